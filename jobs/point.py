@@ -1,0 +1,132 @@
+"""What a job measures: points, their outcome's numbers, and the machine that they run on.
+
+Plain data that survives JSON, so that a point can travel to another host and its result into a journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that a run's points will use, as probed where they will run.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        name: the GPU's name, or the processor's.
+        memory_bytes: what one point may use: the card's memory, or the host's available memory.
+        fingerprint: what a result depends on (versions of Python, torch, triton, CUDA, driver), part of a point's key.
+    """
+
+    device: Device
+    name: str
+    memory_bytes: int
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The coordinates that results are compared along; None where a coordinate has no meaning for the kind."""
+
+    implementation: str | None = None  # "chunked", "naive", "dense", ...
+    workload: str | None = None  # "attention" or "model"
+    pass_: str | None = None  # "forward", "forward+backward", "train"
+    seq_len: int | None = None
+    batch: int | None = None
+    query_heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    layers: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement to be taken.
+
+    Attributes:
+        kind: the job kind that measures it.
+        label: one line for people, unique within the run.
+        config: everything that determines the measurement, JSON-able.
+        axes: coordinates for comparison.
+        estimate_bytes: predicted peak memory, None where nothing predicts it.
+        skip_reason: why it is not worth starting (it will not fit, say); None to run it.
+    """
+
+    kind: str
+    label: str
+    config: Mapping[str, Any]
+    axes: Axes = field(default_factory=Axes)
+    estimate_bytes: int | None = None
+    skip_reason: str | None = None
+
+    def key(self, code_hash: str, machine: Machine) -> str:
+        """Identity for resuming: the same configuration, code and environment give the same key (16 hex digits)."""
+        material = [self.kind, self.config, code_hash, machine.device, machine.name, dict(machine.fingerprint)]
+        return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Point:
+        return cls(**{**data, "axes": Axes(**data["axes"])})
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured quantity of a point.
+
+    Attributes:
+        name: "time", "peak_extra_memory", "throughput", ... (docs/metrics.md lists them).
+        unit: "ms", "MiB" (2^20 bytes), "tok/s", "1".
+        value: the median of `samples`, or the one value there is.
+        samples: every sample kept, in the order taken.
+        p10, p90: percentiles of the samples.
+        ci_low, ci_high: 95 % bootstrap interval of the median.
+        method: how it was taken, in words.
+    """
+
+    name: str
+    unit: str
+    value: float
+    samples: tuple[float, ...] = ()
+    p10: float | None = None
+    p90: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a point that ended well brings home.
+
+    Attributes:
+        metrics: the numbers.
+        route: what really ran, e.g. {"cmp": "chunked", "slc": "chunked", "win": "sdpa-flash"}.
+        environment: versions, driver, GPU name and UUID, clocks, host, the effective environment variables.
+        files: text artifacts by file name ("memory_summary.txt": "...").
+    """
+
+    metrics: tuple[Metric, ...]
+    route: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Beat(Protocol):
+    """Called by a measurement whenever it got further; silence longer than the heartbeat deadline is a hang."""
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
+
+
+Measure = Callable[[Mapping[str, Any], Beat], Measurement]

@@ -1,0 +1,146 @@
+"""Specs: YAML in, a validated job out. Every mistake names its field, the value and the fix, before anything runs.
+
+A job kind is a module of this package that defines `Spec` (a JobSpec whose `kind` is the module's name) and `measure`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import jobs
+from jobs.point import Machine, Point
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used. One line a mistake: field, value, fix."""
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors; a spec does not change once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Resources(Strict):
+    """What one point is scheduled with."""
+
+    num_gpus: float | None = Field(None, ge=0, description="GPUs a point needs; None: 1 on a CUDA device, else 0")
+    num_cpus: float = Field(1, gt=0, description="CPU cores a point needs")
+    accelerator_type: str | None = Field(None, description="Ray's accelerator type, e.g. A100, H100, H200")
+    workers: int | None = Field(None, ge=1, description="points at a time; None: as many as the cluster has room for")
+
+
+class Deadlines(Strict):
+    """Seconds. On expiry the point's stacks are dumped and its process group killed."""
+
+    startup_s: float = Field(300, gt=0, description="until the first progress: imports, compilation")
+    heartbeat_s: float = Field(120, gt=0, description="between two signs of progress; longer silence is a hang")
+    point_s: float = Field(900, gt=0, description="for the whole point; beyond it the point is a timeout")
+
+
+class JobSpec(Strict):
+    """What all kinds have in common."""
+
+    kind: str
+    name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the cluster has a GPU")
+    memory_gib: float | None = Field(None, gt=0, description="most that a point may use; None: what the device has")
+    isolation: Literal["process", "warm"] = Field(
+        "process", description="process: a new one for each point; warm: one serves many until a point is not ok"
+    )
+    retries: int = Field(1, ge=0, le=10, description="how often a lost point is handed out again")
+    resources: Resources = Resources()
+    deadlines: Deadlines = Deadlines()
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """Every point of the job, in the order to measure them, on `machine`.
+
+        Points that are predicted not to fit carry a `skip_reason`.
+        """
+        raise NotImplementedError
+
+
+def kinds() -> dict[str, ModuleType]:
+    """The job kinds, by name: the modules of this package that define `Spec` and `measure`."""
+    found = {}
+    for info in pkgutil.iter_modules(jobs.__path__):
+        if info.ispkg or info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"jobs.{info.name}")
+        if hasattr(module, "Spec") and hasattr(module, "measure"):
+            found[info.name] = module
+    return found
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.
+
+    Raises:
+        SpecError: the file is missing or no YAML mapping, an override has no "=", or a value is wrong.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as err:
+        raise SpecError(f"spec: {str(path)!r} cannot be read ({err.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        where = str(err).replace("\n", " ")
+        raise SpecError(f"spec: {str(path)!r} is not YAML ({where}); mend its syntax") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"spec: {str(path)!r} holds no mapping; start it with 'kind: scaling'")
+    for item in overrides:
+        _override(data, item)
+    return parse_spec(data)
+
+
+def parse_spec(data: Mapping[str, Any]) -> JobSpec:
+    """Validate a spec's content. Raises SpecError."""
+    known = kinds()
+    kind = data.get("kind")
+    if kind not in known:
+        raise SpecError(f"kind: {kind!r} is no job kind; use one of {', '.join(sorted(known))}")
+    if next(iter(data)) != "kind":
+        raise SpecError(f"kind: {kind!r} must be the spec's first key; move it to the top")
+    try:
+        return known[kind].Spec.model_validate(data)
+    except ValidationError as err:
+        raise SpecError("\n".join(describe(err))) from None
+
+
+def describe(err: ValidationError) -> list[str]:
+    """One line a mistake: field, value, what is wrong and how to mend it."""
+    lines = []
+    for e in err.errors(include_url=False):
+        field = ".".join(str(part) for part in e["loc"]) or "spec"
+        if e["type"] == "extra_forbidden":
+            lines.append(f"{field}: unknown key (value {e['input']!r}); remove it or correct its spelling")
+        elif e["type"] == "missing":
+            lines.append(f"{field}: missing; add it to the spec")
+        else:
+            message = e["msg"].removeprefix("Value error, ")
+            lines.append(message if message.startswith(f"{field}:") else f"{field}: {e['input']!r}: {message}")
+    return lines
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    name, eq, text = item.partition("=")
+    if not eq or not name:
+        raise SpecError(f"--set: {item!r} is no setting; write key=value, e.g. --set lengths=[512,1024]")
+    node = data
+    *parents, last = name.split(".")
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise SpecError(f"--set: {item!r}: {part!r} is no section of the spec; name an existing one")
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SpecError(f"--set: {item!r}: {text!r} is not YAML; quote it") from None
