@@ -5,10 +5,16 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from orchestrator.errors import UserError
+
 _CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+class SettingsError(UserError):
+    """An environment variable or a line of `.env` with a value that cannot be used."""
 
 
 def default_home() -> Path:
@@ -38,3 +44,12 @@ class Settings(BaseSettings):
     @cached_property
     def artifacts_dir(self) -> Path:
         return self.artifacts or self.home / "artifacts"
+
+
+def load_settings() -> Settings:
+    """The settings of this process. Raises SettingsError, one line a mistake."""
+    try:
+        return Settings()  # pyright: ignore[reportCallIssue]  (every field has a default)
+    except ValidationError as err:
+        lines = [f"NSA_{str(e['loc'][0]).upper().removeprefix('NSA_')}: {e['input']!r}: {e['msg']}" for e in err.errors()]
+        raise SettingsError("\n".join(lines)) from None

@@ -1,0 +1,59 @@
+# `make demo`: from a fresh clone to a verdict. `make test`: the whole CPU test suite. Needs Python >= 3.11 and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# An environment given from outside must not lead a job elsewhere than the commands below look.
+RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
+DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo up down test lint format check clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+env: $(STAMP)  ## make the environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt docker/install.sh
+	@echo "installing into $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make env PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@bash docker/install.sh $(BIN)/python dev
+	@touch $@
+
+demo: env  ## local Ray, the demo benchmark as a Ray job, reported results beside it, verdict, dashboard
+	@$(BIN)/nsa up
+	@$(BIN)/ray job submit --address $(RAY_DASHBOARD) --working-dir . -- python -m jobs jobs/configs/demo.yaml
+	@$(BIN)/nsa import orchestrator/reference_data/*.csv
+	@$(BIN)/nsa report last --out var/demo-report.md
+	@$(BIN)/nsa report last
+	@$(BIN)/nsa gate || test $$? -ne 2
+	@echo
+	@echo "Report:    var/demo-report.md"
+	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"
+
+up: env  ## start the local Ray cluster and the dashboard
+	@$(BIN)/nsa up
+
+down:  ## stop what demo or up started
+	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
+
+test: env  ## the whole test suite (CPU)
+	$(BIN)/python -m pytest
+
+lint: env  ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: env  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint test  ## all that CI runs
+
+clean: down  ## remove the environment; results in var/ stay
+	rm -rf $(VENV)

@@ -1,0 +1,55 @@
+"""Finding the run or point that a user means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.errors import UserError
+from orchestrator.states import Origin
+from orchestrator.store import Store, queries
+
+
+class LookupFailed(UserError):
+    """No such run or point, or more than one."""
+
+
+def find_run(store: Store, text: str) -> str:
+    """The id of the run that `text` names: its id, a unique beginning of it, or "last" (the newest measured one)."""
+    if text == "last":
+        newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
+        if newest.empty:
+            raise LookupFailed("RUN: 'last': no run is stored yet; submit one: nsa submit jobs/configs/demo.yaml")
+        return str(newest.iloc[0]["run_id"])
+    ids = [str(run_id) for run_id in queries.run_ids(store, prefix=text)]
+    if text in ids:
+        return text
+    if len(ids) != 1:
+        what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
+        raise LookupFailed(f"RUN: {text!r}: {what}; `nsa runs` lists them")
+    return ids[0]
+
+
+def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
+    """The ids that `texts` name; without any, those of all measured runs."""
+    if texts:
+        return [find_run(store, text) for text in texts]
+    frame = queries.runs(store, origin=Origin.MEASURED, limit=10_000)
+    return [str(run_id) for run_id in frame["run_id"]]
+
+
+def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
+    """The point of a run by its index."""
+    row = queries.point(store, f"{run_id}/{index}")
+    if row is None:
+        raise LookupFailed(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
+    return row
+
+
+def submission_of(store: Store, run_id: str) -> str:
+    """Ray's submission id of a run."""
+    run = queries.run(store, run_id)
+    job = run and run["submission_id"]
+    if not job:
+        raise LookupFailed(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
+    return str(job)

@@ -1,0 +1,193 @@
+"""The local services behind `nsa up`: a Ray head and the dashboard, each a process that `nsa down` stops by its own pid.
+
+Other Ray clusters on the host are left alone: nothing is stopped that was not started here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from orchestrator.errors import UserError
+from orchestrator.settings import Settings
+
+_READY_S = 60.0
+_STOP_S = 40.0
+
+
+class ServiceError(UserError):
+    """A service that did not come up. One line: what, why, fix."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A local process with a health URL."""
+
+    name: str
+    command: tuple[str, ...]
+    health: str
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """What is known of a service: `pid` if started here and alive, `healthy` if its URL answers."""
+
+    name: str
+    url: str
+    pid: int | None
+    healthy: bool
+
+
+def local_services(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[Service]:
+    """The services of one machine, in the order to start them."""
+    return [_ray(settings, num_cpus, num_gpus), _dashboard(settings)]
+
+
+def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
+    """Start what is not running yet and wait until all answer.
+
+    Raises:
+        ServiceError: a port is taken by something else, or a service did not answer in time (its log is named).
+    """
+    settings.home.mkdir(parents=True, exist_ok=True)
+    services = local_services(settings, num_cpus=num_cpus, num_gpus=num_gpus)
+    for service in services:
+        _start(settings, service)
+    for service in services:
+        _await(settings, service)
+    return status(settings)
+
+
+def down(settings: Settings) -> list[str]:
+    """Stop what `up` started, last first. Returns the names of the services that were stopped."""
+    return [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
+
+
+def status(settings: Settings) -> list[ServiceStatus]:
+    return [
+        ServiceStatus(s.name, _base(s.health), _pid(settings, s), answers(s.health)) for s in local_services(settings)
+    ]
+
+
+def answers(url: str) -> bool:
+    """Whether an HTTP server at `url` answers, be it with a refusal of our token."""
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except urllib.error.HTTPError as err:
+        return err.code in (401, 403)
+    except OSError:
+        return False
+
+
+def service_env(settings: Settings) -> dict[str, str]:
+    """The environment of the services: what they write must land where this shell looks, whatever their cwd."""
+    venv_bin = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([venv_bin, os.environ.get("PATH", "")]),
+        "NSA_HOME": str(settings.home.resolve()),
+        "NSA_DATABASE_URL": settings.database,
+        "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
+        **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
+    }
+
+
+def _ray(settings: Settings, num_cpus: int | None, num_gpus: int | None) -> Service:
+    url = urlsplit(settings.ray_dashboard)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command += ["--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1"]
+    command += [f"--dashboard-port={url.port or 8265}", "--dashboard-agent-listen-port=0"]
+    command += [f"--num-cpus={num_cpus}"] if num_cpus is not None else []
+    command += [f"--num-gpus={num_gpus}"] if num_gpus is not None else []
+    return Service("ray", tuple(command), f"{settings.ray_dashboard.rstrip('/')}/api/version")
+
+
+def _dashboard(settings: Settings) -> Service:
+    app = Path(__file__).resolve().parents[1] / "dashboard" / "app.py"
+    command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
+    command += ["--server.address=127.0.0.1", f"--server.port={settings.dashboard_port}"]
+    command += ["--browser.gatherUsageStats=false"]
+    return Service("dashboard", tuple(command), f"http://127.0.0.1:{settings.dashboard_port}/_stcore/health")
+
+
+def _start(settings: Settings, service: Service) -> None:
+    if _pid(settings, service) is not None:
+        return
+    if answers(service.health):
+        raise ServiceError(
+            f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
+            "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
+        )
+    with _log(settings, service).open("ab") as log:
+        process = subprocess.Popen(
+            service.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=service_env(settings),
+            cwd=Path(__file__).resolve().parents[1],
+            start_new_session=True,
+        )
+    record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    _pidfile(settings, service).write_text(json.dumps(record))
+
+
+def _await(settings: Settings, service: Service) -> None:
+    deadline = time.monotonic() + _READY_S
+    while not answers(service.health):
+        dead = _pid(settings, service) is None
+        if dead or time.monotonic() > deadline:
+            why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
+            raise ServiceError(f"{service.name}: {why} at {_base(service.health)}; see {_log(settings, service)}")
+        time.sleep(0.2)
+
+
+def _stop(settings: Settings, service: Service) -> bool:
+    pid = _pid(settings, service)
+    _pidfile(settings, service).unlink(missing_ok=True)
+    if pid is None:
+        return False
+    process = psutil.Process(pid)
+    family = [*process.children(recursive=True), process]
+    process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=_STOP_S)
+    for survivor in alive:
+        survivor.kill()
+    psutil.wait_procs(alive, timeout=5)
+    return True
+
+
+def _pid(settings: Settings, service: Service) -> int | None:
+    """The pid of the service as started here, None if it is gone (or its number was given to another process)."""
+    try:
+        record = json.loads(_pidfile(settings, service).read_text())
+        process = psutil.Process(record["pid"])
+        same = abs(process.create_time() - record["created"]) < 1
+        return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
+        return None
+
+
+def _pidfile(settings: Settings, service: Service) -> Path:
+    return settings.home / f"{service.name}.pid.json"
+
+
+def _log(settings: Settings, service: Service) -> Path:
+    return settings.home / f"{service.name}.log"
+
+
+def _base(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,68 @@
+"""docker-compose.yml without a Docker daemon: its schema, and the promises that docs/deployment.md makes of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docker-compose.yml"
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
+
+
+def test_matches_the_compose_schema() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_has_the_services_of_the_design() -> None:
+    assert set(SERVICES) == {"ray-head", "gpu-worker", "postgres", "migrate", "dashboard"}
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_runs_as_a_user_other_than_root(name: str) -> None:
+    assert SERVICES[name]["user"].split(":")[0] not in ("", "0", "root")
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"migrate"}))
+def test_has_a_health_check(name: str) -> None:
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_ports_are_bound_to_loopback_unless_told_otherwise(name: str) -> None:
+    for port in SERVICES[name].get("ports", []):
+        assert port.startswith("${NSA_BIND:-127.0.0.1}:"), port
+
+
+def test_images_are_pinned() -> None:
+    base = re.findall(r"^FROM (\S+)", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    images = [*base, *(service["image"] for service in SERVICES.values())]
+    assert all(re.search(r":\d+\.\d+", image) for image in images), images
+
+
+def test_secrets_come_from_the_environment_and_are_demanded() -> None:
+    text = FILE.read_text()
+    for secret in ("RAY_AUTH_TOKEN", "POSTGRES_PASSWORD", "NSA_READER_PASSWORD"):
+        assert f"${{{secret}:?" in text
+        assert f"{secret}=\n" in (ROOT / ".env.example").read_text()
+
+
+def test_ray_demands_its_token_everywhere() -> None:
+    assert all(SERVICES[name]["environment"]["RAY_AUTH_MODE"] == "token" for name in ("ray-head", "gpu-worker"))
+
+
+def test_the_dashboard_connects_as_the_reader() -> None:
+    assert "://nsa_reader:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
+
+
+def test_the_image_copies_only_files_that_exist() -> None:
+    for sources in re.findall(r"^COPY --chown=\S+ (.+) \S+$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split())
