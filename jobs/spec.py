@@ -32,18 +32,22 @@ class Strict(BaseModel):
 class Resources(Strict):
     """What one point is scheduled with."""
 
-    num_gpus: float | None = Field(None, ge=0, description="GPUs a point needs; None: 1 on a CUDA device, else 0")
-    num_cpus: float = Field(1, gt=0, description="CPU cores a point needs")
-    accelerator_type: str | None = Field(None, description="Ray's accelerator type, e.g. A100, H100, H200")
-    workers: int | None = Field(None, ge=1, description="points at a time; None: as many as the cluster has room for")
+    num_gpus: float | None = Field(
+        default=None, ge=0, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
+    )
+    num_cpus: float = Field(default=1, gt=0, description="CPU cores a point needs")
+    accelerator_type: str | None = Field(default=None, description="Ray's accelerator type, e.g. A100, H100, H200")
+    workers: int | None = Field(
+        default=None, ge=1, description="points at a time; None: as many as the cluster has room for"
+    )
 
 
 class Deadlines(Strict):
     """Seconds. On expiry the point's stacks are dumped and its process group killed."""
 
-    startup_s: float = Field(300, gt=0, description="until the first progress: imports, compilation")
-    heartbeat_s: float = Field(120, gt=0, description="between two signs of progress; longer silence is a hang")
-    point_s: float = Field(900, gt=0, description="for the whole point; beyond it the point is a timeout")
+    startup_s: float = Field(default=300, gt=0, description="until the first progress: imports, compilation")
+    heartbeat_s: float = Field(default=120, gt=0, description="between two signs of progress; longer silence is a hang")
+    point_s: float = Field(default=900, gt=0, description="for the whole point; beyond it the point is a timeout")
 
 
 class JobSpec(Strict):
@@ -51,13 +55,16 @@ class JobSpec(Strict):
 
     kind: str
     name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the cluster has a GPU")
-    memory_gib: float | None = Field(None, gt=0, description="most that a point may use; None: what the device has")
-    isolation: Literal["process", "warm"] = Field(
-        "process", description="process: a new one for each point; warm: one serves many until a point is not ok"
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where the cluster has a GPU")
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="most that a point may use; None: what the device has"
     )
-    retries: int = Field(1, ge=0, le=10, description="how often a lost point is handed out again")
+    isolation: Literal["process", "warm"] = Field(
+        default="process",
+        description="process: a new one for each point; warm: one serves many until a point is not ok",
+    )
+    retries: int = Field(default=1, ge=0, le=10, description="how often a lost point is handed out again")
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
 

@@ -1,0 +1,86 @@
+"""The machine at hand, as points see it. Asks NVML first, so that probing creates no CUDA context."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from jobs.measure import nvml
+from jobs.point import Machine
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (  # limit and usage of version 2, then of version 1
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
+
+
+def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
+    """The device that a point started here would use; "auto" is CUDA where a GPU is visible.
+
+    Raises:
+        ValueError: "cuda" was asked for and no GPU is visible here.
+    """
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not gpu:
+        raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if triton := installed("triton"):
+        versions["triton"] = triton
+    if not gpu:
+        return Machine("cpu", cpu_name(), host_memory(), versions)
+    card = _card()
+    versions["cuda"] = torch.version.cuda or "unknown"
+    versions["driver"] = card.get("driver", "unknown")
+    return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
+
+
+def _card() -> dict[str, str]:
+    """The first GPU that CUDA shows; from CUDA itself (which creates a context) where NVML does not know it."""
+    try:
+        card = nvml.describe(nvml.visible_gpus()[0])
+        if {"name", "memory_mib"} <= card.keys():
+            return card
+    except (nvml.NvmlError, IndexError):
+        pass
+    properties = torch.cuda.get_device_properties(0)
+    return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20)}
+
+
+def host_memory() -> int:
+    """Bytes that a process may still take here: what the host has available, or its control group's room if less."""
+    available = psutil.virtual_memory().available
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+        available = min(available, max(room, 0))
+    return available
+
+
+def cpu_name() -> str:
+    """The processor's name, e.g. "AMD EPYC 9654 96-Core Processor"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

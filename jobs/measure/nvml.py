@@ -1,0 +1,92 @@
+"""The little of NVML that measuring needs. Absence of a driver or a card is a stated reason, never an exception."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pynvml
+
+
+class NvmlError(RuntimeError):
+    """NVML cannot answer: no driver, no such card, no permission. The message says which."""
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """NVML initialised for the body (initialisation is counted, so sessions may nest). Raises NvmlError."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as err:
+        raise NvmlError(f"NVML is not available ({err})") from None
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def handle(gpu_id: str) -> Any:
+    """The NVML handle of a GPU named by its index ("0") or UUID ("GPU-..."). Raises NvmlError."""
+    try:
+        if gpu_id.isdigit():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(gpu_id))
+        return pynvml.nvmlDeviceGetHandleByUUID(gpu_id)
+    except pynvml.NVMLError as err:
+        raise NvmlError(f"NVML knows no GPU {gpu_id!r} ({err})") from None
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that CUDA shows this process, in its order; empty where there is none (or no NVML)."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return [part.strip() for part in shown.split(",") if part.strip() and part.strip() != "-1"]
+    try:
+        with session():
+            return [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except (NvmlError, pynvml.NVMLError):
+        return []
+
+
+def processes(gpu_ids: Sequence[str]) -> dict[str, list[int]]:
+    """Process ids with a compute context on each GPU, as the driver sees them (in a container: the host's ids).
+
+    Raises:
+        NvmlError: NVML cannot say.
+    """
+    with session():
+        return {gpu: compute_pids(handle(gpu)) for gpu in gpu_ids}
+
+
+def compute_pids(device: Any) -> list[int]:
+    """Process ids with a compute context on the device of this handle. Raises NvmlError."""
+    try:
+        return sorted(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+    except pynvml.NVMLError as err:
+        raise NvmlError(f"NVML cannot list the GPU's processes ({err})") from None
+
+
+def describe(gpu_id: str) -> dict[str, str]:
+    """Name, UUID, memory, driver, clocks, power limit, persistence and ECC of a GPU, as text; what NVML refuses is
+    left out. Raises NvmlError when there is no such GPU."""
+    with session():
+        device = handle(gpu_id)
+        queries = {
+            "name": lambda: pynvml.nvmlDeviceGetName(device),
+            "uuid": lambda: pynvml.nvmlDeviceGetUUID(device),
+            "memory_mib": lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).total) // 2**20,
+            "driver": pynvml.nvmlSystemGetDriverVersion,
+            "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM),
+            "sm_clock_max_mhz": lambda: pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_MEM),
+            "power_limit_w": lambda: pynvml.nvmlDeviceGetPowerManagementLimit(device) // 1000,
+            "ecc": lambda: pynvml.nvmlDeviceGetEccMode(device)[0],
+        }
+        found = {}
+        for name, query in queries.items():
+            try:
+                found[name] = str(query())
+            except pynvml.NVMLError:
+                continue
+        return found

@@ -1,0 +1,41 @@
+"""Samples to a metric: median, percentiles, bootstrap interval. Every sample is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jobs.point import Metric
+
+_RESAMPLES = 2000
+
+
+def summarize(name: str, unit: str, samples: Sequence[float], method: str = "") -> Metric:
+    """The metric whose value is the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
+
+    The bootstrap is seeded: the same samples give the same interval. With fewer than three samples there is no
+    interval to speak of, and none is given.
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    if not samples:
+        raise ValueError(f"{name}: no sample was taken")
+    values = np.asarray(samples, dtype=np.float64)
+    low = high = None
+    if len(values) >= 3:
+        draws = np.random.default_rng(0).choice(values, size=(_RESAMPLES, len(values)))
+        low, high = (float(x) for x in np.percentile(np.median(draws, axis=1), [2.5, 97.5]))
+    p10, p90 = (float(x) for x in np.percentile(values, [10, 90]))
+    return Metric(
+        name=name,
+        unit=unit,
+        value=float(np.median(values)),
+        samples=tuple(float(x) for x in values),
+        p10=p10,
+        p90=p90,
+        ci_low=low,
+        ci_high=high,
+        method=method,
+    )

@@ -1,0 +1,175 @@
+"""GPU telemetry while a point runs: sampled from the parent process, so that the measured one is left alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from jobs.measure import nvml
+from jobs.measure.stats import summarize
+from jobs.point import Metric
+
+_KEPT = 1000  # samples kept per metric; more are thinned evenly, which the metric's method says
+
+# Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
+_THROTTLE = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at one GPU; None where the driver does not tell."""
+
+    gpu: str
+    seconds: float  # since start()
+    utilization: float | None  # percent of the last driver interval in which a kernel ran
+    memory_mib: float | None
+    power_w: float | None
+    sm_mhz: float | None
+    celsius: float | None
+    throttle: int | None  # bit mask
+    pids: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class TelemetrySummary:
+    """What the sampling came to: metrics (none where nothing could be sampled) and a text that says so."""
+
+    metrics: tuple[Metric, ...]
+    text: str
+
+
+class Telemetry:
+    """Samples the GPUs of a point in a thread, about five times a second.
+
+    Args:
+        gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty on a CPU point.
+        period_s: seconds between samples.
+
+    `start()` and `stop()` never raise for want of NVML; the summary's text states the reason instead.
+    """
+
+    def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
+        self._gpu_ids = [str(gpu) for gpu in gpu_ids]
+        self._period_s = period_s
+        self._samples: list[Sample] = []
+        self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._problem is None:
+            self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> TelemetrySummary:
+        """End the sampling and sum it up; a second call gives the same summary."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        if not self._samples:
+            return TelemetrySummary((), f"No GPU telemetry: {self._problem or 'no sample was taken'}.\n")
+        return summarise_samples(list(self._samples), self._problem)
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        try:
+            with nvml.session():
+                devices = {gpu: nvml.handle(gpu) for gpu in self._gpu_ids}
+                while True:
+                    now = time.monotonic() - begin
+                    self._samples.extend(_look(gpu, device, now) for gpu, device in devices.items())
+                    if self._stop.wait(self._period_s):
+                        return
+        except (nvml.NvmlError, pynvml.NVMLError) as err:
+            self._problem = str(err)
+
+
+def _look(gpu: str, device: Any, seconds: float) -> Sample:
+    def ask(query: Callable[[], Any]) -> Any:
+        try:
+            return query()
+        except (pynvml.NVMLError, nvml.NvmlError):  # this driver or card does not tell; the others still may
+            return None
+
+    memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device).used)
+    power = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    pids = ask(lambda: nvml.compute_pids(device))
+    return Sample(
+        gpu=gpu,
+        seconds=seconds,
+        utilization=ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
+        memory_mib=None if memory is None else int(memory) / 2**20,
+        power_w=None if power is None else power / 1000,
+        sm_mhz=ask(lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
+        celsius=ask(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        throttle=ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
+        pids=None if pids is None else tuple(pids),
+    )
+
+
+def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
+    """Metrics over all samples of all GPUs, and a table per GPU as text."""
+    metrics = [
+        _metric("gpu_utilization", "%", [s.utilization for s in samples]),
+        _metric("gpu_power", "W", [s.power_w for s in samples]),
+        _metric("gpu_sm_clock", "MHz", [s.sm_mhz for s in samples]),
+        _metric("gpu_temperature", "C", [s.celsius for s in samples]),
+        _peak("gpu_memory_used", "MiB", [s.memory_mib for s in samples]),
+        _peak("gpu_processes", "1", [None if s.pids is None else len(s.pids) for s in samples]),
+    ]
+    told = [bool(s.throttle & sum(_THROTTLE)) for s in samples if s.throttle is not None]
+    if told:
+        share = 100 * sum(told) / len(told)
+        metrics.append(Metric("gpu_throttled", "%", share, method=f"share of {len(told)} NVML samples with a throttle"))
+    return TelemetrySummary(tuple(m for m in metrics if m is not None), _text(samples, problem))
+
+
+def _metric(name: str, unit: str, values: Sequence[float | None]) -> Metric | None:
+    known = [float(v) for v in values if v is not None]
+    if not known:
+        return None
+    step = -(-len(known) // _KEPT)
+    thinned = f", every {step}th of {len(known)} kept" if step > 1 else ""
+    return summarize(name, unit, known[::step], f"NVML samples while the point ran, start-up included{thinned}")
+
+
+def _peak(name: str, unit: str, values: Sequence[float | None]) -> Metric | None:
+    known = [float(v) for v in values if v is not None]
+    return Metric(name, unit, max(known), method=f"highest of {len(known)} NVML samples") if known else None
+
+
+def _text(samples: Sequence[Sample], problem: str | None) -> str:
+    lines = []
+    for gpu in dict.fromkeys(s.gpu for s in samples):
+        mine = [s for s in samples if s.gpu == gpu]
+        lines.append(f"GPU {gpu}: {len(mine)} samples over {mine[-1].seconds - mine[0].seconds:.1f} s")
+        for title, unit, values in (
+            ("utilisation", "%", [s.utilization for s in mine]),
+            ("memory used", "MiB", [s.memory_mib for s in mine]),
+            ("power", "W", [s.power_w for s in mine]),
+            ("SM clock", "MHz", [s.sm_mhz for s in mine]),
+            ("temperature", "C", [s.celsius for s in mine]),
+        ):
+            known = [v for v in values if v is not None]
+            if known:
+                mean = sum(known) / len(known)
+                lines.append(f"  {title:12} min {min(known):.0f}  mean {mean:.0f}  max {max(known):.0f} {unit}")
+        reasons = Counter(name for s in mine for bit, name in _THROTTLE.items() if (s.throttle or 0) & bit)
+        lines.append("  throttled    " + (", ".join(f"{n} samples: {r}" for r, n in reasons.items()) or "never"))
+        pids = sorted({pid for s in mine for pid in s.pids or ()})
+        lines.append("  processes    " + (" ".join(map(str, pids)) or "none listed"))
+    if problem:
+        lines.append(f"Sampling ended early: {problem}.")
+    return "\n".join(lines) + "\n"
