@@ -1,0 +1,52 @@
+"""The database's address and the errors that speak of it; needs no driver, so that a dry run can check it anywhere."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+SETTING = "NSA_DATABASE_URL"
+_FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
+_SCHEMES = ("sqlite", "postgresql", "postgresql+psycopg")
+
+
+class StoreError(ValueError):
+    """The database cannot be used as asked. One line: field, value, fix."""
+
+
+class StoreUnavailable(StoreError):  # noqa: N818  (a state of the world, not a mistake)
+    """The database is away (unreachable, locked, shut down); the same call may succeed later."""
+
+
+def check_url(url: str) -> str:
+    """The URL, with its driver named, when its form is one that the store can open.
+
+    Raises:
+        StoreError: no URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
+    """
+    shown = hide_password(url)
+    parts = _split(url)
+    if parts.scheme not in _SCHEMES or "://" not in url:
+        raise StoreError(f"{SETTING}: {shown!r}: unknown kind of database; use {_FORMS}")
+    if parts.scheme == "sqlite":
+        if parts.netloc or parts.path in ("", "/") or ":memory:" in url:
+            raise StoreError(f"{SETTING}: {shown!r}: names no file; use sqlite:///PATH (four slashes if absolute)")
+        return url
+    if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):
+        raise StoreError(f"{SETTING}: {shown!r}: lacks a host or a database name; use {_FORMS}")
+    return "postgresql+psycopg" + url.removeprefix(parts.scheme)
+
+
+def hide_password(text: str) -> str:
+    """`text` with the passwords of the URLs in it replaced by ***."""
+    text = re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
+    return re.sub(r"(password=)[^&\s]+", r"\1***", text)
+
+
+def _split(url: str):
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as err:
+        raise StoreError(f"{SETTING}: {hide_password(url)!r}: {err}; use {_FORMS}") from None
+    return parts

@@ -1,0 +1,80 @@
+"""Connections: SQLite set up for one writer beside many readers, Postgres as it comes, both optionally read-only."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
+
+from orchestrator.database import SETTING, StoreError, StoreUnavailable, check_url, hide_password
+
+BUSY_SECONDS = 30
+
+
+def parse(url: str) -> URL:
+    """The URL, validated. Raises StoreError."""
+    try:
+        return make_url(check_url(url))
+    except ArgumentError:
+        raise StoreError(f"{SETTING}: {hide_password(url)!r}: is no URL; use sqlite:///PATH") from None
+
+
+def shown(url: URL) -> str:
+    """The URL as messages show it: without its password."""
+    return hide_password(url.render_as_string(hide_password=True))
+
+
+def make_engine(url: URL, *, readonly: bool = False) -> Engine:
+    """An engine for `url`; connects to nothing yet."""
+    if url.get_backend_name() == "sqlite":
+        return _sqlite(url, readonly)
+    options = {"postgresql_readonly": True} if readonly else {}
+    return create_engine(
+        url, pool_pre_ping=True, execution_options=options, connect_args={"connect_timeout": 10}, pool_size=5
+    )
+
+
+def _sqlite(url: URL, readonly: bool) -> Engine:
+    path = Path(url.database or "").absolute()
+    address = f"file:{quote(str(path))}?mode={'ro' if readonly else 'rwc'}"
+
+    def connect() -> sqlite3.Connection:
+        # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
+        connection = sqlite3.connect(
+            address, uri=True, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None
+        )
+        connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if not readonly:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")  # the journal file is what survives a power cut
+        return connection
+
+    engine = create_engine(url, creator=connect)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # A writer takes its lock at once: upgrading a read lock later fails without waiting for the other writer.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+@contextmanager
+def errors(url: URL) -> Iterator[None]:
+    """Database errors as StoreError, those that may pass as StoreUnavailable; one line, without passwords."""
+    try:
+        yield
+    except DBAPIError as err:
+        text = hide_password(" ".join(str(err.orig).split()))
+        if isinstance(err, OperationalError | InterfaceError | InternalError) or err.connection_invalidated:
+            raise StoreUnavailable(
+                f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
+            ) from None
+        raise StoreError(f"{SETTING}: {shown(url)!r}: refused the data ({text}); report this as a bug") from None

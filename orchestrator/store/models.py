@@ -1,0 +1,208 @@
+"""The tables. What each column means, and the views over them: docs/database.md."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, ClassVar
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from orchestrator.states import Origin, PointState, Result, RunState
+from orchestrator.store.types import UtcDateTime, enum_type
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    # JSON and not JSONB on Postgres: it keeps the order of a spec's keys, and \u0000 in captured output.
+    type_annotation_map: ClassVar = {
+        datetime: UtcDateTime(),
+        float: Double(),
+        dict[str, Any]: JSON(),
+        list[Any]: JSON(),
+        PointState: enum_type(PointState),
+        RunState: enum_type(RunState),
+        Origin: enum_type(Origin),
+        Result: enum_type(Result),
+    }
+
+
+class Run(Base):
+    """One submitted job, or one imported report."""
+
+    __tablename__ = "run"
+
+    id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    name: Mapped[str] = mapped_column(Text)
+    kind: Mapped[str] = mapped_column(String(40))
+    origin: Mapped[Origin] = mapped_column(index=True)
+    source: Mapped[str | None] = mapped_column(Text)
+    state: Mapped[RunState]
+    reason: Mapped[str | None] = mapped_column(Text)
+    state_at: Mapped[datetime]  # of the record that set `state`; older records do not undo it
+    spec: Mapped[dict[str, Any]]
+    spec_hash: Mapped[str] = mapped_column(String(64))
+    git_commit: Mapped[str | None] = mapped_column(String(64))
+    git_dirty: Mapped[bool | None]
+    code_hash: Mapped[str | None] = mapped_column(String(64))
+    submission_id: Mapped[str | None] = mapped_column(String(200))
+    host: Mapped[str | None] = mapped_column(Text)
+    artifacts: Mapped[str | None] = mapped_column(Text)
+    resumed: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+
+
+class Environment(Base):
+    """What a point ran in. Equal environments share a row: `id` is the hash of the content."""
+
+    __tablename__ = "environment"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    gpu: Mapped[str | None] = mapped_column(Text)  # the card's name, None on a CPU
+    content: Mapped[dict[str, Any]]
+
+
+class Point(Base):
+    """One measurement of a run: where it stands, what it measures, how it went."""
+
+    __tablename__ = "point"
+    __table_args__ = (UniqueConstraint("run_id", "number"), UniqueConstraint("id", "state"))
+
+    id: Mapped[str] = mapped_column(String(240), primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
+    number: Mapped[int]  # its place in the run, from 0
+    key: Mapped[str] = mapped_column(String(64), index=True)
+    label: Mapped[str] = mapped_column(Text)
+    config: Mapped[dict[str, Any]]
+    estimate_bytes: Mapped[int | None] = mapped_column(BigInteger)
+
+    state: Mapped[PointState] = mapped_column(index=True)
+    reason: Mapped[str | None] = mapped_column(Text)
+    state_at: Mapped[datetime]
+    attempt: Mapped[int]  # 0 until it is handed out
+    node: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    heartbeat_at: Mapped[datetime | None]
+    phase: Mapped[str | None] = mapped_column(Text)
+    done: Mapped[int | None] = mapped_column(BigInteger)
+    total: Mapped[int | None] = mapped_column(BigInteger)
+
+    implementation: Mapped[str | None] = mapped_column(String(120))
+    workload: Mapped[str | None] = mapped_column(String(40))
+    pass_: Mapped[str | None] = mapped_column("pass", String(40))
+    seq_len: Mapped[int | None] = mapped_column(BigInteger)
+    batch: Mapped[int | None]
+    query_heads: Mapped[int | None]
+    kv_heads: Mapped[int | None]
+    head_dim: Mapped[int | None]
+    layers: Mapped[int | None]
+    dtype: Mapped[str | None] = mapped_column(String(20))
+    device: Mapped[str | None] = mapped_column(String(20))
+
+    route: Mapped[dict[str, Any]]
+    environment_id: Mapped[str | None] = mapped_column(ForeignKey("environment.id"))
+
+
+class Metric(Base):
+    """One number of a point that ended well.
+
+    `point_state` is always "ok" and part of the foreign key: the database refuses a number on a point in any other
+    state, and refuses to take a point out of "ok" while it has numbers.
+    """
+
+    __tablename__ = "metric"
+    __table_args__ = (
+        ForeignKeyConstraint(["point_id", "point_state"], ["point.id", "point.state"], ondelete="CASCADE"),
+        CheckConstraint("point_state = 'ok'", name="ok_points_only"),
+        UniqueConstraint("point_id", "name"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    point_id: Mapped[str] = mapped_column(String(240))
+    point_state: Mapped[str] = mapped_column(String(16), server_default="ok")
+    name: Mapped[str] = mapped_column(String(80))
+    unit: Mapped[str] = mapped_column(String(20))
+    value: Mapped[float]
+    samples: Mapped[list[Any]]
+    p10: Mapped[float | None]
+    p90: Mapped[float | None]
+    ci_low: Mapped[float | None]
+    ci_high: Mapped[float | None]
+    method: Mapped[str] = mapped_column(Text)
+
+
+class Artifact(Base):
+    """A file of one attempt at a point; the attempts before stay readable (the stacks of a hang that was retried)."""
+
+    __tablename__ = "artifact"
+    __table_args__ = (UniqueConstraint("point_id", "attempt", "name"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    name: Mapped[str] = mapped_column(String(200))
+    path: Mapped[str] = mapped_column(Text)
+    size: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    content: Mapped[str | None] = mapped_column(Text)
+    truncated: Mapped[bool]
+
+
+class Event(Base):
+    """Something that happened in a run. `id` is the hash of the content, so that telling it twice stores it once."""
+
+    __tablename__ = "event"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), index=True)
+    point_id: Mapped[str | None] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"), index=True)
+    at: Mapped[datetime]
+    level: Mapped[str] = mapped_column(String(16))
+    message: Mapped[str] = mapped_column(Text)
+
+
+class Verdict(Base):
+    """One rule's verdict in one evaluation of one target (`run_id` None: judged on the whole store)."""
+
+    __tablename__ = "verdict"
+    __table_args__ = (Index(None, "target", "evaluated_at"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    evaluated_at: Mapped[datetime]
+    run_id: Mapped[str | None] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
+    target: Mapped[str] = mapped_column(String(80))
+    target_title: Mapped[str] = mapped_column(Text)
+    target_result: Mapped[Result]
+    position: Mapped[int]  # the rule's place within its target
+    rule: Mapped[str] = mapped_column(String(80))
+    title: Mapped[str] = mapped_column(Text)
+    result: Mapped[Result]
+    value: Mapped[float | None]
+    comparison: Mapped[str | None] = mapped_column(String(2))  # "<=" or ">="
+    bound: Mapped[float | None]
+    unit: Mapped[str] = mapped_column(String(20))
+    margin: Mapped[float | None]  # how far the value is on the good side of the bound, in the unit
+    reason: Mapped[str] = mapped_column(Text)
+    evidence: Mapped[list[Any]]  # point ids

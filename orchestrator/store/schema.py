@@ -1,0 +1,89 @@
+"""The schema's version: migrations run from code, never by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, text
+
+from orchestrator.database import SETTING, StoreError
+from orchestrator.store.engine import errors, make_engine, parse, shown
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+_LOCK = 7_263_001  # any fixed number: two migrations of one Postgres wait for each other
+
+
+def upgrade(url: str) -> tuple[str | None, str]:
+    """Create or migrate the database at `url`; (revision before, revision after).
+
+    Raises:
+        StoreError: the URL is wrong, or the schema is newer than this code.
+        StoreUnavailable: the database cannot be reached.
+    """
+    parsed = parse(url)
+    if parsed.get_backend_name() == "sqlite":
+        Path(parsed.database or "").absolute().parent.mkdir(parents=True, exist_ok=True)
+    engine = make_engine(parsed)
+    try:
+        with errors(parsed):
+            return migrate(engine)
+    finally:
+        engine.dispose()
+
+
+def migrate(engine: Engine) -> tuple[str | None, str]:
+    """Bring the schema to the newest revision, in one transaction."""
+    with engine.connect() as connection:
+        head = _head(_config(connection))
+        if _revision(connection) == head:
+            return head, head  # without waiting for the lock of whoever writes now
+    with engine.connect().execution_options(writes=True) as connection, connection.begin():
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        before = _revision(connection)
+        config = _config(connection)
+        if before != head:
+            _known(config, before, engine)
+            command.upgrade(config, "head")
+        return before, head
+
+
+def check(engine: Engine) -> None:
+    """Raise StoreError unless the schema is the one that this code works with."""
+    with engine.connect() as connection:
+        revision = _revision(connection)
+        config = _config(connection)
+    if revision == _head(config):
+        return
+    _known(config, revision, engine)
+    problem = "holds no tables yet" if revision is None else f"has the older schema {revision}"
+    raise StoreError(f"{SETTING}: {shown(engine.url)!r}: {problem}; run `nsa db upgrade`")
+
+
+def _known(config: Config, revision: str | None, engine: Engine) -> None:
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in known:
+        raise StoreError(
+            f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a newer version; update this checkout"
+        )
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _head(config: Config) -> str:
+    head = ScriptDirectory.from_config(config).get_current_head()
+    assert head is not None, "the package holds no migrations"
+    return head

@@ -1,0 +1,97 @@
+"""The results database, opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
+
+from orchestrator.database import SETTING, StoreError
+from orchestrator.records import Record
+from orchestrator.store import schema, writer
+from orchestrator.store.engine import errors, make_engine, parse, shown
+
+
+class Store:
+    """A results database on SQLite or Postgres. Open it with `Store.open`; one process writes, any number reads."""
+
+    def __init__(self, engine: Engine, *, readonly: bool) -> None:
+        self.engine = engine
+        self.readonly = readonly
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True, readonly: bool = False) -> Store:
+        """Connect to `url` and make sure that its schema is current.
+
+        A SQLite file is created and migrated when `create` (and not `readonly`); Postgres only by `nsa db upgrade`.
+
+        Raises:
+            StoreError: a wrong URL, no such file, or a schema of another version.
+            StoreUnavailable: the database cannot be reached.
+        """
+        parsed = parse(url)
+        if parsed.get_backend_name() == "sqlite":
+            path = Path(parsed.database or "").absolute()
+            if create and not readonly:
+                schema.upgrade(url)
+            elif not path.is_file():
+                raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
+        engine = make_engine(parsed, readonly=readonly)
+        try:
+            with errors(parsed):
+                schema.check(engine)
+        except StoreError:
+            engine.dispose()
+            raise
+        return cls(engine, readonly=readonly)
+
+    @property
+    def name(self) -> str:
+        """The database's address as messages show it, without its password."""
+        return shown(self.engine.url)
+
+    @contextmanager
+    def session(self, *, writes: bool = False) -> Iterator[Session]:
+        """One transaction; ask for `writes` where it changes something. Raises StoreError, StoreUnavailable."""
+        if writes and self.readonly:
+            raise StoreError(f"{SETTING}: {self.name!r}: is open for reading only; open it for writing")
+        with errors(self.engine.url):
+            engine = self.engine.execution_options(writes=writes)
+            with Session(engine, expire_on_commit=False) as session, session.begin():
+                yield session
+
+    def apply(self, record: Record) -> None:
+        """Store one journal record; again changes nothing. Raises StoreError, StoreUnavailable."""
+        self.apply_many([record])
+
+    def apply_many(self, records: Iterable[Record]) -> None:
+        """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
+        with self.session(writes=True) as session:
+            for record in records:
+                writer.apply(session, record)
+
+    def beat(
+        self,
+        run_id: str,
+        point_id: str,
+        at: datetime,
+        phase: str,
+        done: int | None = None,
+        total: int | None = None,
+    ) -> None:
+        """Show that a running point got further. Raises StoreUnavailable."""
+        with self.session(writes=True) as session:
+            writer.beat(session, run_id, point_id, at, phase, done, total)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

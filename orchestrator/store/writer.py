@@ -1,0 +1,233 @@
+"""Records into rows. Applying a journal twice, or any part of it again, leaves the rows as they are.
+
+A record only moves a run or a point forward: what it says is compared, by attempt and time, with what is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from orchestrator.database import StoreError
+from orchestrator.records import (
+    EventRecord,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    StartRecord,
+)
+from orchestrator.states import PointState, RunState
+from orchestrator.store.models import Artifact, Environment, Event, Metric, Point, Run
+
+_AXES = (
+    "implementation",
+    "workload",
+    "pass_",
+    "seq_len",
+    "batch",
+    "query_heads",
+    "kv_heads",
+    "head_dim",
+    "layers",
+    "dtype",
+    "device",
+)
+
+
+def apply(session: Session, record: Record) -> None:
+    """Write one record. Raises StoreError when it cannot be true (numbers of a failed point) or its run is unknown."""
+    match record:
+        case RunRecord():
+            _run(session, record)
+        case PointRecord():
+            _point(session, record)
+        case StartRecord():
+            _start(session, record)
+        case OutcomeRecord():
+            _outcome(session, record)
+        case EventRecord():
+            _event(session, record)
+        case RunEndRecord():
+            _run_end(session, record)
+    session.flush()
+
+
+def beat(
+    session: Session, run_id: str, point_id: str, at: datetime, phase: str, done: int | None, total: int | None
+) -> None:
+    """Note a running point's progress; nothing for a point in another state."""
+    session.execute(
+        update(Point)
+        .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
+        .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total)
+    )
+
+
+def _run(session: Session, record: RunRecord) -> None:
+    run = session.get(Run, record.run_id)
+    if run is not None:
+        run.created_at = min(run.created_at, record.at)
+        if record.at <= run.state_at:
+            return
+    else:
+        run = Run(id=record.run_id, created_at=record.at)
+        session.add(run)
+    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at"}:
+        setattr(run, name, getattr(record, name))
+    run.state, run.reason, run.state_at, run.ended_at = RunState.RUNNING, None, record.at, None
+
+
+def _run_end(session: Session, record: RunEndRecord) -> None:
+    run = session.get(Run, record.run_id)
+    if run is None:
+        raise _unknown("run", record.run_id)
+    if record.at >= run.state_at:
+        run.state, run.reason, run.state_at, run.ended_at = record.state, _clean(record.reason), record.at, record.at
+
+
+def _point(session: Session, record: PointRecord) -> None:
+    point = session.get(Point, record.point_id)
+    new = point is None
+    if point is None:
+        if session.get(Run, record.run_id) is None:
+            raise _unknown("run", record.run_id)
+        point = Point(id=record.point_id, run_id=record.run_id, attempt=0, route={}, state_at=record.at)
+        session.add(point)
+    if new or _newer(point, attempt=0, ended=False, at=record.at):
+        point.state, point.reason, point.state_at = record.state, _clean(record.reason), record.at
+        point.ended_at = record.at if record.state.ended else None
+    point.number, point.key, point.label = record.index, record.key, record.label
+    point.config, point.estimate_bytes = record.config, record.estimate_bytes
+    axes = {**record.axes, "pass_": record.axes.get("pass_", record.axes.get("pass"))}
+    for name in _AXES:
+        setattr(point, name, axes.get(name))
+
+
+def _start(session: Session, record: StartRecord) -> None:
+    point = _existing(session, record.point_id)
+    if not _newer(point, attempt=record.attempt, ended=False, at=record.at):
+        return
+    session.execute(delete(Metric).where(Metric.point_id == point.id))
+    point.state, point.reason, point.state_at = PointState.RUNNING, None, record.at
+    point.attempt, point.node = record.attempt, record.node
+    point.started_at, point.ended_at, point.heartbeat_at = record.at, None, record.at
+    point.phase = point.done = point.total = None
+    point.route, point.environment_id = {}, None
+
+
+def _outcome(session: Session, record: OutcomeRecord) -> None:
+    _refuse_untrue(record)
+    point = _existing(session, record.point_id)
+    newer = _newer(point, attempt=record.attempt, ended=True, at=record.at)
+    _artifacts(session, record, replace=newer)
+    if not newer:
+        return
+    session.execute(delete(Metric).where(Metric.point_id == point.id))
+    point.state, point.reason, point.state_at = record.state, _clean(record.reason), record.at
+    point.attempt, point.ended_at = record.attempt, record.at
+    point.started_at = record.started_at or point.started_at
+    point.route, point.environment_id = dict(record.route), _environment(session, record.environment)
+    session.flush()
+    if record.metrics:
+        rows = [
+            {**metric.model_dump(), "samples": list(metric.samples), "point_id": point.id} for metric in record.metrics
+        ]
+        session.execute(insert(Metric), rows)
+
+
+def _event(session: Session, record: EventRecord) -> None:
+    if session.get(Run, record.run_id) is None:
+        raise _unknown("run", record.run_id)
+    values = {
+        "run_id": record.run_id,
+        "point_id": record.point_id,
+        "at": record.at,
+        "level": record.level,
+        "message": _clean(record.message),
+    }
+    _insert_new(session, Event, {"id": _digest(record.model_dump(mode="json")), **values})
+
+
+def _artifacts(session: Session, record: OutcomeRecord, *, replace: bool) -> None:
+    """Store the files of this attempt; those of other attempts stay."""
+    same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt)
+    if replace:
+        session.execute(delete(Artifact).where(*same))
+    stored = set(session.scalars(select(Artifact.name).where(*same)))
+    rows = [
+        {**file.model_dump(), "content": _clean(file.content), "point_id": record.point_id, "attempt": record.attempt}
+        for file in record.artifacts
+        if file.name not in stored
+    ]
+    if rows:
+        session.execute(insert(Artifact), rows)
+
+
+def _environment(session: Session, content: dict[str, Any]) -> str | None:
+    if not content:
+        return None
+    name = _digest(content)
+    gpu = content.get("gpu") or content.get("gpu_name")
+    _insert_new(session, Environment, {"id": name, "gpu": str(gpu) if gpu else None, "content": content})
+    return name
+
+
+def _newer(point: Point, *, attempt: int, ended: bool, at: datetime) -> bool:
+    """Whether a record says something later than the row: a later attempt, its end after its start, a later time.
+
+    Before the first attempt there is no start, so that only the time counts (skipped, cancelled, planned again).
+    """
+    stored_ended = point.state.ended and point.attempt > 0
+    return (attempt, ended and attempt > 0, at) > (point.attempt, stored_ended, point.state_at)
+
+
+def _refuse_untrue(record: OutcomeRecord) -> None:
+    if record.metrics and record.state is not PointState.OK:
+        raise StoreError(
+            f"metrics: point {record.point_id!r} ended {record.state.value!r} with numbers; only 'ok' may carry metrics"
+        )
+    if not record.state.ended:
+        raise StoreError(f"state: {record.state.value!r} of point {record.point_id!r} is no end; send a start instead")
+    for metric in record.metrics:
+        if not all(math.isfinite(number) for number in (metric.value, *metric.samples)):
+            raise StoreError(
+                f"metrics: {metric.name!r} of point {record.point_id!r} is not finite; end the point 'error' instead"
+            )
+
+
+def _existing(session: Session, point_id: str) -> Point:
+    point = session.get(Point, point_id, with_for_update=True)
+    if point is None:
+        raise _unknown("point", point_id)
+    return point
+
+
+def _unknown(what: str, name: str) -> StoreError:
+    return StoreError(f"{what}: {name!r} is not in the database; import the whole journal with `nsa import`")
+
+
+def _insert_new(session: Session, table: type[Event] | type[Environment], values: dict[str, Any]) -> None:
+    """Insert unless a row with this id is there, also where another writer inserts it at this moment."""
+    if session.scalar(select(table.id).where(table.id == values["id"])) is None:
+        dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+        session.execute(dialect.insert(table).values(values).on_conflict_do_nothing())
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _clean(text: str | None) -> str | None:
+    """Text that every database takes: captured output may hold NUL bytes and broken characters."""
+    if text is None:
+        return None
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()

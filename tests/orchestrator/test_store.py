@@ -1,0 +1,288 @@
+"""The store: idempotent writes, honest states, migrations and errors; the same on SQLite and on a real Postgres."""
+
+from __future__ import annotations
+
+import random
+import threading
+from datetime import UTC, timedelta
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import insert, inspect, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator.records import MetricData, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store, StoreError, StoreUnavailable, upgrade
+from orchestrator.store.models import Base, Event, Metric, Point, Run
+
+RUN = "20261120-120000-demo-abcd"
+TABLES = {"run", "point", "metric", "environment", "artifact", "event", "verdict"}
+VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics"}
+
+
+def contents(store: Store) -> dict[str, list[tuple]]:
+    """Every row of every table, sorted."""
+    with store.session() as session:
+        return {
+            table.name: sorted(map(repr, session.execute(select(table)).all())) for table in Base.metadata.sorted_tables
+        }
+
+
+def point_of(store: Store, number: int = 0) -> Point:
+    with store.session() as session:
+        return session.get_one(Point, f"{RUN}/{number}")
+
+
+def metrics_of(store: Store, number: int = 0) -> dict[str, float]:
+    with store.session() as session:
+        rows = session.scalars(select(Metric).where(Metric.point_id == f"{RUN}/{number}"))
+        return {row.name: row.value for row in rows}
+
+
+def outcome(at, attempt=1, state=PointState.OK, time=None, **more) -> OutcomeRecord:
+    metrics = (MetricData(name="time", unit="ms", value=time),) if time is not None else ()
+    return OutcomeRecord(run_id=RUN, point_id=f"{RUN}/0", at=at, attempt=attempt, state=state, metrics=metrics, **more)
+
+
+def test_migrated_schema_has_no_difference_from_the_models(store: Store):
+    with store.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Base.metadata) == []
+        inspector = inspect(connection)
+        assert set(inspector.get_table_names()) - {"alembic_version"} == TABLES
+        assert set(inspector.get_view_names()) == VIEWS
+
+
+def test_upgrading_again_changes_nothing(store: Store, database_url: str, sweep):
+    store.apply_many(sweep())
+    before = contents(store)
+    assert upgrade(database_url)[0] == upgrade(database_url)[1]
+    assert contents(store) == before
+
+
+def test_a_run_is_stored_with_times_in_utc(store: Store, sweep):
+    records = sweep(failures={PointState.HANG: "silent for 120 s", PointState.SKIPPED: "needs 93 GiB"})
+    store.apply_many(records)
+    with store.session() as session:
+        run = session.get_one(Run, RUN)
+        assert (run.state, run.ended_at) == (RunState.DONE, records[-1].at)
+        assert list(run.spec) == ["kind", "name"]
+        assert run.created_at.tzinfo is UTC
+        states = session.scalars(select(Point.state).order_by(Point.number)).all()
+    assert states == [PointState.OK] * 8 + [PointState.HANG, PointState.SKIPPED]
+    assert point_of(store).pass_ == "forward+backward"
+    assert metrics_of(store)["peak_extra_memory"] == 3.0
+
+
+def test_replaying_a_journal_gives_the_same_rows(store: Store, sweep):
+    records = sweep(failures={PointState.CRASH: "signal 9", PointState.SKIPPED: "needs 93 GiB"})
+    for record in records:
+        store.apply(record)
+    before = contents(store)
+    store.apply_many(records)
+    for _ in range(5):
+        first = random.Random(_).randrange(len(records))
+        store.apply_many(records[first:])
+        store.apply_many(records[:first])
+    store.apply_many(reversed(records[1:]))
+    assert contents(store) == before
+
+
+def test_records_of_a_later_attempt_replace_the_earlier_ones(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records)
+    late = records[-1].at
+    store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
+    assert point_of(store).state is PointState.RUNNING
+    assert metrics_of(store) == {}
+    store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
+    store.apply_many(records)
+    assert metrics_of(store) == {"time": 7.0}
+    assert point_of(store).attempt == 2
+
+
+def test_a_stale_start_does_not_undo_an_end(store: Store, sweep):
+    records = sweep(failures={PointState.HANG: "silent"})
+    store.apply_many(records)
+    before = contents(store)
+    store.apply_many([record for record in records if isinstance(record, StartRecord)])
+    assert contents(store) == before
+
+
+def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records)
+    late = records[-1].at + timedelta(hours=1)
+    again = records[0].model_copy(update={"at": late, "resumed": 1})
+    store.apply(again)
+    store.apply_many(records)
+    with store.session() as session:
+        run = session.get_one(Run, RUN)
+        assert (run.state, run.resumed, run.created_at, run.ended_at) == (RunState.RUNNING, 1, records[0].at, None)
+    store.apply(RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, reason="asked to"))
+    with store.session() as session:
+        assert session.get_one(Run, RUN).state is RunState.CANCELLED
+
+
+def test_a_point_cancelled_before_it_started_stays_so(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records[:2])
+    store.apply(outcome(records[-1].at, attempt=0, state=PointState.CANCELLED, reason="run cancelled"))
+    store.apply_many(records[:2])
+    assert point_of(store).state is PointState.CANCELLED
+
+
+def test_a_failed_point_cannot_carry_numbers(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records[:3])
+    with pytest.raises(StoreError, match="only 'ok' may carry metrics"):
+        store.apply(outcome(records[-1].at, state=PointState.OOM, time=1.0))
+    with pytest.raises(StoreError, match=r"'time' .* is not finite"):
+        store.apply(outcome(records[-1].at, time=float("nan")))
+    assert metrics_of(store) == {}
+
+
+def test_the_database_itself_refuses_numbers_of_a_failed_point(store: Store, sweep):
+    records = sweep(failures={PointState.OOM: "out of memory"})
+    store.apply_many(records)
+    row = {"point_id": f"{RUN}/8", "name": "time", "unit": "ms", "value": 0.0, "samples": [], "method": ""}
+    with store.engine.connect() as connection:
+        with pytest.raises(IntegrityError):
+            connection.execute(insert(Metric).values(row))
+        connection.rollback()
+        with pytest.raises(IntegrityError):
+            connection.execute(update(Point).where(Point.id == f"{RUN}/0").values(state=PointState.HANG))
+
+
+def test_one_wrong_record_leaves_nothing_of_its_batch(store: Store, sweep):
+    records = sweep()
+    with pytest.raises(StoreError, match=r"point: '.*/99' is not in the database"):
+        store.apply_many([*records[:3], StartRecord(run_id=RUN, point_id=f"{RUN}/99", attempt=1)])
+    assert contents(store)["run"] == []
+
+
+def test_beats_show_progress_of_a_running_point_only(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records[:3])
+    late = records[-1].at
+    store.beat(RUN, f"{RUN}/0", late, "timing", 3, 20)
+    point = point_of(store)
+    assert (point.phase, point.done, point.total, point.heartbeat_at) == ("timing", 3, 20, late)
+    store.apply(records[3])
+    store.beat(RUN, f"{RUN}/0", late + timedelta(1), "too late", 4, 20)
+    assert point_of(store).phase == "timing"
+
+
+def test_captured_output_may_hold_any_character(store: Store, sweep):
+    records = sweep()
+    store.apply_many(records[:3])
+    store.apply(outcome(records[-1].at, state=PointState.CRASH, reason="died\x00 \ud83d"))
+    assert point_of(store).reason == "died� ?"
+
+
+def test_events_are_told_once(store: Store, sweep):
+    store.apply_many(sweep())
+    store.apply_many(sweep())
+    with store.session() as session:
+        assert [event.message for event in session.scalars(select(Event))] == ["the database was away for 3 s"]
+
+
+def test_a_reader_sees_the_last_commit_while_a_writer_writes(store: Store, database_url: str, sweep):
+    store.apply_many(sweep())
+    with Store.open(database_url, readonly=True) as reader, store.session(writes=True) as session:
+        session.execute(update(Point).values(reason="in the middle"))
+        with reader.session() as other:
+            assert set(other.scalars(select(Point.reason))) == {None}
+
+
+def test_threads_can_write_at_the_same_time(store: Store, sweep):
+    store.apply_many(sweep())
+    late = sweep()[-1].at
+    threads = [
+        threading.Thread(target=lambda n=n: store.apply(outcome(late + timedelta(seconds=n), attempt=n, time=float(n))))
+        for n in range(2, 8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics_of(store) == {"time": 7.0}
+
+
+def test_a_readonly_store_cannot_write(store: Store, database_url: str, sweep):
+    with Store.open(database_url, readonly=True) as reader:
+        with pytest.raises(StoreError, match="reading only"):
+            reader.apply_many(sweep())
+        with pytest.raises(StoreError), reader.session() as session:
+            session.execute(text("DELETE FROM run"))
+
+
+def test_postgres_is_migrated_only_when_asked(postgres_url: str):
+    with pytest.raises(StoreError, match="holds no tables yet; run `nsa db upgrade`"):
+        Store.open(postgres_url)
+
+
+def test_other_schema_versions_are_named(store: Store, database_url: str):
+    with store.session(writes=True) as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    with pytest.raises(StoreError, match="older schema 0001; run `nsa db upgrade`"):
+        Store.open(database_url, create=False)
+    with store.session(writes=True) as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StoreError, match="9999 of a newer version; update this checkout"):
+        Store.open(database_url)
+    with pytest.raises(StoreError, match="9999 of a newer version"):
+        upgrade(database_url)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("foo://x", "NSA_DATABASE_URL: 'foo://x': unknown kind of database; use sqlite:///PATH"),
+        ("results.db", "NSA_DATABASE_URL: 'results.db': unknown kind of database"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///no/such/folder/x.db", "no such file"),
+        ("postgresql://me:secret@host:port/db", "***"),
+        ("postgresql://me:secret@localhost", "lacks a host or a database name"),
+        ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
+    ],
+)
+def test_wrong_addresses_are_one_line_without_the_password(url: str, message: str):
+    with pytest.raises(StoreError) as caught:
+        Store.open(url, create=False)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_is_away_is_told_apart_from_a_wrong_address():
+    with pytest.raises(StoreUnavailable, match=r"cannot be reached") as caught:
+        Store.open("postgresql://me:secret@127.0.0.1:9/db")
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path):
+    path = tmp_path / "nsa.db"
+    path.write_text("not a database, " * 100)
+    with pytest.raises(StoreError, match=r"file is not a database"):
+        Store.open(f"sqlite:///{path}")
+
+
+def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.engine.BUSY_SECONDS", 0.1)
+    second = Store.open(str(sqlite_store.engine.url))
+    with sqlite_store.session(writes=True) as session:
+        session.execute(update(Run).values(reason=None))
+        with pytest.raises(StoreUnavailable, match="locked"):
+            second.apply(sweep()[0])
+    second.apply(sweep()[0])
+    second.close()
+
+
+def test_a_run_must_be_known(store: Store):
+    with pytest.raises(StoreError, match=r"run: 'x' is not in the database; import the whole journal"):
+        store.apply(RunEndRecord(run_id="x", state=RunState.DONE))
