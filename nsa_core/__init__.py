@@ -1,0 +1,20 @@
+"""Native Sparse Attention (arXiv 2502.11089): operators, layer, model and the memory that they need.
+
+Imports torch only. Start at `nsa_attention`; `nsa_core.routes.capture` shows which kernels ran.
+"""
+
+from .backends import available_backends
+from .config import NSAConfig
+from .errors import BackendError, InputError
+from .functional import compress, dense_attention, nsa_attention, select_blocks
+
+__all__ = [
+    "BackendError",
+    "InputError",
+    "NSAConfig",
+    "available_backends",
+    "compress",
+    "dense_attention",
+    "nsa_attention",
+    "select_blocks",
+]

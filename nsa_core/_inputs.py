@@ -1,0 +1,171 @@
+"""The operators' tensors: gathered, checked (what is wrong is said with argument, value and fix) and split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .config import NSAConfig
+from .errors import InputError
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one call, with a batch axis or packed without one.
+
+    Attributes:
+        q: [B,S,Hq,Dk].
+        keys, values: one of [B,T,Hkv,D] for each of cmp, slc, win.
+        k_cmp, v_cmp: compressed ones made elsewhere.
+        gates: [B,S,Hq,3].
+    """
+
+    q: Tensor
+    keys: Triple
+    values: Triple
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    gates: Tensor | None = None
+
+    @property
+    def offset(self) -> int:
+        """The position of q's first row."""
+        return self.keys[0].shape[-3] - self.q.shape[-3]
+
+    def under_autocast(self) -> Operands:
+        """As autocast has it, where that is on: all but the gates in its dtype."""
+        kind = self.q.device.type
+        if not torch.is_autocast_enabled(kind) or self.q.dtype == torch.float64:
+            return self
+        dtype = torch.get_autocast_dtype(kind)
+        cast = {id(x): x.to(dtype) for x in (*self.keys, *self.values)}
+        keys, values = (triple(cast[id(x)] for x in xs) for xs in (self.keys, self.values))
+        k_cmp, v_cmp = (None if x is None else x.to(dtype) for x in (self.k_cmp, self.v_cmp))
+        return Operands(self.q.to(dtype), keys, values, k_cmp, v_cmp, self.gates)
+
+    def check(self, config: NSAConfig, packed: bool) -> None:
+        """Raise InputError for the first tensor that does not fit."""
+        _check_query(self.q, packed)
+        for key, value in zip(self.keys, self.values, strict=True):
+            _check_pair(self.q, ("k", key), ("v", value))
+            _check_lengths(self.q, key, self.keys[0], packed)
+        if self.gates is not None:
+            _check_gates(self.gates, self.q)
+        for name, x, source in (("k_cmp", self.k_cmp, self.keys[0]), ("v_cmp", self.v_cmp, self.values[0])):
+            if x is not None:
+                _check_like(name, x, source)
+                if not packed:
+                    _check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
+
+    def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
+        """Every packed sequence by itself, with a batch axis of one."""
+        spans = sequence_spans(cu_seqlens, self.q.shape[0])
+        tokens = [config.cmp_tokens(end - start) for start, end in spans]
+        for name, x in (("k_cmp", self.k_cmp), ("v_cmp", self.v_cmp)):
+            if x is not None:
+                _check_tokens(name, x, sum(tokens))
+        first = 0
+        for (start, end), count in zip(spans, tokens, strict=True):
+            yield Operands(
+                q=self.q[None, start:end],
+                keys=triple(x[None, start:end] for x in self.keys),
+                values=triple(x[None, start:end] for x in self.values),
+                k_cmp=None if self.k_cmp is None else self.k_cmp[None, first : first + count],
+                v_cmp=None if self.v_cmp is None else self.v_cmp[None, first : first + count],
+                gates=None if self.gates is None else self.gates[None, start:end],
+            )
+            first += count
+
+
+def triple(tensors: Iterator[Tensor]) -> Triple:
+    cmp, slc, win = tensors
+    return cmp, slc, win
+
+
+def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
+    """One tensor for each of cmp, slc, win."""
+    if isinstance(x, Tensor):
+        return x, x, x
+    if not isinstance(x, tuple | list) or len(x) != 3 or not all(isinstance(part, Tensor) for part in x):
+        raise InputError(name, type(x).__name__, "give one tensor, or a tuple of three: cmp, slc, win")
+    return triple(iter(x))
+
+
+def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
+    """(start, end) of every packed sequence. Reads cu_seqlens on the host, once."""
+    fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError("cu_seqlens", type(cu_seqlens).__name__, fix)
+    bounds = cu_seqlens.flatten().tolist()
+    ascending = len(bounds) > 1 and all(a < b for a, b in pairwise(bounds))
+    if cu_seqlens.dim() != 1 or not ascending or bounds[0] != 0 or bounds[-1] != total:
+        text = str(bounds)
+        raise InputError("cu_seqlens", text if len(text) <= 80 else f"{text[:77]}...", fix)
+    return list(pairwise(bounds))
+
+
+def check_sequence(name: str, x: Tensor, packed: bool) -> None:
+    """x is [B,S,H,D], or [total,H,D] when packed."""
+    layout = "[total, heads, dim] with cu_seqlens" if packed else "[batch, tokens, heads, dim] without cu_seqlens"
+    if x.dim() != (3 if packed else 4) or 0 in x.shape:
+        raise InputError(name, _text(x), f"give a tensor without empty axes, {layout}")
+    if not x.is_floating_point():
+        raise InputError(name, _text(x), "give a floating-point tensor")
+
+
+def _text(x: Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _check_query(q: Tensor, packed: bool) -> None:
+    check_sequence("q", q, packed)
+
+
+def _check_pair(q: Tensor, named_key: tuple[str, Tensor], named_value: tuple[str, Tensor]) -> None:
+    (key_name, k), (value_name, v) = named_key, named_value
+    for name, x in (named_key, named_value):
+        if x.dim() != q.dim() or x.shape[:-3] != q.shape[:-3] or 0 in x.shape:
+            raise InputError(name, _text(x), f"give the axes and the batch of q: {_text(q)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise InputError(name, _text(x), f"convert to q's dtype and device: {_text(q)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(value_name, _text(v), f"give as many tokens and heads as {key_name}: {_text(k)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise InputError(key_name, _text(k), f"give the head dim of q: {q.shape[-1]}")
+    if q.shape[-2] % k.shape[-2]:
+        raise InputError(key_name, _text(k), f"give a number of kv heads that divides the {q.shape[-2]} query heads")
+
+
+def _check_lengths(q: Tensor, k: Tensor, first: Tensor, packed: bool) -> None:
+    rows, tokens = q.shape[-3], k.shape[-3]
+    if tokens < rows or (packed and tokens != rows):
+        raise InputError("k", _text(k), f"give {'exactly' if packed else 'at least'} the {rows} tokens of q")
+    if k.shape[:-1] != first.shape[:-1]:
+        raise InputError("k", _text(k), f"give as many tokens and heads for every branch: {_text(first)}")
+
+
+def _check_like(name: str, x: Tensor, source: Tensor) -> None:
+    wanted = (*source.shape[:-3], *source.shape[-2:])
+    if x.dim() != source.dim() or (*x.shape[:-3], *x.shape[-2:]) != wanted:
+        raise InputError(
+            name, _text(x), f"give the axes, batch, heads and head dim of what it compresses: {_text(source)}"
+        )
+    if x.dtype != source.dtype or x.device != source.device:
+        raise InputError(name, _text(x), f"convert to the dtype and device of the others: {_text(source)}")
+
+
+def _check_tokens(name: str, x: Tensor, tokens: int) -> None:
+    if x.shape[-3] != tokens:
+        raise InputError(name, _text(x), f"give {tokens} compressed tokens, as cmp_block and cmp_stride have it")
+
+
+def _check_gates(gates: Tensor, q: Tensor) -> None:
+    wanted = [*q.shape[:-1], 3]
+    if list(gates.shape) != wanted or not gates.is_floating_point() or gates.device != q.device:
+        raise InputError("gates", _text(gates), f"give {wanted}, floating point, on {q.device}")

@@ -1,0 +1,91 @@
+"""The ways of computing the branches, one file each, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..config import NSAConfig
+from ..errors import BackendError
+from ..routes import Branch
+
+
+class Backend(Protocol):
+    """What a backend module provides.
+
+    All take q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and return in q's dtype. `gate`
+    [B,S,Hq] multiplies the branch's output; None stands for ones.
+    """
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run there; None if it can."""
+        ...
+
+    def compressed(
+        self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
+    ) -> Tensor:
+        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r is at position offset + r."""
+        ...
+
+    def select(self, q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+        """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1. Not differentiable."""
+        ...
+
+    def selected(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+    ) -> Tensor:
+        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] and the blocks of `select`."""
+        ...
+
+    def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+        """Window branch over the last `window` positions up to and with the query's own."""
+        ...
+
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType({"reference": reference})
+
+
+def available_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
+    """Every backend's name, with None if it can run on `device` in `dtype`, else the reason why not."""
+    return {name: backend.unavailable(device, dtype) for name, backend in BACKENDS.items()}
+
+
+def resolve(
+    backend: str | Mapping[str, str], branches: Iterable[Branch], device: torch.device, dtype: torch.dtype
+) -> dict[Branch, Backend]:
+    """The backend of each branch (and of "select") that will run.
+
+    Args:
+        backend: one name for all, or a name per branch; "auto", and a branch not named, take the default.
+        branches: what will be computed.
+
+    Raises:
+        BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here.
+    """
+    wanted = list(branches)
+    named = dict.fromkeys(wanted, backend) if isinstance(backend, str) else dict(backend)
+    for branch in named.keys() - set(wanted):
+        fix = f"name only branches that are computed: {', '.join(wanted)}"
+        raise BackendError(f"backend[{branch!r}]", repr(named[branch]), fix)
+    return {branch: _find(named.get(branch, "auto"), device, dtype) for branch in wanted}
+
+
+def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    if name == "auto":
+        name = DEFAULT
+    if name not in BACKENDS:
+        raise BackendError("backend", repr(name), f"use one of auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].unavailable(device, dtype)
+    if reason is not None:
+        usable = [other for other, why in available_backends(device, dtype).items() if why is None]
+        raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
+    return BACKENDS[name]
+
+
+# What "auto" takes. The chunked way runs on every device with memory linear in S.
+DEFAULT = "reference"

@@ -1,0 +1,73 @@
+"""The shape of a Native Sparse Attention (arXiv 2502.11089): block sizes, counts and the window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from .errors import InputError
+
+Compression = Literal["mean", "mlp"]
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """Sizes in tokens, counts in blocks; the paper's symbol in brackets.
+
+    Attributes:
+        cmp_block: tokens that one compressed token covers [l].
+        cmp_stride: distance between the starts of two compressed tokens [d]; divides cmp_block and slc_block.
+        slc_block: tokens of a selection block [l']; at least cmp_block.
+        slc_count: blocks selected per query and kv head, the forced ones included [n].
+        init_blocks: the first blocks of the sequence, always selected.
+        local_blocks: the last blocks up to and with the query's own, always selected.
+        window: tokens that the window branch sees, the query's own included [w].
+        compress: "mean", or "mlp" for the layer's learned compression.
+
+    Raises:
+        InputError: a value that is no such size, or sizes that do not fit together.
+    """
+
+    cmp_block: int = 32
+    cmp_stride: int = 16
+    slc_block: int = 64
+    slc_count: int = 16
+    init_blocks: int = 1
+    local_blocks: int = 2
+    window: int = 512
+    compress: Compression = "mean"
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_relations()
+        if self.compress not in ("mean", "mlp"):
+            raise InputError("compress", repr(self.compress), 'use "mean" or "mlp"')
+
+    def _check_numbers(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "compress":
+                continue
+            least = 0 if field.name in ("init_blocks", "local_blocks") else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(field.name, repr(value), f"use a whole number >= {least}")
+
+    def _check_relations(self) -> None:
+        for name in ("cmp_block", "slc_block"):
+            size = getattr(self, name)
+            if size % self.cmp_stride:
+                raise InputError("cmp_stride", self.cmp_stride, f"use a divisor of {name} = {size}")
+        if self.cmp_block > self.slc_block:
+            raise InputError("cmp_block", self.cmp_block, f"use at most slc_block = {self.slc_block}")
+        forced = self.init_blocks + self.local_blocks
+        if forced > self.slc_count:
+            fix = f"use at least init_blocks + local_blocks = {forced}: forced blocks count among the selected"
+            raise InputError("slc_count", self.slc_count, fix)
+
+    def cmp_tokens(self, seq_len: int) -> int:
+        """Compressed tokens of a sequence of `seq_len` tokens; those that a query at seq_len - 1 sees."""
+        return max(0, (seq_len - self.cmp_block) // self.cmp_stride + 1)
+
+    def slc_blocks(self, seq_len: int) -> int:
+        """Selection blocks of a sequence of `seq_len` tokens, the last one possibly partial."""
+        return -(-seq_len // self.slc_block)

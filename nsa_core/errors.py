@@ -1,0 +1,24 @@
+"""Errors that a user can act on."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """A value that cannot be used. Reads "field: value: fix", on one line.
+
+    Attributes:
+        field: the argument or configuration field.
+        value: what was given, as text.
+        fix: what to give instead.
+    """
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        super().__init__(field, str(value), fix)
+        self.field, self.value, self.fix = field, str(value), fix
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.value}: {self.fix}"
+
+
+class BackendError(InputError):
+    """A backend that is unknown, or cannot run on this device and dtype."""

@@ -1,0 +1,236 @@
+"""The public operators of Native Sparse Attention (arXiv 2502.11089).
+
+Layouts: q [B,S,Hq,Dk], k [B,T,Hkv,Dk], v [B,T,Hkv,Dv], where the S rows of q are the last S of the T positions (T = S
+in training and prefill, S = 1 in decoding). With `cu_seqlens` [sequences + 1], sequences of different lengths lie
+behind each other without a batch axis: q [total,Hq,Dk] and so on, and T = S. Wrong input raises InputError, a
+ValueError that names the argument, its value and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _inputs
+from ._inputs import Operands
+from .backends import Backend, dense, resolve
+from .config import NSAConfig
+from .errors import InputError
+from .routes import Branch
+
+PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
+BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
+
+
+def nsa_attention(
+    q: Tensor,
+    k: PerBranch,
+    v: PerBranch,
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str | Mapping[str, str] = "auto",
+    branches: Sequence[str] = BRANCHES,
+) -> Tensor:
+    """Gated sum of the compressed, selected and window branches (Eq. 5), differentiable in all tensors.
+
+    Args:
+        q: queries [B,S,Hq,Dk].
+        k: keys [B,T,Hkv,Dk], or a tuple (cmp, slc, win) of one for each branch.
+        v: values [B,T,Hkv,Dv], or a tuple likewise.
+        gates: [B,S,Hq,3] in the order cmp, slc, win, already in (0,1).
+        config: block sizes, counts and the window.
+        k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones lie behind each other.
+        v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
+        cu_seqlens: bounds of packed sequences.
+        scale: of q·k; 1/sqrt(Dk) unless given.
+        backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
+        branches: those to compute; the others are neither computed nor in the sum.
+
+    Returns:
+        [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. Under autocast the tensors are cast to its dtype first.
+
+    Raises:
+        InputError: shapes, dtypes, devices, branches or cu_seqlens that do not fit.
+        BackendError: a backend that is unknown or cannot run.
+    """
+    computed = _branches(branches)
+    keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
+    operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
+    operands.check(config, cu_seqlens is not None)
+    steps = ("select", *computed) if "slc" in computed else computed
+    backends = resolve(backend, steps, q.device, operands.q.dtype)
+    factor = _scale(scale, q)
+    with torch.autocast(q.device.type, enabled=False):
+        if cu_seqlens is None:
+            return _attend(operands, config, factor, computed, backends)
+        sequences = operands.sequences(cu_seqlens, config)
+        return torch.cat([_attend(one, config, factor, computed, backends)[0] for one in sequences])
+
+
+def select_blocks(
+    q: Tensor,
+    k: Tensor,
+    config: NSAConfig,
+    *,
+    k_cmp: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The blocks that every query selects (Eq. 8 to 12). No gradient flows through it.
+
+    Args:
+        q: queries [B,S,Hq,Dk].
+        k: keys [B,T,Hkv,Dk], those of the compressed branch.
+        config: block sizes and counts.
+        k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k).
+        cu_seqlens: bounds of packed sequences.
+        scale: of q·k; 1/sqrt(Dk) unless given.
+        backend: which one computes it.
+
+    Returns:
+        int32 [B,S,Hkv,slc_count], ascending, padded with -1; packed [total,Hkv,slc_count], where block 0 is the first
+        of each sequence.
+
+    Raises:
+        InputError, BackendError: as nsa_attention.
+    """
+    operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
+    operands.check(config, cu_seqlens is not None)
+    chosen = resolve(backend, ("select",), q.device, operands.q.dtype)["select"]
+    factor = _scale(scale, q)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if cu_seqlens is None:
+            return _select(operands, config, factor, chosen)
+        sequences = operands.sequences(cu_seqlens, config)
+        return torch.cat([_select(one, config, factor, chosen)[0] for one in sequences])
+
+
+def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Mean of every compression block: token i of the result is the mean of x at [i·d, i·d + l).
+
+    Args:
+        x: keys or values [B,S,Hkv,D]; packed [total,Hkv,D].
+        config: cmp_block, cmp_stride; compress must be "mean".
+        cu_seqlens: bounds of packed sequences; no block crosses one.
+
+    Returns:
+        [B,Nc,Hkv,D] in x's dtype, Nc = max(0, (S - l)//d + 1); packed ones behind each other. Sums are in float32
+        (float64 for float64).
+
+    Raises:
+        InputError: a wrong shape, or a learned compression, which is the layer's.
+    """
+    if config.compress != "mean":
+        fix = 'pass k_cmp and v_cmp, made by the layer\'s learned compression, or use compress="mean"'
+        raise InputError("compress", repr(config.compress), fix)
+    _inputs.check_sequence("x", x, cu_seqlens is not None)
+    if cu_seqlens is None:
+        return _block_means(x, config)
+    spans = _inputs.sequence_spans(cu_seqlens, x.shape[0])
+    return torch.cat([_block_means(x[None, start:end], config)[0] for start, end in spans])
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention over all positions <= t, or over the last `window` of them; differentiable.
+
+    Args:
+        q: queries [B,S,Hq,Dk].
+        k: keys [B,T,Hkv,Dk].
+        v: values [B,T,Hkv,Dv].
+        cu_seqlens: bounds of packed sequences.
+        scale: of q·k; 1/sqrt(Dk) unless given.
+        window: positions that a query sees, its own included; all unless given.
+
+    Returns:
+        [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. The kernel that ran is noted in `routes` as branch "dense".
+
+    Raises:
+        InputError: shapes, dtypes, devices, window or cu_seqlens that do not fit.
+    """
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
+    operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
+    operands.check(NSAConfig(), cu_seqlens is not None)
+    factor = _scale(scale, q)
+    with torch.autocast(q.device.type, enabled=False):
+        if cu_seqlens is None:
+            return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window)
+        sequences = operands.sequences(cu_seqlens, NSAConfig())
+        return torch.cat([dense.attention(one.q, one.keys[0], one.values[0], factor, window)[0] for one in sequences])
+
+
+def _attend(
+    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend]
+) -> Tensor:
+    assert operands.gates is not None
+    gate = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
+    parts = (_branch(branch, operands, gate[branch], config, scale, backends) for branch in branches)
+    out = next(parts)
+    for part in parts:
+        out += part
+    return out
+
+
+def _branch(
+    branch: Branch,
+    operands: Operands,
+    gate: Tensor,
+    config: NSAConfig,
+    scale: float,
+    backends: dict[Branch, Backend],
+) -> Tensor:
+    q, keys, values = operands.q, operands.keys, operands.values
+    if branch == "win":
+        return backends["win"].window(q, keys[2], values[2], gate, config.window, scale)
+    if branch == "slc":
+        with torch.no_grad():
+            blocks = _select(operands, config, scale, backends["select"])
+        return backends["slc"].selected(q, keys[1], values[1], gate, blocks, config, scale)
+    k_cmp = compress(keys[0], config) if operands.k_cmp is None else operands.k_cmp
+    v_cmp = compress(values[0], config) if operands.v_cmp is None else operands.v_cmp
+    return backends["cmp"].compressed(q, k_cmp, v_cmp, gate, config, operands.offset, scale)
+
+
+def _select(operands: Operands, config: NSAConfig, scale: float, backend: Backend) -> Tensor:
+    k_cmp = compress(operands.keys[0], config) if operands.k_cmp is None else operands.k_cmp
+    return backend.select(operands.q, k_cmp, config, operands.offset, scale)
+
+
+def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
+    """Strides are summed once, then neighbouring strides into blocks: every block in the same order."""
+    stride, tokens = config.cmp_stride, config.cmp_tokens(x.shape[1])
+    if tokens == 0:
+        return x[:, :0]
+    per_block = config.cmp_block // stride
+    used = x[:, : (tokens - 1 + per_block) * stride].unflatten(1, (-1, stride))
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    strides = used.sum(2, dtype=wide)
+    blocks = sum((strides[:, i : i + tokens] for i in range(1, per_block)), strides[:, :tokens])
+    return (blocks / config.cmp_block).to(x.dtype)
+
+
+def _branches(branches: Sequence[str]) -> tuple[Branch, ...]:
+    names = (branches,) if isinstance(branches, str) else tuple(branches)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(BRANCHES):
+        raise InputError("branches", repr(branches), f"name each at most once, at least one, of {', '.join(BRANCHES)}")
+    return tuple(branch for branch in BRANCHES if branch in names)
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)

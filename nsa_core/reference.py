@@ -1,0 +1,143 @@
+"""The oracle: Native Sparse Attention as the paper writes it (arXiv 2502.11089, section 3), in plain PyTorch.
+
+Written to be read beside the paper, not to be fast: memory and time grow as S². float64 inputs are computed in
+float64, all others in float32; results come in the input's dtype. Everything is differentiable by autograd, except
+the selection, through which the paper passes no gradient.
+
+Symbols: B batch, S query rows, T tokens of the sequence (query row r is at position T - S + r), H query heads in
+groups of G per kv head, N compressed tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import NSAConfig
+from .routes import note
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this backend cannot run there, or None: it runs everywhere."""
+    return None
+
+
+def compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
+) -> Tensor:
+    """Compressed branch [B,S,H,Dv]: attention over the compressed tokens that end at or before the query."""
+    note("cmp", "reference")
+    p = _compressed_probabilities(q, k_cmp, config, offset, scale)
+    return _weigh(p, v_cmp, gate, q.dtype)
+
+
+def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1 (Eq. 8 to 12)."""
+    note("select", "reference")
+    with torch.no_grad():
+        p = _compressed_probabilities(q, k_cmp, config, offset, scale)  # [B,H,S,N]
+        positions = _positions(q, offset)
+        scores = _importance(p, k_cmp.shape[2], int(positions[-1]) + 1, config)  # [B,Hkv,S,blocks]
+        return _choose(scores, positions, config).transpose(1, 2).contiguous()
+
+
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+) -> Tensor:
+    """Selected branch [B,S,H,Dv]: attention over the tokens of the chosen blocks at positions <= t."""
+    note("slc", "reference")
+    tokens = torch.arange(k.shape[1], device=q.device)
+    positions = _positions(q, k.shape[1] - q.shape[1])
+    chosen = (blocks.transpose(1, 2).unsqueeze(-1) == tokens // config.slc_block).any(3)  # [B,Hkv,S,T]
+    visible = chosen & (tokens <= positions[:, None])
+    group = q.shape[2] // k.shape[2]
+    p = _masked_softmax(_scores(q, k, scale), visible.repeat_interleave(group, 1))
+    return _weigh(p, v, gate, q.dtype)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Window branch [B,S,H,Dv]: attention over positions max(0, t - window + 1) .. t."""
+    note("win", "reference")
+    tokens = torch.arange(k.shape[1], device=q.device)
+    positions = _positions(q, k.shape[1] - q.shape[1])[:, None]
+    visible = (tokens <= positions) & (tokens > positions - window)
+    return _weigh(_masked_softmax(_scores(q, k, scale), visible), v, gate, q.dtype)
+
+
+def _positions(q: Tensor, offset: int) -> Tensor:
+    return torch.arange(q.shape[1], device=q.device) + offset
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    """[B,T,Hkv,D] -> [B,heads,T,D], each kv head repeated for its group."""
+    return _wide(x).transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """q·k·scale, [B,H,S,T]."""
+    return _wide(q).transpose(1, 2) @ _per_query_head(k, q.shape[2]).transpose(-1, -2) * scale
+
+
+def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible entries; zeros, and not NaN, in rows that see none."""
+    hidden = torch.finfo(scores.dtype).min
+    return torch.softmax(scores.masked_fill(~visible, hidden), -1) * visible
+
+
+def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """gate · Σ_s p[t,s] v[s], as [B,S,H,Dv]."""
+    out = (p @ _per_query_head(v, p.shape[1])).transpose(1, 2)
+    if gate is not None:
+        out = out * _wide(gate).unsqueeze(-1)
+    return out.to(dtype)
+
+
+def _compressed_probabilities(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """p_cmp [B,H,S,N] (Eq. 8): softmax over the tokens i whose last position i·d + l - 1 is <= t."""
+    ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
+    visible = ends <= _positions(q, offset)[:, None]
+    return _masked_softmax(_scores(q, k_cmp, scale), visible)
+
+
+def _importance(p: Tensor, kv_heads: int, seq_len: int, config: NSAConfig) -> Tensor:
+    """p_slc [B,Hkv,S,blocks] (Eq. 9 and 10).
+
+    Sums run in a fixed order, one head after the other and one token after the other, so that blocks of equal
+    importance get equal scores to the last bit.
+    """
+    batch, heads, rows, tokens = p.shape
+    per_head = p.view(batch, kv_heads, heads // kv_heads, rows, tokens).unbind(2)
+    shared = sum(per_head[1:], per_head[0])  # [B,Hkv,S,N]
+    scores = p.new_zeros(batch, kv_heads, rows, config.slc_blocks(seq_len))
+    for j in range(scores.shape[-1]):
+        for i in range(tokens):
+            overlap = _overlap(i, j, config)
+            if overlap > 0:
+                scores[..., j] += shared[..., i] * (overlap / config.cmp_stride)
+    return scores
+
+
+def _overlap(i: int, j: int, config: NSAConfig) -> int:
+    """Tokens that compressed token i and selection block j share: |[i·d, i·d + l) ∩ [j·l', (j+1)·l')|."""
+    start, block_start = i * config.cmp_stride, j * config.slc_block
+    return min(start + config.cmp_block, block_start + config.slc_block) - max(start, block_start)
+
+
+def _choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
+    """The n best candidates [.., S, n]: forced ones first, then by (score descending, index ascending)."""
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    own = (positions // config.slc_block)[:, None]
+    candidate = index <= own
+    forced = candidate & ((index < config.init_blocks) | (index > own - config.local_blocks))
+    ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., : config.slc_count]
+    is_candidate = candidate.expand_as(scores).gather(-1, order)
+    after_all = scores.shape[-1]
+    ascending = order.masked_fill(~is_candidate, after_all).sort(-1).values
+    chosen = ascending.new_full((*scores.shape[:-1], config.slc_count), -1)
+    chosen[..., : ascending.shape[-1]] = ascending.masked_fill(ascending == after_all, -1)
+    return chosen.int()

@@ -1,0 +1,42 @@
+"""Which kernel really computed which branch.
+
+Every backend calls `note` where it does the work, so that a capture shows what was executed, not what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
+
+Branch = Literal["cmp", "slc", "win", "select", "dense"]
+
+
+@dataclass(frozen=True)
+class BranchRun:
+    """One execution of a branch: what was computed and by which kernel ("chunked", "sdpa-flash", ...)."""
+
+    branch: Branch
+    kernel: str
+
+
+_captures: ContextVar[tuple[list[BranchRun], ...]] = ContextVar("nsa_core_captures", default=())
+
+
+@contextmanager
+def capture() -> Iterator[list[BranchRun]]:
+    """Collect the branch runs of this context, in order. Captures nest: the outer one sees the inner one's runs."""
+    runs: list[BranchRun] = []
+    token = _captures.set((*_captures.get(), runs))
+    try:
+        yield runs
+    finally:
+        _captures.reset(token)
+
+
+def note(branch: Branch, kernel: str) -> None:
+    """Record that `kernel` computes `branch` now. For backends; free when nobody captures."""
+    for runs in _captures.get():
+        runs.append(BranchRun(branch, kernel))
