@@ -1,0 +1,257 @@
+"""Reads for the dashboard, the reports and the gates: pandas frames and plain dictionaries, never a write.
+
+Times are aware, in UTC. Columns that may lack a number are floats with NaN, so that a frame looks the same whatever
+rows it holds. States, origins and results are their plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import pandas as pd
+from sqlalchemy import ColumnElement, Select, Subquery, case, func, or_, select
+from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
+
+from orchestrator.states import FAILED, Origin, PointState, RunState
+from orchestrator.store.models import Artifact, Environment, Event, Metric, Point, Run, Verdict
+from orchestrator.store.store import Store
+from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
+
+
+def runs(
+    store: Store,
+    *,
+    kind: str | None = None,
+    state: RunState | str | None = None,
+    origin: Origin | str | None = None,
+    text: str | None = None,
+    limit: int | None = 200,
+) -> pd.DataFrame:
+    """The runs, newest first, with how many of their points are where; `text` searches id, name, source and host."""
+    query = _runs()
+    if kind is not None:
+        query = query.where(Run.kind == kind)
+    if state is not None:
+        query = query.where(Run.state == RunState(state))
+    if origin is not None:
+        query = query.where(Run.origin == Origin(origin))
+    if text:
+        columns = (Run.id, Run.name, Run.source, Run.host)
+        query = query.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
+    return _frame(store, query.limit(limit))
+
+
+def run(store: Store, run_id: str) -> dict[str, Any] | None:
+    """One run: the columns of `runs`, its spec and its provenance; None where there is no such run."""
+    more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts)
+    return _one(store, _runs().add_columns(*more).where(Run.id == run_id))
+
+
+def points(store: Store, run_id: str) -> pd.DataFrame:
+    """The points of a run in their order: state, reason, progress, axes and the route that really ran."""
+    query = (
+        select(v_points, Point.route)
+        .join(Point, Point.id == v_points.c.point_id)
+        .where(v_points.c.run_id == run_id)
+        .order_by(v_points.c.number)
+    )
+    return _frame(store, query)
+
+
+def point(store: Store, point_id: str) -> dict[str, Any] | None:
+    """One point: the columns of `points`, its config and its environment (a dict, empty where none was noted)."""
+    query = (
+        select(v_points, Point.route, Point.config, Environment.content.label("environment"))
+        .join(Point, Point.id == v_points.c.point_id)
+        .join(Environment, Environment.id == Point.environment_id, isouter=True)
+        .where(v_points.c.point_id == point_id)
+    )
+    found = _one(store, query)
+    return None if found is None else {**found, "environment": found["environment"] or {}}
+
+
+def metrics(store: Store, point_id: str) -> pd.DataFrame:
+    """The numbers of a point, with every sample and how they were taken."""
+    columns = (
+        Metric.name,
+        Metric.unit,
+        Metric.value,
+        Metric.p10,
+        Metric.p90,
+        Metric.ci_low,
+        Metric.ci_high,
+        Metric.samples,
+        Metric.method,
+    )
+    return _frame(store, select(*columns).where(Metric.point_id == point_id).order_by(Metric.id))
+
+
+def artifacts(store: Store, point_id: str) -> pd.DataFrame:
+    """The files of a point, those of its latest attempt first, with their text where it was kept."""
+    columns = (
+        Artifact.name,
+        Artifact.attempt,
+        Artifact.path,
+        Artifact.size,
+        Artifact.sha256,
+        Artifact.truncated,
+        Artifact.content,
+    )
+    query = select(*columns).where(Artifact.point_id == point_id)
+    return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
+
+
+def events(store: Store, run_id: str) -> pd.DataFrame:
+    """What happened in a run besides states, in order."""
+    columns = (Event.at, Event.level, Event.message, Event.point_id)
+    return _frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
+
+
+def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
+    """Time, throughput and memory against S: one row per ok point and metric, the columns of the view v_scaling.
+
+    Measured and reported rows come together, told apart by `origin`, unless one is asked for.
+    """
+    query = select(v_scaling)
+    if run_ids is not None:
+        query = query.where(v_scaling.c.run_id.in_(run_ids))
+    if origin is not None:
+        query = query.where(v_scaling.c.origin == Origin(origin).value)
+    order = (v_scaling.c[name] for name in ("run_id", "implementation", "workload", "pass", "seq_len", "metric"))
+    return _frame(store, query.order_by(*order, v_scaling.c.point_id))
+
+
+def measurements(
+    store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None
+) -> pd.DataFrame:
+    """Every number of every ok point, the columns of the view v_metrics."""
+    query = select(v_metrics)
+    if run_ids is not None:
+        query = query.where(v_metrics.c.run_id.in_(run_ids))
+    if origin is not None:
+        query = query.where(v_metrics.c.origin == Origin(origin).value)
+    return _frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
+
+
+def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
+    """Every point's state and reason over several runs, the columns of the view v_points."""
+    query = select(v_points)
+    if run_ids is not None:
+        query = query.where(v_points.c.run_id.in_(run_ids))
+    if origin is not None:
+        query = query.where(v_points.c.origin == Origin(origin).value)
+    return _frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
+
+
+def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd.DataFrame:
+    """The stored verdicts, a row a rule: those judged on one run, or (None) on the whole store.
+
+    `latest`: only each target's newest evaluation; else all of them, newest first.
+    """
+    if latest:
+        query = select(v_gate).order_by(v_gate.c.target, v_gate.c.position)
+        return _frame(store, query.where(v_gate.c.run_id == run_id))
+    query = select(*(Verdict.__table__.c[column.name] for column in v_gate.c)).where(Verdict.run_id == run_id)
+    return _frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
+
+
+def counts(store: Store) -> dict[str, int]:
+    """How much the database holds, for an overview and for telling an empty one."""
+    with store.session() as session:
+        by_origin = {
+            origin: number for origin, number in session.execute(select(Run.origin, func.count()).group_by(Run.origin))
+        }
+        by_state = {
+            state: number for state, number in session.execute(select(Point.state, func.count()).group_by(Point.state))
+        }
+        running = session.scalar(select(func.count()).where(Run.state == RunState.RUNNING))
+        stored = {
+            "metrics": session.scalar(select(func.count()).select_from(Metric)),
+            "verdicts": session.scalar(select(func.count()).select_from(Verdict)),
+        }
+    return {
+        "runs": sum(by_origin.values()),
+        "runs_measured": by_origin.get(Origin.MEASURED, 0),
+        "runs_reported": by_origin.get(Origin.REPORTED, 0),
+        "runs_running": running or 0,
+        "points": sum(by_state.values()),
+        **{f"points_{state.value}": by_state.get(state, 0) for state in PointState},
+        **{name: number or 0 for name, number in stored.items()},
+    }
+
+
+def _runs() -> Select:
+    tally = _tally()
+    columns = (
+        Run.id.label("run_id"),
+        Run.name,
+        Run.kind,
+        Run.origin,
+        Run.source,
+        Run.state,
+        Run.reason,
+        Run.created_at,
+        Run.ended_at,
+        *(func.coalesce(tally.c[name], 0).label(name) for name in ("points", "ok", "failed", "skipped")),
+        *(func.coalesce(tally.c[name], 0).label(name) for name in ("running", "pending", "cancelled")),
+        tally.c.heartbeat_at,
+        tally.c.gpu,
+        Run.git_commit,
+        Run.git_dirty,
+        Run.host,
+        Run.submission_id,
+        Run.resumed,
+    )
+    joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
+    return joined.order_by(Run.created_at.desc(), Run.id)
+
+
+def _tally() -> Subquery:
+    """Per run: its points by what became of them, its last sign of life, its GPU."""
+
+    def number(name: str, *counted: PointState) -> ColumnElement[int]:
+        return func.sum(case((Point.state.in_(counted), 1), else_=0)).label(name)
+
+    return (
+        select(
+            Point.run_id,
+            func.count().label("points"),
+            number("ok", PointState.OK),
+            number("failed", *FAILED),
+            number("skipped", PointState.SKIPPED),
+            number("running", PointState.RUNNING),
+            number("pending", PointState.PENDING),
+            number("cancelled", PointState.CANCELLED),
+            func.max(Point.heartbeat_at).label("heartbeat_at"),
+            func.max(Environment.gpu).label("gpu"),
+        )
+        .join(Environment, Environment.id == Point.environment_id, isouter=True)
+        .group_by(Point.run_id)
+        .subquery()
+    )
+
+
+def _frame(store: Store, query: Select) -> pd.DataFrame:
+    with store.session() as session:
+        rows = session.execute(query).all()
+    columns = {column.key: column.type for column in query.selected_columns}
+    frame = pd.DataFrame([[_plain(value) for value in row] for row in rows], columns=list(columns), dtype=object)
+    for name, kind in columns.items():
+        kind = kind.impl if isinstance(kind, TypeDecorator) else kind
+        if isinstance(kind, DateTime):
+            frame[name] = pd.to_datetime(frame[name], utc=True)
+        elif isinstance(kind, Integer | Float):
+            frame[name] = pd.to_numeric(frame[name])
+    return frame
+
+
+def _one(store: Store, query: Select) -> dict[str, Any] | None:
+    with store.session() as session:
+        row = session.execute(query).mappings().one_or_none()
+    return None if row is None else {str(name): _plain(value) for name, value in row.items()}
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,146 @@
+"""The reads: the columns that the dashboard and the reports build on, the same on SQLite and on a real Postgres."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pandas as pd
+import pytest
+from sqlalchemy import text
+
+from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
+from orchestrator.states import Origin, PointState, RunState
+from orchestrator.store import Store, queries
+
+RUN = "20261120-120000-demo-abcd"
+SCALING = [
+    *("run_id", "run_name", "origin", "source", "point_id", "label", "state"),
+    *("implementation", "workload", "pass", "seq_len", "batch", "query_heads", "kv_heads", "head_dim", "layers"),
+    *("dtype", "device", "gpu", "metric", "unit", "value", "ci_low", "ci_high", "per_sequence", "ended_at"),
+]
+
+
+@pytest.fixture
+def filled(store: Store, sweep) -> Store:
+    failures = {PointState.HANG: "silent for 120 s", PointState.SKIPPED: "needs 93.1 GiB"}
+    store.apply_many(sweep(batch=2, failures=failures, gpu="NVIDIA H200"))
+    reported = datetime(2025, 8, 25, tzinfo=UTC)
+    store.apply_many(
+        [
+            RunRecord(
+                run_id="seeds", at=reported, name="seed", kind="reported", spec={}, spec_hash="0",
+                origin=Origin.REPORTED, source="report_000",
+            ),
+            PointRecord(
+                run_id="seeds", at=reported, point_id="seeds/0", index=0, key="k", label="l", config={},
+                axes={"implementation": "nsa-vibe", "seq_len": 512},
+            ),
+            OutcomeRecord(
+                run_id="seeds", at=reported, point_id="seeds/0", attempt=1, state=PointState.OK,
+                metrics=(MetricData(name="peak_memory", unit="MiB", value=5165),),
+            ),
+            RunEndRecord(run_id="seeds", at=reported, state=RunState.DONE),
+        ]
+    )  # fmt: skip
+    return store
+
+
+def test_runs_count_their_points(filled: Store):
+    frame = queries.runs(filled)
+    assert frame.run_id.tolist() == [RUN, "seeds"]
+    first = frame.iloc[0]
+    assert (first.points, first.ok, first.failed, first.skipped, first.running) == (10, 8, 1, 1, 0)
+    assert (first.state, first.origin, first.gpu) == ("done", "measured", "NVIDIA H200")
+    assert first.created_at == pd.Timestamp("2026-11-20 12:00", tz="UTC")
+
+
+@pytest.mark.parametrize(
+    ("filters", "found"),
+    [
+        ({"origin": "reported"}, ["seeds"]),
+        ({"origin": Origin.MEASURED}, [RUN]),
+        ({"kind": "scaling"}, [RUN]),
+        ({"state": "running"}, []),
+        ({"text": "REPORT_"}, ["seeds"]),
+        ({"text": "100%"}, []),
+        ({"limit": 1}, [RUN]),
+    ],
+)
+def test_runs_are_filtered(filled: Store, filters: dict, found: list[str]):
+    assert queries.runs(filled, **filters).run_id.tolist() == found
+
+
+def test_one_run_has_its_spec(filled: Store):
+    run = queries.run(filled, RUN)
+    assert run is not None
+    assert run["spec"] == {"kind": "scaling", "name": "demo"}
+    assert run["git_commit"] == "c" * 40
+    assert queries.run(filled, "nothing") is None
+
+
+def test_points_carry_state_reason_axes_and_route(filled: Store):
+    frame = queries.points(filled, RUN)
+    assert frame.number.tolist() == list(range(10))
+    assert frame.iloc[8][["state", "reason", "attempt"]].tolist() == ["hang", "silent for 120 s", 1]
+    assert frame.iloc[9].state == "skipped"
+    assert frame.iloc[0].route == {"cmp": "chunked", "slc": "chunked", "win": "chunked"}
+    assert frame.iloc[0]["pass"] == "forward+backward"
+    columns = {"phase", "done", "total", "heartbeat_at", "started_at", "ended_at", "label", "key", "estimate_bytes"}
+    assert columns <= set(frame.columns)
+    assert str(frame.ended_at.dt.tz) == "UTC"
+
+
+def test_a_point_in_detail(filled: Store):
+    found = queries.point(filled, f"{RUN}/0")
+    assert found is not None
+    assert found["environment"]["driver"] == "580"
+    assert found["config"] == {"seq_len": 512}
+    assert queries.point(filled, f"{RUN}/8")["environment"] == {}  # pyright: ignore
+    assert queries.point(filled, "nothing") is None
+    assert queries.metrics(filled, f"{RUN}/8").empty
+    numbers = queries.metrics(filled, f"{RUN}/0").set_index("name")
+    assert numbers.loc["time", "samples"] == [2.0, 2.0]
+    assert queries.artifacts(filled, f"{RUN}/0").content.tolist() == ["hi\n"]
+    assert queries.events(filled, RUN).message.tolist() == ["the database was away for 3 s"]
+
+
+def test_scaling_has_only_ok_points_and_divides_by_the_batch(filled: Store):
+    frame = queries.scaling(filled)
+    assert list(frame.columns) == SCALING
+    assert set(frame.state) == {"ok"}
+    measured = queries.scaling(filled, origin="measured")
+    assert set(measured.run_id) == {RUN}
+    assert len(measured) == 8 * 3  # time, memory, throughput; the oracle's error is no scaling
+    rows = measured[(measured.implementation == "naive") & (measured.seq_len == 1024)].set_index("metric")
+    assert rows.loc["time", "value"] == 8.0
+    assert rows.loc["time", "per_sequence"] == 4.0
+    assert rows.loc["throughput", "per_sequence"] == rows.loc["throughput", "value"]
+    assert queries.scaling(filled, run_ids=["seeds"]).value.tolist() == [5165.0]
+    assert queries.scaling(filled, run_ids=[]).empty
+
+
+def test_every_number_and_state_can_be_read(filled: Store):
+    assert set(queries.measurements(filled, run_ids=[RUN]).metric) >= {"time", "oracle_error"}
+    assert len(queries.states(filled, origin="measured")) == 10
+
+
+def test_counts(filled: Store):
+    counted = queries.counts(filled)
+    assert (counted["runs"], counted["runs_measured"], counted["runs_reported"]) == (2, 1, 1)
+    assert (counted["points"], counted["points_ok"], counted["points_hang"]) == (11, 9, 1)
+
+
+def test_an_empty_store_gives_empty_frames_with_the_same_columns(store: Store):
+    assert queries.runs(store).empty
+    assert list(queries.scaling(store).columns) == SCALING
+    assert queries.points(store, RUN).empty
+    assert queries.verdicts(store).empty
+    assert queries.counts(store)["runs"] == 0
+
+
+def test_every_view_can_be_read_with_plain_sql(filled: Store):
+    views = ("v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics")
+    with filled.engine.connect() as connection:
+        rows = {view: connection.execute(text(f"SELECT count(*) FROM {view}")).scalar() for view in views}
+    expected = {"v_scaling": 25, "v_throughput": 8, "v_memory": 9, "v_points": 11, "v_gate": 0, "v_metrics": 33}
+    assert rows == expected
