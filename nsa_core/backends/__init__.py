@@ -13,6 +13,7 @@ from .. import reference
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
+from . import chunked, naive
 
 
 class Backend(Protocol):
@@ -47,7 +48,7 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: Mapping[str, Backend] = MappingProxyType({"reference": reference})
+BACKENDS: Mapping[str, Backend] = MappingProxyType({"reference": reference, "naive": naive, "chunked": chunked})
 
 
 def available_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
@@ -68,7 +69,7 @@ def resolve(
         BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here.
     """
     wanted = list(branches)
-    named = dict.fromkeys(wanted, backend) if isinstance(backend, str) else dict(backend)
+    named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
         raise BackendError(f"backend[{branch!r}]", repr(named[branch]), fix)
@@ -88,4 +89,4 @@ def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 # What "auto" takes. The chunked way runs on every device with memory linear in S.
-DEFAULT = "reference"
+DEFAULT = "chunked"

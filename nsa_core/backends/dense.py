@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .. import reference
 from ..routes import note
+from . import chunked
 
 _NAMES = {
     SDPBackend.FLASH_ATTENTION: "sdpa-flash",
@@ -27,7 +27,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None)
     rows, tokens = q.shape[1], k.shape[1]
     if (window is not None and window < tokens) or 1 < rows < tokens:
         note("dense", "chunked")
-        return reference.window(q, k, v, None, window or tokens, scale)
+        return chunked.banded(q, k, v, None, min(window or tokens, tokens), scale)
     return _sdpa(q, k, v, scale, causal=rows > 1)
 
 

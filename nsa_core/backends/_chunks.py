@@ -1,0 +1,88 @@
+"""How many queries the chunked backend takes at a time: a function of shapes and the kind of device alone.
+
+One chunk's workspace stays within a budget. The budget grows with the queries between a floor (smaller chunks cost
+more time in launches than they save in memory) and a ceiling (larger ones gain nothing), so that the whole extra
+memory is linear in S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIB = 1 << 20
+# (floor, ceiling) in bytes. On the CPU a chunk should stay in the caches, on a GPU it should fill the card.
+_BUDGET = {"cpu": (2 * MIB, 16 * MIB), "cuda": (64 * MIB, 256 * MIB)}
+_NARROWEST_BAND = 64  # rows of a window's chunk even where the window is narrower
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the size of a chunk depends on.
+
+    Attributes:
+        batch, rows, heads, dim: of q [B,S,Hq,Dk].
+        kv_heads, value_dim: of v [B,T,Hkv,Dv].
+        element: bytes of an operand of the products: 2 for half precision on CUDA, 4 for float32, 8 for float64.
+        device: its kind, "cpu" or "cuda".
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    dim: int
+    kv_heads: int
+    value_dim: int
+    element: int
+    device: str
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor) -> Shape:
+        batch, rows, heads, dim = q.shape
+        element = operand_dtype(q).itemsize
+        return cls(batch, rows, heads, dim, v.shape[2], v.shape[3], element, q.device.type)
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of a float32, or of a float64 where the operands are."""
+        return max(4, self.element)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one chunk's workspace may take."""
+        floor, ceiling = _BUDGET.get(self.device, _BUDGET["cuda"])
+        return min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products' operands: half precision only where the hardware accumulates it in float32."""
+    return torch.float32 if x.itemsize < 4 and x.device.type != "cuda" else x.dtype
+
+
+def span_rows(shape: Shape, keys: int) -> int:
+    """Queries per chunk that all attend to the same span of at most `keys` keys."""
+    return _fit(shape, _score_bytes(shape, keys))
+
+
+def band_rows(shape: Shape, window: int) -> int:
+    """Queries per chunk of a window: their span is chunk + window keys, so they are no more than the window."""
+    widest = max(window, _NARROWEST_BAND)
+    return min(widest, _fit(shape, _score_bytes(shape, 2 * widest)))
+
+
+def gather_rows(shape: Shape, keys: int, backward: bool) -> int:
+    """Queries per chunk that each have `keys` gathered keys of their own, and in the backward their gradients."""
+    gathered = shape.element + (shape.accumulator if backward else 0)
+    row = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * gathered
+    return _fit(shape, row + _score_bytes(shape, keys))
+
+
+def _score_bytes(shape: Shape, keys: int) -> int:
+    """Scores and probabilities (in the backward: probabilities and their gradients) of one query."""
+    return 2 * shape.batch * shape.heads * keys * shape.accumulator
+
+
+def _fit(shape: Shape, row_bytes: int) -> int:
+    return max(1, min(shape.rows, shape.budget // max(1, row_bytes)))

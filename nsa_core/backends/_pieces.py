@@ -1,0 +1,136 @@
+"""Which keys a chunk of queries attends to, for each branch.
+
+A piece is a chunk of queries and its keys: a span of tokens, the same for all its queries, or gathered blocks of every
+query's own. Keys and values are [X,T,D] here, X = batch · kv heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..config import NSAConfig
+from ._chunks import Shape, band_rows, gather_rows, operand_dtype, span_rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries start:stop and their keys.
+
+    Attributes:
+        start, stop: rows of q.
+        where: a span of tokens, or the rows to gather from [X·T/unit, unit·D], int64 [X·C·n].
+        hidden: bool [1 or X,C,1,H], True where a query must not see one of the last H keys.
+        empty: whether some query may see no key at all.
+    """
+
+    start: int
+    stop: int
+    where: slice | Tensor
+    hidden: Tensor
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A branch, cut into pieces.
+
+    Attributes:
+        pieces: (selected blocks or None, whether for the backward) -> the pieces, covering every query once.
+        unit: tokens of a block that is gathered as a whole; T is padded to a multiple.
+    """
+
+    pieces: Callable[[Tensor | None, bool], Iterator[Piece]]
+    unit: int = 1
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        """[B,T,H,D] -> [B·H,T,D], T padded with zeros; a view where that is possible."""
+        missing = -x.shape[1] % self.unit
+        x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x.contiguous() if self.unit > 1 else x
+
+    def read(self, x: Tensor, piece: Piece) -> Tensor:
+        """The piece's keys [X,L,D], or [X·C,L,D] when gathered, as operands of a product."""
+        if isinstance(piece.where, slice):
+            part = x[:, piece.where]
+        else:
+            gathered = x.view(-1, self.unit * x.shape[-1]).index_select(0, piece.where)
+            part = gathered.view(len(x) * (piece.stop - piece.start), -1, x.shape[-1])
+        return part.to(operand_dtype(part))
+
+    def add(self, total: Tensor, piece: Piece, part: Tensor) -> None:
+        """Add `part`, laid out as `read` gives it, to `total` [X,T,D]; in a fixed order."""
+        if isinstance(piece.where, slice):
+            total[:, piece.where] += part
+            return
+        blocks, parts = total.view(-1, self.unit * total.shape[-1]), part.view(len(piece.where), -1)
+        if total.is_cuda:
+            blocks.index_put_((piece.where,), parts, accumulate=True)  # sorts first; index_add_ would use atomics
+        else:
+            blocks.index_add_(0, piece.where, parts)
+
+
+def compressed(shape: Shape, config: NSAConfig, offset: int, tokens: int, device: torch.device) -> Plan:
+    """Compressed tokens that end at or before the query."""
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
+        for start, stop in _ranges(0, shape.rows, span_rows(shape, tokens)):
+            all_see, some_see = config.cmp_tokens(offset + start + 1), config.cmp_tokens(offset + stop)
+            ends = torch.arange(all_see, some_see, device=device) * config.cmp_stride + config.cmp_block - 1
+            hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
+            yield Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
+
+    return Plan(pieces)
+
+
+def band(shape: Shape, window: int, offset: int, device: torch.device) -> Plan:
+    """The last `window` positions up to and with the query's own."""
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
+        for start, stop in _ranges(0, shape.rows, band_rows(shape, window)):
+            first = max(0, offset + start - window + 1)
+            tokens = torch.arange(first, offset + stop, device=device)
+            positions = torch.arange(offset + start, offset + stop, device=device)[:, None]
+            hidden = (tokens > positions) | (tokens <= positions - window)
+            yield Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
+
+    return Plan(pieces)
+
+
+def selected(shape: Shape, config: NSAConfig, offset: int, device: torch.device) -> Plan:
+    """The chosen blocks' tokens up to the query; queries that choose every block share a span and gather nothing."""
+    keys = config.slc_count * config.slc_block
+    dense = min(max(0, keys - offset), shape.rows)
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
+        assert blocks is not None
+        for start, stop in _ranges(0, dense, span_rows(shape, keys)):
+            positions = torch.arange(offset + start, offset + stop, device=device)
+            hidden = positions > positions[:, None]
+            yield Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
+        total = config.slc_blocks(offset + shape.rows)
+        for start, stop in _ranges(dense, shape.rows, gather_rows(shape, keys, backward)):
+            yield _gathered(blocks[:, start:stop], start, offset, total, config)
+
+    return Plan(pieces, config.slc_block)
+
+
+def _gathered(chosen: Tensor, start: int, offset: int, total: int, config: NSAConfig) -> Piece:
+    """The piece of queries from `start` on that chose blocks [B,C,Hkv,n] out of `total` per head."""
+    stop = start + chosen.shape[1]
+    per_head = chosen.transpose(1, 2).flatten(0, 1).long()  # [X,C,n]
+    first = torch.arange(len(per_head), device=chosen.device)[:, None, None] * total
+    tokens = per_head.unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=chosen.device)
+    positions = torch.arange(offset + start, offset + stop, device=chosen.device)[:, None, None]
+    hidden = (tokens > positions) | (tokens < 0)
+    return Piece(start, stop, (per_head.clamp(min=0) + first).flatten(), hidden.flatten(2).unsqueeze(2))
+
+
+def _ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, last, step):
+        yield start, min(start + step, last)

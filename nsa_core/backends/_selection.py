@@ -1,0 +1,79 @@
+"""From compressed probabilities to selected blocks, for backends that hold a chunk of queries at a time.
+
+Sums run in a fixed order, head after head and token after token, so that equal importance gives equal bits, and equal
+bits go to the lower index: the selection does not depend on the chunking, the device or the backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..config import NSAConfig
+
+_INDEX = (1 << 31) - 1  # the lower 32 bits of a key hold _INDEX - index: lower indices make higher keys
+
+
+def importance(p: Tensor, blocks: int, config: NSAConfig) -> Tensor:
+    """p_slc of Eq. 9 and 10.
+
+    Args:
+        p: p_cmp [X,C,G,N] of C queries and the G heads of a group over N compressed tokens.
+        blocks: selection blocks to score; block j is overlapped by tokens j·r - (m-1) .. j·r + r - 1, with r strides
+            in a selection block and m in a compression block.
+
+    Returns:
+        [X,C,blocks] in p's dtype.
+    """
+    shared = p[:, :, 0].clone()
+    for head in range(1, p.shape[2]):
+        shared += p[:, :, head]
+    per_block = config.slc_block // config.cmp_stride
+    before = config.cmp_block // config.cmp_stride - 1
+    taps = before + per_block
+    length = (blocks - 1) * per_block + taps
+    shared = pad(shared, (before, length - before - shared.shape[-1]))
+    scores = p.new_zeros(*p.shape[:2], blocks)
+    for tap in range(taps):
+        start = (tap - before) * config.cmp_stride
+        overlap = min(start + config.cmp_block, config.slc_block) - max(start, 0)
+        scores.add_(shared[..., tap : length - taps + tap + 1 : per_block], alpha=overlap / config.cmp_stride)
+    return scores
+
+
+def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
+    """The blocks selected by `scores` [X,C,blocks] for queries at `positions` [C].
+
+    Candidates start at or before the query. The first `init_blocks` and the last `local_blocks` of them are forced;
+    the rest goes by score descending, then index ascending.
+
+    Returns:
+        int32 [X,C,slc_count], ascending, padded with -1.
+    """
+    blocks = scores.shape[-1]
+    index = torch.arange(blocks, device=scores.device)
+    own = (positions // config.slc_block).unsqueeze(-1)
+    forced = (index < config.init_blocks) | (index > own - config.local_blocks)
+    ranked = scores.masked_fill(forced, torch.inf).masked_fill_(index > own, -1.0)
+    count = min(config.slc_count, blocks)
+    best = _top_sorted(ranked, count) if scores.dtype == torch.float64 else _top_keyed(ranked, index, count)
+    chosen = best.sort(-1).values
+    chosen = chosen.masked_fill_(chosen == _INDEX, -1).int()
+    return pad(chosen, (0, config.slc_count - count), value=-1)
+
+
+def _top_keyed(ranked: Tensor, index: Tensor, count: int) -> Tensor:
+    """Top `count` indices of float32 scores, _INDEX for those below 0: one key of score bits and inverted index.
+
+    The bits of floats >= 0 ascend as the floats do, so that distinct integers carry the whole order.
+    """
+    keys = (ranked.view(torch.int32).long() << 32) | (_INDEX - index)
+    best = keys.topk(count, dim=-1, sorted=False).values
+    return (_INDEX - (best & _INDEX)).masked_fill_(best < 0, _INDEX)
+
+
+def _top_sorted(ranked: Tensor, count: int) -> Tensor:
+    """The same for float64, whose bits leave no room for an index."""
+    values, order = ranked.sort(dim=-1, descending=True, stable=True)
+    return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)

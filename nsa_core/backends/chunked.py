@@ -1,0 +1,184 @@
+"""PyTorch on CPU and GPU with memory linear in S: chunks of queries, recomputed in the backward.
+
+The forward keeps its inputs and the selected blocks, nothing of S·S size. The backward computes each chunk's
+probabilities P again and applies, for o = g·Pv and scores s = scale·qk,
+
+    dg = do·(Pv),   dv = Pᵀ(g·do),   ds = P ∘ (g·do vᵀ - g·dg),   dq = scale·ds k,   dk = scale·dsᵀq.
+
+Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Products of half precision
+accumulate in float32 (on the CPU they are computed in float32), as do softmax and the gradients of keys and values.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..config import NSAConfig
+from ..routes import note
+from . import _pieces, _selection
+from ._chunks import Shape, operand_dtype
+from ._pieces import Piece, Plan
+
+_HIDDEN = -1e30  # finite, so that a row that sees nothing gives no NaN
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this backend cannot run there, or None."""
+    return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
+
+
+def compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
+) -> Tensor:
+    """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
+    note("cmp", "chunked")
+    plan = _pieces.compressed(Shape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    return _attend(q, k_cmp, v_cmp, gate, None, plan, scale)
+
+
+def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks by exact top-k, a chunk of queries at a time."""
+    note("select", "chunked")
+    (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
+    plan = _pieces.compressed(Shape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
+    with torch.no_grad():
+        keys = plan.heads_first(k_cmp)
+        for piece in plan.pieces(None, False):
+            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
+            scores = _selection.importance(p, config.slc_blocks(offset + piece.stop), config)
+            positions = torch.arange(offset + piece.start, offset + piece.stop, device=q.device)
+            best = _selection.choose(scores, positions, config)
+            chosen[:, piece.start : piece.stop] = best.unflatten(0, (batch, kv_heads)).transpose(1, 2)
+    return chosen
+
+
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+) -> Tensor:
+    """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
+    note("slc", "chunked")
+    plan = _pieces.selected(Shape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, blocks, plan, scale)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Window branch; a chunk of queries sees its own positions and the window before them."""
+    note("win", "chunked")
+    return banded(q, k, v, gate, window, scale)
+
+
+def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Attention over the last `window` positions, without a note of the route: for the callers that make their own."""
+    plan = _pieces.band(Shape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, None, plan, scale)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+) -> Tensor:
+    out = _Attend.apply(q, k, v, gate, blocks, plan, scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    """Gated attention of one branch, piece by piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, gate, blocks)
+        ctx.plan, ctx.scale = plan, scale
+        kv_heads = k.shape[2]
+        keys, values = plan.heads_first(k), plan.heads_first(v)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        for piece in plan.pieces(blocks, False):
+            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
+            part = _product(p, plan.read(values, piece))
+            if gate is not None:
+                part *= _rows(gate.unsqueeze(-1), piece, kv_heads)
+            _store(out, piece, part)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, gate, blocks = ctx.saved_tensors
+        plan, kv_heads = ctx.plan, k.shape[2]
+        keys, values = plan.heads_first(k), plan.heads_first(v)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (keys, values))
+        with torch.autocast(q.device.type, enabled=False):
+            for piece in plan.pieces(blocks, True):
+                rows, key, value = _rows(q, piece, kv_heads), plan.read(keys, piece), plan.read(values, piece)
+                p = _probabilities(rows, key, piece, ctx.scale)
+                dpart = _rows(dout, piece, kv_heads)
+                dg = (_product(p, value) * dpart).sum(-1, keepdim=True)
+                if gate is not None and dgate is not None:
+                    g = _rows(gate.unsqueeze(-1), piece, kv_heads)
+                    _store(dgate.unsqueeze(-1), piece, dg)
+                    dpart, dg = (dpart * g).to(dpart.dtype), dg * g
+                plan.add(dv, piece, _transposed_product(p, dpart, len(value)))
+                ds = _product(dpart, value.mT).sub_(dg).mul_(p).mul_(ctx.scale)
+                _store(dq, piece, _product(ds, key))
+                plan.add(dk, piece, _transposed_product(ds, rows, len(key)))
+        return dq, _as_given(dk, k), _as_given(dv, v), dgate, None, None, None
+
+
+def _rows(x: Tensor, piece: Piece, kv_heads: int) -> Tensor:
+    """Rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
+    part = x[:, piece.start : piece.stop].unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+    return part.to(operand_dtype(x)).contiguous()
+
+
+def _store(x: Tensor, piece: Piece, part: Tensor) -> None:
+    """The inverse of _rows: part [X,C,G,D] into rows of x [B,S,Hq,D]."""
+    into = x[:, piece.start : piece.stop]
+    batch, kv_heads = x.shape[0], len(part) // x.shape[0]
+    into.unflatten(2, (kv_heads, -1)).copy_(part.unflatten(0, (batch, kv_heads)).transpose(1, 2))
+
+
+def _as_given(total: Tensor, like: Tensor) -> Tensor:
+    """[X,T,D] sums as the gradient of `like` [B,T,H,D]."""
+    per_head = total[:, : like.shape[1]].unflatten(0, (like.shape[0], like.shape[2]))
+    return per_head.transpose(1, 2).to(like.dtype)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product that accumulates and returns float32, or float64 for float64."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.itemsize < 4 else torch.bmm(a, b)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x [X,C,G,A] times y [X,A,B] or [X·C,A,B] -> [X,C,G,B]."""
+    return _matmul(_batched(x, len(y)).to(y.dtype), y).view(*x.shape[:-1], y.shape[-1])
+
+
+def _transposed_product(x: Tensor, y: Tensor, batch: int) -> Tensor:
+    """x [X,C,G,A] transposed, times y [X,C,G,B] -> [batch,A,B], batch = X or X·C."""
+    return _matmul(_batched(x, batch).to(y.dtype).mT, _batched(y, batch))
+
+
+def _batched(x: Tensor, batch: int) -> Tensor:
+    """[X,C,G,A] -> [batch,R,A]; A may be 0."""
+    return x.reshape(batch, prod(x.shape[:-1]) // batch, x.shape[-1])
+
+
+def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Tensor:
+    """Softmax of scale·q·k over the keys that each query sees, [X,C,G,L]; zeros where it sees none."""
+    scores = _product(rows, keys.mT).mul_(scale)
+    part = piece.hidden.shape[-1]
+    scores[..., scores.shape[-1] - part :].masked_fill_(piece.hidden, _HIDDEN)
+    p = torch.softmax(scores, -1)
+    if piece.empty:  # every key is among the possibly hidden ones
+        p.masked_fill_(piece.hidden, 0)
+    return p

@@ -1,0 +1,92 @@
+"""The S² way: every branch as dense attention under a mask, all of it kept by autograd.
+
+What the project started from, and the contrast of every scaling benchmark. Products run in the input's dtype, softmax
+in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import NSAConfig
+from ..routes import note
+from . import _selection
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this backend cannot run there, or None: it runs everywhere."""
+    return None
+
+
+def compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
+) -> Tensor:
+    """Compressed branch, [B,Hq,S,Nc] scores: S²/d of memory."""
+    note("cmp", "naive")
+    return _attend(q, k_cmp, v_cmp, gate, _visible_compressed(q, k_cmp, config, offset), scale)
+
+
+def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks, for all queries at once. Scores are float32 (float64) products."""
+    note("select", "naive")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        visible = _visible_compressed(q, k_cmp, config, offset)
+        p = _probabilities(q.to(wide), k_cmp.to(wide), visible, scale)
+        grouped = p.unflatten(1, (k_cmp.shape[2], -1)).transpose(2, 3).flatten(0, 1)  # [B·Hkv,S,G,Nc]
+        scores = _selection.importance(grouped, config.slc_blocks(offset + q.shape[1]), config)
+        chosen = _selection.choose(scores, _positions(q, offset), config)
+    return chosen.unflatten(0, (q.shape[0], -1)).transpose(1, 2).contiguous()
+
+
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+) -> Tensor:
+    """Selected branch under a [B,Hq,S,T] mask."""
+    note("slc", "naive")
+    count = config.slc_blocks(k.shape[1])
+    chosen = blocks.new_zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool)
+    chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)
+    per_token = chosen[..., :count].repeat_interleave(config.slc_block, -1)[..., : k.shape[1]]  # [B,S,Hkv,T]
+    tokens, positions = _tokens_and_positions(q, k)
+    visible = per_token.transpose(1, 2) & (tokens <= positions)
+    return _attend(q, k, v, gate, visible.repeat_interleave(q.shape[2] // k.shape[2], 1), scale)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Window branch under an [S,T] mask."""
+    note("win", "naive")
+    tokens, positions = _tokens_and_positions(q, k)
+    return _attend(q, k, v, gate, (tokens <= positions) & (tokens > positions - window), scale)
+
+
+def _positions(q: Tensor, offset: int) -> Tensor:
+    return torch.arange(q.shape[1], device=q.device) + offset
+
+
+def _tokens_and_positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(k.shape[1], device=q.device)
+    return tokens, _positions(q, k.shape[1] - q.shape[1]).unsqueeze(-1)
+
+
+def _visible_compressed(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int) -> Tensor:
+    ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
+    return ends <= _positions(q, offset).unsqueeze(-1)
+
+
+def _expand(x: Tensor, heads: int) -> Tensor:
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
+
+
+def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """[B,Hq,S,T]; a row that sees nothing is zeros."""
+    scores = q.transpose(1, 2) @ _expand(k, q.shape[2]).transpose(-1, -2) * scale
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return torch.softmax(wide.masked_fill(~visible, torch.finfo(wide.dtype).min), -1) * visible
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, visible: Tensor, scale: float) -> Tensor:
+    p = _probabilities(q, k, visible, scale)
+    out = (p.to(v.dtype) @ _expand(v, q.shape[2])).transpose(1, 2)
+    return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
