@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
+
+from orchestrator.errors import UserError
 
 SETTING = "NSA_DATABASE_URL"
 _FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
 _SCHEMES = ("sqlite", "postgresql", "postgresql+psycopg")
 
 
-class StoreError(ValueError):
+class StoreError(UserError):
     """The database cannot be used as asked. One line: field, value, fix."""
 
 
@@ -43,7 +45,7 @@ def hide_password(text: str) -> str:
     return re.sub(r"(password=)[^&\s]+", r"\1***", text)
 
 
-def _split(url: str):
+def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         _ = parts.port

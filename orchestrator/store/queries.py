@@ -160,12 +160,8 @@ def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd
 def counts(store: Store) -> dict[str, int]:
     """How much the database holds, for an overview and for telling an empty one."""
     with store.session() as session:
-        by_origin = {
-            origin: number for origin, number in session.execute(select(Run.origin, func.count()).group_by(Run.origin))
-        }
-        by_state = {
-            state: number for state, number in session.execute(select(Point.state, func.count()).group_by(Point.state))
-        }
+        by_origin = dict(session.execute(select(Run.origin, func.count()).group_by(Run.origin)).all())
+        by_state = dict(session.execute(select(Point.state, func.count()).group_by(Point.state)).all())
         running = session.scalar(select(func.count()).where(Run.state == RunState.RUNNING))
         stored = {
             "metrics": session.scalar(select(func.count()).select_from(Metric)),

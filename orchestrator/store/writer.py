@@ -176,8 +176,9 @@ def _environment(session: Session, content: dict[str, Any]) -> str | None:
     if not content:
         return None
     name = _digest(content)
-    gpu = content.get("gpu") or content.get("gpu_name")
-    _insert_new(session, Environment, {"id": name, "gpu": str(gpu) if gpu else None, "content": content})
+    gpu = content.get("gpu")
+    gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
+    _insert_new(session, Environment, {"id": name, "gpu": gpu, "content": content})
     return name
 
 

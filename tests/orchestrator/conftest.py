@@ -171,7 +171,7 @@ def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> 
             started_at=at(start),
             metrics=metrics,
             route={"cmp": implementation, "slc": implementation, "win": implementation},
-            environment={"torch": "2.13", "gpu": gpu, "driver": "580"},
+            environment={"torch": "2.13", "gpu": {"name": gpu, "driver": "580"}},
             artifacts=(_STDOUT,),
         ),
     ]
