@@ -1,0 +1,197 @@
+"""Attention layers: Native Sparse Attention as the paper's model uses it, and dense attention to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .cache import DenseCache, NSACache
+from .config import NSAConfig
+from .decode import dense_step, nsa_step
+from .errors import InputError
+from .functional import compress, dense_attention, nsa_attention
+from .rope import angles, rotate
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class LearnedCompression(nn.Module):
+    """The paper's φ (Eq. 7): a block's tokens, each with a learned encoding of its place, through an MLP to one token.
+
+    All kv heads share the weights.
+    """
+
+    def __init__(self, config: NSAConfig, head_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.place = nn.Parameter(torch.zeros(config.cmp_block, head_dim))
+        self.up = nn.Linear(config.cmp_block * head_dim, 2 * head_dim)
+        self.down = nn.Linear(2 * head_dim, head_dim)
+        nn.init.normal_(self.place, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,S,Hkv,D] -> [B,Nc,Hkv,D]; Nc = 0 while S < cmp_block."""
+        if self.config.cmp_tokens(x.shape[1]) == 0:
+            return x[:, :0]
+        blocks = x.unfold(1, self.config.cmp_block, self.config.cmp_stride).transpose(-1, -2)  # [B,Nc,Hkv,l,D]
+        return self.down(nn.functional.silu(self.up((blocks + self.place).flatten(-2))))
+
+
+class NativeSparseAttention(nn.Module):
+    """Self-attention [B,S,dim] -> [B,S,dim] over three branches, each with keys and values of its own.
+
+    q and the keys of the selected and window branches are rotated (RoPE). The compressed branch's keys are compressed
+    first, then rotated to the position of their block's first token. Gates are a sigmoid of a linear map of the input.
+
+    Args:
+        dim: width of the model.
+        heads, kv_heads: query heads, and kv heads, which divide them.
+        head_dim: of queries, keys and values; even.
+        config: block sizes, counts, the window, and how blocks are compressed.
+        backend: as in `nsa_attention`.
+        rope_theta: RoPE's base.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        config: NSAConfig | None = None,
+        *,
+        backend: str | Mapping[str, str] = "auto",
+        rope_theta: float = 10_000.0,
+    ) -> None:
+        super().__init__()
+        check_heads(heads, kv_heads, head_dim)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.config = config or NSAConfig()
+        self.backend, self.rope_theta = backend, rope_theta
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, 3 * kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, 3 * kv_heads * head_dim, bias=False)
+        self.gate_proj = nn.Linear(dim, 3 * heads)
+        self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
+        if self.config.compress == "mlp":
+            self.compress_k = LearnedCompression(self.config, head_dim)
+            self.compress_v = LearnedCompression(self.config, head_dim)
+
+    def new_cache(self) -> NSACache:
+        """An empty cache for `forward`."""
+        return NSACache(self.config)
+
+    def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
+        """Attend from every position of x [B,S,dim] to itself and those before it.
+
+        With a cache, x continues what the cache holds, and is added to it; no gradient flows through the cache. A
+        prefill of an empty cache runs as one operator, tokens after that run one by one.
+        """
+        if cache is not None and cache.length > 0:
+            return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
+        q, k, v, gates = self._project(x, 0)
+        k_cmp, v_cmp = self._compress(k[0], v[0], 0)
+        if cache is not None:
+            self._remember(cache, k, v, (k_cmp, v_cmp))
+        out = nsa_attention(q, k, v, gates, self.config, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend)
+        return self.out_proj(out.flatten(2))
+
+    def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
+        """Rotated q [B,S,Hq,D]; keys (cmp unrotated) and values, three of [B,S,Hkv,D]; gates [B,S,Hq,3]."""
+        k_cmp, k_slc, k_win = self._per_branch(self.k_proj(x))
+        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), k_cmp.dtype)
+        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
+        keys = (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin))
+        gates = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.heads, 3))
+        return q, keys, self._per_branch(self.v_proj(x)), gates
+
+    def _per_branch(self, x: Tensor) -> Triple:
+        cmp, slc, win = x.unflatten(-1, (3, self.kv_heads, self.head_dim)).unbind(2)
+        return cmp, slc, win
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return angles(positions, self.head_dim, self.rope_theta, dtype)
+
+    def _compress(self, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Compressed keys, rotated, and values, of tokens [B,T,Hkv,D] whose first one is at `position`."""
+        if self.config.compress == "mlp":
+            k_cmp, v_cmp = self.compress_k(k), self.compress_v(v)
+        else:
+            k_cmp, v_cmp = compress(k, self.config), compress(v, self.config)
+        starts = torch.arange(k_cmp.shape[1], device=k.device) * self.config.cmp_stride + position
+        return rotate(k_cmp, *self._angles(starts, k_cmp.dtype)), v_cmp
+
+    def _step(self, x: Tensor, cache: NSACache) -> Tensor:
+        """One token x [B,1,dim] behind those of the cache. Compresses at most the one block that it completes."""
+        q, k, v, gates = self._project(x, cache.length)
+        assert cache.k_open is not None
+        assert cache.v_open is not None
+        k_open, v_open = torch.cat((cache.k_open, k[0]), 1), torch.cat((cache.v_open, v[0]), 1)
+        compressed = self._compress(k_open, v_open, cache.length + 1 - k_open.shape[1])
+        self._remember(cache, (k_open, *k[1:]), (v_open, *v[1:]), compressed)
+        select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
+        return self.out_proj(nsa_step(q, gates, cache, self.config, select).flatten(2))
+
+    def _remember(self, cache: NSACache, k: Triple, v: Triple, compressed: tuple[Tensor, Tensor]) -> None:
+        """Add tokens to the cache; k[0] and v[0] begin where the next compressed token does."""
+        cache.k_cmp.append(compressed[0])
+        cache.v_cmp.append(compressed[1])
+        cache.k_slc.append(k[1])
+        cache.v_slc.append(v[1])
+        cache.k_win.append(k[2])
+        cache.v_win.append(v[2])
+        done = compressed[0].shape[1] * self.config.cmp_stride
+        cache.k_open, cache.v_open = k[0][:, done:].detach().clone(), v[0][:, done:].detach().clone()
+
+
+class DenseAttention(nn.Module):
+    """Causal self-attention [B,S,dim] -> [B,S,dim] with RoPE and grouped kv heads; arguments as the sparse layer's."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, rope_theta: float = 10_000.0) -> None:
+        super().__init__()
+        check_heads(heads, kv_heads, head_dim)
+        self.head_dim, self.rope_theta = head_dim, rope_theta
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def new_cache(self) -> DenseCache:
+        """An empty cache for `forward`."""
+        return DenseCache()
+
+    def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
+        """As NativeSparseAttention.forward."""
+        if cache is not None and cache.length > 0:
+            return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
+        q, k, v = self._project(x, 0)
+        if cache is not None:
+            cache.k.append(k)
+            cache.v.append(v)
+        return self.out_proj(dense_attention(q, k, v).flatten(2))
+
+    def _project(self, x: Tensor, position: int) -> Triple:
+        """Rotated q and k, and v, each [B,S,heads,D]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        positions = torch.arange(position, position + x.shape[1], device=x.device)
+        cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _step(self, x: Tensor, cache: DenseCache) -> Tensor:
+        q, k, v = self._project(x, cache.length)
+        cache.k.append(k)
+        cache.v.append(v)
+        return self.out_proj(dense_step(q, cache).flatten(2))
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raise InputError for numbers of heads, or a head dim, that attention with RoPE cannot have."""
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        if value < 1:
+            raise InputError(name, value, "use a whole number >= 1")
+    if heads % kv_heads:
+        raise InputError("kv_heads", kv_heads, f"use a divisor of heads = {heads}")
+    if head_dim % 2:
+        raise InputError("head_dim", head_dim, "use an even number: RoPE rotates pairs")

@@ -1,0 +1,211 @@
+"""A decoder-only transformer over Native Sparse Attention or dense attention, and the shapes that have a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .cache import DenseCache, NSACache
+from .config import NSAConfig
+from .errors import InputError
+from .layer import DenseAttention, NativeSparseAttention, check_heads
+
+LayerCache = NSACache | DenseCache
+
+# Rows of logits that the loss holds at a time; their gradients are made anew in the backward pass.
+LOSS_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of an NSATransformer.
+
+    Attributes:
+        vocab_size: tokens of the vocabulary.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads, kv_heads: query heads, and kv heads, which divide them.
+        head_dim: of queries, keys and values; even.
+        ffn_dim: hidden width of SwiGLU.
+        attention: "nsa" or "dense".
+        nsa: the sparse attention's sizes; without a meaning for "dense".
+        backend: as in `nsa_attention`; "auto" for "dense".
+        tie_embeddings: the output head shares the embedding's weights.
+        checkpointing: keep only the input of every block in training, and compute the block anew in the backward pass.
+        rope_theta: RoPE's base.
+
+    Raises:
+        InputError: a value that makes no model.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    attention: Literal["nsa", "dense"] = "nsa"
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+    backend: str | Mapping[str, str] = "auto"
+    tie_embeddings: bool = True
+    checkpointing: bool = False
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "use a whole number >= 1")
+        check_heads(self.heads, self.kv_heads, self.head_dim)
+        if self.attention not in ("nsa", "dense"):
+            raise InputError("attention", repr(self.attention), 'use "nsa" or "dense"')
+        if self.attention == "dense" and self.backend != "auto":
+            raise InputError("backend", repr(self.backend), 'use "auto" with attention="dense": it has no other')
+        if self.rope_theta <= 0:
+            raise InputError("rope_theta", self.rope_theta, "use a number > 0")
+
+
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        # Bytes as tokens and blocks of 8: all branches are at work from a few dozen tokens on.
+        "tiny": ModelConfig(
+            vocab_size=256,
+            dim=64,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            ffn_dim=192,
+            nsa=NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16),
+        ),
+        # The shape of the M7C run with the width of SwiGLU that brings it to 125 million parameters.
+        "m7c_125m": ModelConfig(
+            vocab_size=50_304, dim=768, layers=12, heads=12, kv_heads=2, head_dim=64, ffn_dim=2_304
+        ),
+    }
+)
+
+
+class SwiGLU(nn.Module):
+    """Feed-forward down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalised residual stream and added to it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = _attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class NSATransformer(nn.Module):
+    """Language model: tokens [B,S] to logits [B,S,vocab_size], or to the loss of predicting `targets`.
+
+    Attributes:
+        config: its shape.
+        checkpointing_effective: whether the last forward pass really kept only the blocks' inputs: asked for, in
+            training mode, with gradients enabled and no cache.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpointing_effective = False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty cache for `forward`, one entry a layer."""
+        return [block.attention.new_cache() for block in self._blocks()]
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: list[LayerCache] | None = None
+    ) -> Tensor:
+        """Logits [B,S,vocab_size] of every position, or the mean cross entropy [nat] where targets [B,S] are given.
+
+        With a cache of `new_cache`, tokens continue what it holds, and are added to it. The loss never holds all
+        logits: memory grows by the hidden states alone.
+        """
+        x = self.embedding(tokens)
+        self.checkpointing_effective = (
+            self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
+        )
+        for i, block in enumerate(self._blocks()):
+            if self.checkpointing_effective:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, None if cache is None else cache[i])
+        x = self.norm(x)
+        return self.head(x) if targets is None else self._loss(x, targets)
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Continue tokens [B,S] by `count`: [B,S+count]; the likeliest ones, or sampled at a temperature > 0."""
+        cache, new = self.new_cache(), tokens
+        for _ in range(count):
+            logits = self.forward(new, cache=cache)[:, -1].float()
+            if temperature > 0:
+                new = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+            else:
+                new = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, new), 1)
+        return tokens
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        x, targets = x.flatten(0, 1), targets.flatten()
+        total = x.new_zeros((), dtype=torch.float32)
+        for rows, wanted in zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
+            total = total + checkpoint(self._summed_loss, rows, wanted, use_reentrant=False, preserve_rng_state=False)
+        return total / targets.numel()
+
+    def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x).float(), targets, reduction="sum")
+
+    def _initialise(self) -> None:
+        """Normal weights of deviation 0.02, the projections into the residual stream divided by sqrt(2·layers)."""
+        into_stream = ("out_proj", "ffn.down")
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                shrink = (2 * self.config.layers) ** 0.5 if name.endswith(into_stream) else 1.0
+                nn.init.normal_(module.weight, std=0.02 / shrink)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _attention(config: ModelConfig) -> NativeSparseAttention | DenseAttention:
+    shape = (config.dim, config.heads, config.kv_heads, config.head_dim)
+    if config.attention == "dense":
+        return DenseAttention(*shape, rope_theta=config.rope_theta)
+    return NativeSparseAttention(*shape, config.nsa, backend=config.backend, rope_theta=config.rope_theta)

@@ -1,0 +1,23 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), the two halves of a head paired with each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotation at `positions` [S], each [S,1,head_dim/2].
+
+    In float64 where `dtype` is that, else in float32: bfloat16 cannot tell positions beyond 256 apart.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angle = positions.to(wide)[:, None, None] * theta**-exponent
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B,S,H,D] rotated to the S positions of `angles`, in x's dtype."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

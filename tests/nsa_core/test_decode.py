@@ -1,0 +1,167 @@
+"""Decoding with the cache gives what prefill gives, and reads only what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import nsa_core.layer
+from nsa_core import NSAConfig
+from nsa_core.cache import Appended, NSACache, Recent
+from nsa_core.layer import DenseAttention, NativeSparseAttention
+from nsa_core.model import PRESETS, NSATransformer
+from nsa_core.routes import capture
+
+SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
+LENGTH = 75  # a multiple of no size
+
+
+def layer_of(config: NSAConfig, heads: int = 4, kv_heads: int = 2) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(24, heads, kv_heads, 8, config).double()
+    torch.nn.init.normal_(layer.gate_proj.weight)
+    return layer
+
+
+def in_steps(layer: NativeSparseAttention | DenseAttention, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """The layer's output when x arrives cut at `cuts`, the rest token by token."""
+    cache = layer.new_cache()
+    bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, x.shape[1] + 1)]
+    return torch.cat([layer(x[:, a:b], cache) for a, b in pairwise(bounds)], 1)
+
+
+CONFIGS = {
+    "mean": SMALL,
+    "learned": replace(SMALL, compress="mlp"),
+    "no-overlap": replace(SMALL, cmp_stride=8),
+    "few-blocks": replace(SMALL, slc_count=2, init_blocks=0, local_blocks=0),
+    "window-of-one": replace(SMALL, window=1),
+    "paper": NSAConfig(),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_steps_give_what_prefill_gives(name: str) -> None:
+    layer, x = layer_of(CONFIGS[name]), torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    torch.testing.assert_close(in_steps(layer, x, []), layer(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 7, 8, 9, 11, 12, 40, 63, 64, 65, LENGTH - 1])
+@torch.no_grad()
+def test_prefill_of_any_length_is_continued(prefill: int) -> None:
+    layer, x = layer_of(SMALL), torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    torch.testing.assert_close(in_steps(layer, x, [prefill]), layer(x), rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
+def test_several_tokens_may_follow_a_prefill() -> None:
+    layer, x = layer_of(CONFIGS["learned"]), torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    torch.testing.assert_close(in_steps(layer, x, [20, 45]), layer(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 1), (6, 3)])
+@torch.no_grad()
+def test_steps_with_other_groups_of_heads(heads: int, kv_heads: int) -> None:
+    layer, x = layer_of(SMALL, heads, kv_heads), torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    torch.testing.assert_close(in_steps(layer, x, [30]), layer(x), rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
+def test_dense_steps_give_what_prefill_gives() -> None:
+    torch.manual_seed(0)
+    layer, x = DenseAttention(24, 4, 2, 8).double(), torch.randn(2, 40, 24, dtype=torch.float64)
+    torch.testing.assert_close(in_steps(layer, x, [13]), layer(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@torch.no_grad()
+def test_model_steps_give_the_logits_of_prefill(attention: str) -> None:
+    torch.manual_seed(0)
+    model = NSATransformer(replace(PRESETS["tiny"], attention=attention)).double()
+    tokens = torch.randint(256, (2, LENGTH))
+    cache = model.new_cache()
+    steps = [model(part, cache=cache) for part in (tokens[:, :33], *tokens[:, 33:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_generate_takes_the_likeliest_token_of_every_step() -> None:
+    torch.manual_seed(0)
+    model = NSATransformer(PRESETS["tiny"]).double()
+    tokens = torch.randint(256, (2, 21))
+    expected = tokens
+    for _ in range(12):
+        expected = torch.cat((expected, model(expected)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(model.generate(tokens, 12), expected)
+
+
+@torch.no_grad()
+def test_sampling_follows_the_generator() -> None:
+    model, tokens = NSATransformer(PRESETS["tiny"]), torch.zeros(1, 5, dtype=torch.long)
+    draws = [model.generate(tokens, 8, temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@torch.no_grad()
+def test_step_runs_the_decode_kernel_of_every_branch() -> None:
+    layer, cache = layer_of(SMALL), NSACache(SMALL)
+    layer(torch.randn(1, 20, 24, dtype=torch.float64), cache)
+    with capture() as runs:
+        layer(torch.randn(1, 1, 24, dtype=torch.float64), cache)
+    assert {run.branch for run in runs if run.kernel == "decode"} == {"cmp", "slc", "win"}
+    assert [run.branch for run in runs].count("select") == 1
+
+
+@torch.no_grad()
+def test_step_compresses_only_the_block_that_it_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, cache = layer_of(SMALL), NSACache(SMALL)
+    layer(torch.randn(1, 40, 24, dtype=torch.float64), cache)
+    lengths = []
+
+    def watched(x: torch.Tensor, config: NSAConfig) -> torch.Tensor:
+        lengths.append(x.shape[1])
+        return real(x, config)
+
+    real = nsa_core.layer.compress
+    monkeypatch.setattr(nsa_core.layer, "compress", watched)
+    for _ in range(9):
+        layer(torch.randn(1, 1, 24, dtype=torch.float64), cache)
+    assert len(lengths) == 18
+    assert max(lengths) <= SMALL.cmp_block
+    assert cache.k_cmp.length == SMALL.cmp_tokens(49)
+
+
+@torch.no_grad()
+def test_step_reads_neither_unchosen_blocks_nor_tokens_before_the_window() -> None:
+    """Blocks that cannot matter are poisoned: a read of them would show as NaN."""
+    config = replace(SMALL, slc_count=3)  # with one initial and two local blocks, all are forced
+    layer, cache = layer_of(config), NSACache(config)
+    x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    layer(x[:, :-1], cache)
+    last = (LENGTH - 1) // config.slc_block
+    for buffer in (cache.k_slc, cache.v_slc):
+        buffer.values()[:, config.slc_block : (last - 1) * config.slc_block] = torch.nan
+    torch.testing.assert_close(layer(x[:, -1:], cache), layer(x)[:, -1:], rtol=1e-10, atol=1e-12)
+    assert cache.k_win.values().shape[1] == config.window
+
+
+def test_appended_tokens_keep_their_order_over_growth() -> None:
+    held, x = Appended(multiple=4), torch.randn(2, 23, 1, 3)
+    for part in x.split([1, 5, 0, 1, 16], 1):
+        held.append(part)
+    assert torch.equal(held.values(), x)
+    assert torch.equal(held.blocks().flatten(1, 2)[:, :23], x)
+    assert held.blocks().flatten(1, 2)[:, 23:].eq(0).all()
+
+
+@pytest.mark.parametrize("parts", [[1] * 11, [7, 1, 3], [11], [2, 9]])
+def test_recent_holds_the_last_tokens(parts: list[int]) -> None:
+    held, x = Recent(4), torch.arange(11.0).view(1, 11, 1, 1)
+    for part in x.split(parts, 1):
+        held.append(part)
+    assert sorted(held.values().flatten().tolist()) == [7, 8, 9, 10]

@@ -1,0 +1,137 @@
+"""The sparse attention layer: what the paper's model asks of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, nsa_attention
+from nsa_core.errors import InputError
+from nsa_core.layer import DenseAttention, LearnedCompression, NativeSparseAttention
+from nsa_core.rope import angles, rotate
+
+SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
+
+
+def layer_of(compress: str = "mean", **changes: object) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    config = NSAConfig(8, 4, 8, 4, window=10, compress=compress)  # type: ignore[arg-type]
+    layer = NativeSparseAttention(24, 4, 2, 8, config, **changes).double()  # type: ignore[arg-type]
+    torch.nn.init.normal_(layer.gate_proj.weight)
+    return layer
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -> torch.Tensor:
+    """RoPE written with complex numbers."""
+    half = x.shape[-1] // 2
+    turn = torch.polar(
+        torch.ones(len(positions), half, dtype=x.dtype),
+        positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half),
+    )
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def test_rotation_depends_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    products = []
+    for shift in (0, 1000):
+        cos, sin = angles(torch.tensor([shift, shift + 7]), 16, 10_000.0, torch.float64)
+        products.append((rotate(q, cos[1:], sin[1:]) * rotate(k, cos[:1], sin[:1])).sum())
+    torch.testing.assert_close(products[0], products[1], rtol=1e-9, atol=1e-12)
+
+
+def test_rotation_keeps_far_positions_apart_in_bfloat16() -> None:
+    cos, _ = angles(torch.tensor([65_535, 65_536]), 64, 10_000.0, torch.bfloat16)
+    assert cos.dtype == torch.float32
+    assert not torch.equal(cos[0], cos[1])
+
+
+@pytest.mark.parametrize("compress", ["mean", "mlp"])
+def test_layer_is_the_papers_written_out(compress: str) -> None:
+    """Projections, rotation, compression before rotation, gates and output, each written out here."""
+    layer, x = layer_of(compress), torch.randn(2, 53, 24, dtype=torch.float64)
+    positions = torch.arange(53.0, dtype=torch.float64)
+    q = rotated((x @ layer.q_proj.weight.T).view(2, 53, 4, 8), positions)
+    k_raw, k_slc, k_win = (x @ w.T for w in layer.k_proj.weight.chunk(3))
+    v_cmp, v_slc, v_win = ((x @ w.T).view(2, 53, 2, 8) for w in layer.v_proj.weight.chunk(3))
+    raw = k_raw.view(2, 53, 2, 8)
+    blocks = [(raw[:, i : i + 8], v_cmp[:, i : i + 8]) for i in range(0, 53 - 7, 4)]
+    if compress == "mean":
+        short_k, short_v = (torch.stack([b[j].mean(1) for b in blocks], 1) for j in (0, 1))
+    else:
+        maps = (layer.compress_k, layer.compress_v)
+        short_k, short_v = (torch.stack([_phi(maps[j], b[j]) for b in blocks], 1) for j in (0, 1))
+    keys = (raw, rotated(k_slc.view(2, 53, 2, 8), positions), rotated(k_win.view(2, 53, 2, 8), positions))
+    gates = torch.sigmoid(x @ layer.gate_proj.weight.T + layer.gate_proj.bias).view(2, 53, 4, 3)
+    k_cmp = rotated(short_k, positions[: len(blocks)] * 4)
+    sides = (q, keys, (v_cmp, v_slc, v_win), gates, SMALL)
+    out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=short_v, backend="reference")
+    expected = out.flatten(2) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-11)
+
+
+def _phi(phi: LearnedCompression, block: torch.Tensor) -> torch.Tensor:
+    """One block [B,l,H,D] to [B,H,D]."""
+    tokens = (block + phi.place[:, None]).transpose(1, 2).flatten(2)
+    hidden = torch.nn.functional.silu(tokens @ phi.up.weight.T + phi.up.bias)
+    return hidden @ phi.down.weight.T + phi.down.bias
+
+
+def test_learned_compression_tells_places_in_a_block_apart() -> None:
+    torch.manual_seed(0)
+    phi, x = LearnedCompression(SMALL, 8), torch.randn(1, 8, 2, 8)
+    assert phi(x).shape == (1, 1, 2, 8)
+    assert not torch.allclose(phi(x), phi(x.flip(1)))
+    assert phi(x[:, :7]).shape == (1, 0, 2, 8)
+
+
+@pytest.mark.parametrize("compress", ["mean", "mlp"])
+@pytest.mark.parametrize("backend", ["reference", "naive", "chunked"])
+def test_backends_give_the_layer_the_same_output_and_gradients(compress: str, backend: str) -> None:
+    x = torch.randn(1, 45, 24, dtype=torch.float64)
+    results = []
+    for name in ("reference", backend):
+        layer, given = layer_of(compress, backend=name), x.clone().requires_grad_()
+        out = layer(given)
+        out.square().sum().backward()
+        results.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_every_parameter_learns() -> None:
+    layer = layer_of("mlp")
+    layer(torch.randn(1, 45, 24, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("compress", ["mean", "mlp"])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
+@torch.no_grad()
+def test_short_sequences(compress: str, length: int) -> None:
+    layer, x = layer_of(compress), torch.randn(2, 40, 24, dtype=torch.float64)
+    out = layer(x[:, :length])
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, layer(x)[:, :length], rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_a_backend_per_branch_serves_prefill_and_steps() -> None:
+    x = torch.randn(1, 30, 24, dtype=torch.float64)
+    layer = layer_of(backend={"slc": "naive", "select": "reference"})
+    cache = layer.new_cache()
+    steps = torch.cat([layer(x[:, :20], cache), layer(x[:, 20:], cache)], 1)
+    torch.testing.assert_close(steps, layer_of()(x), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [((4, 3, 8), "kv_heads"), ((4, 2, 7), "head_dim"), ((0, 1, 8), "heads"), ((4, 2, 0), "head_dim")],
+)
+def test_impossible_heads_are_named(shape: tuple[int, int, int], field: str) -> None:
+    for kind in (NativeSparseAttention, DenseAttention):
+        with pytest.raises(InputError, match=f"^{field}: "):
+            kind(24, *shape)

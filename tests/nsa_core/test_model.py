@@ -1,0 +1,161 @@
+"""The transformer: shapes, causality, checkpointing, learning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from nsa_core.errors import InputError
+from nsa_core.model import LOSS_ROWS, PRESETS, ModelConfig, NSATransformer
+from nsa_core.routes import capture
+
+TINY = PRESETS["tiny"]
+
+
+def model_of(**changes: object) -> NSATransformer:
+    torch.manual_seed(0)
+    return NSATransformer(replace(TINY, **changes))  # type: ignore[arg-type]
+
+
+def gradients(model: NSATransformer) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_m7c_has_the_parameters_that_its_name_says() -> None:
+    with torch.device("meta"):
+        model = NSATransformer(PRESETS["m7c_125m"])
+    attention = 768 * (768 + 3 * 128 + 3 * 128 + 768) + (768 + 1) * 36
+    layer = attention + 3 * 768 * 2_304 + 2 * 768
+    assert sum(p.numel() for p in model.parameters()) == 50_304 * 768 + 12 * layer + 768 == 123_919_536
+
+
+def test_untied_head_has_its_own_weights() -> None:
+    tied, untied = (sum(p.numel() for p in model_of(tie_embeddings=tie).parameters()) for tie in (True, False))
+    assert untied - tied == 256 * 64
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@torch.no_grad()
+def test_later_tokens_change_nothing_before_them(attention: str) -> None:
+    model, tokens = model_of(attention=attention), torch.randint(256, (2, 90))
+    changed = tokens.clone()
+    changed[:, 60:] = (changed[:, 60:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :60], after[:, :60])
+    assert not torch.equal(before[:, 60:], after[:, 60:])
+
+
+@torch.no_grad()
+def test_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model, tokens = model_of(), torch.randint(256, (3, LOSS_ROWS // 2 + 9))  # two chunks, the second one shorter
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(inputs, targets), expected)
+
+
+def test_gradients_of_the_loss_are_those_of_the_logits() -> None:
+    tokens = torch.randint(256, (2, LOSS_ROWS // 2 + 9))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    chunked, whole = model_of().double(), model_of().double()
+    chunked(inputs, targets).backward()
+    cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()).backward()
+    for actual, expected in zip(gradients(chunked), gradients(whole), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_checkpointing_keeps_loss_and_gradients_to_the_bit(attention: str) -> None:
+    tokens = torch.randint(256, (2, 71))
+    plain, saving = model_of(attention=attention), model_of(attention=attention, checkpointing=True)
+    losses = []
+    for model in (plain, saving):
+        losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+        losses[-1].backward()
+    assert (plain.checkpointing_effective, saving.checkpointing_effective) == (False, True)
+    assert torch.equal(*losses)
+    assert len(gradients(plain)) == len(list(plain.parameters()))
+    for expected, actual in zip(gradients(plain), gradients(saving), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_checkpointing_is_reported_as_it_was_in_the_last_pass() -> None:
+    model, tokens = model_of(checkpointing=True), torch.randint(256, (1, 20))
+    assert not model.checkpointing_effective
+    model(tokens)
+    assert model.checkpointing_effective
+    with torch.no_grad():
+        model(tokens)
+    assert not model.checkpointing_effective
+    model.eval()(tokens)
+    assert not model.checkpointing_effective
+    model.train()(tokens, cache=model.new_cache())
+    assert not model.checkpointing_effective
+
+
+def test_checkpointing_computes_the_blocks_again() -> None:
+    tokens = torch.randint(256, (1, 40))
+    model = model_of(checkpointing=True)
+    with capture() as runs:
+        loss = model(tokens, tokens)
+    first = len(runs)
+    with capture() as again:
+        loss.backward()
+    assert sum(run.branch == "win" for run in again) >= TINY.layers
+    assert first > 0
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_few_steps_lower_the_loss(attention: str) -> None:
+    model = model_of(attention=attention, checkpointing=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.tensor(list(b"to be, or not to be, that is the question: " * 3))[None, :97]
+    losses = []
+    for _ in range(25):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(256.0).log().item(), rel=0.05)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_backend_reaches_every_layer() -> None:
+    with capture() as runs, torch.no_grad():
+        model_of(backend="naive")(torch.randint(256, (1, 30)))
+    assert {run.kernel for run in runs} == {"naive"}
+    assert [run.branch for run in runs].count("slc") == TINY.layers
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    model, tokens = model_of(), torch.randint(256, (1, 80))
+    with torch.no_grad():
+        expected = model(tokens)
+        actual = model.bfloat16()(tokens)
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).norm() / expected.norm() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"kv_heads": 3}, "kv_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"attention": "sparse"}, "attention"),
+        ({"attention": "dense", "backend": "naive"}, "backend"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+    ],
+)
+def test_impossible_models_are_named(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: "):
+        replace(TINY, **changes)  # type: ignore[arg-type]
+
+
+def test_presets_are_models() -> None:
+    assert set(PRESETS) == {"tiny", "m7c_125m"}
+    assert all(isinstance(config, ModelConfig) for config in PRESETS.values())
