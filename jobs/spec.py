@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -132,9 +133,16 @@ def describe(err: ValidationError) -> list[str]:
         elif e["type"] == "missing":
             lines.append(f"{field}: missing; add it to the spec")
         else:
-            message = e["msg"].removeprefix("Value error, ")
-            lines.append(message if message.startswith(f"{field}:") else f"{field}: {e['input']!r}: {message}")
+            lines.append(_mistake(e["loc"], e["input"], e["msg"].removeprefix("Value error, ")))
     return lines
+
+
+def _mistake(loc: tuple[int | str, ...], value: Any, message: str) -> str:
+    """A check of several fields begins its message with the one to mend ("cmp_stride: 24: ..."), seen from `loc`."""
+    section = ".".join(str(part) for part in loc)
+    if re.match(r"[a-z][a-z0-9_.]*: ", message):
+        return f"{section}.{message}" if section else message
+    return f"{section or 'spec'}: {value!r}: {message}"
 
 
 def _override(data: dict[str, Any], item: str) -> None:

@@ -1,0 +1,120 @@
+"""Points that go wrong on purpose, so that an operator can see a cluster deal with every way of failing.
+
+Nothing is measured here but the time that a point took; what matters is the state that each point ends in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from jobs.measure.environment import environment
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.spec import JobSpec
+
+Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip"]
+
+
+class Spec(JobSpec):
+    """Which behaviours to go through, in this order; a behaviour may appear several times."""
+
+    kind: Literal["drill"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    behaviours: Annotated[list[Behaviour], Field(min_length=1)]
+    slow_s: float = Field(default=3, gt=0, description="seconds that `slow` works on, with signs of progress")
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """One point a behaviour; the second `ok` is labelled "ok 2"."""
+        points = []
+        for index, behaviour in enumerate(self.behaviours):
+            number = self.behaviours[: index + 1].count(behaviour)
+            points.append(
+                Point(
+                    kind="drill",
+                    label=behaviour if number == 1 else f"{behaviour} {number}",
+                    config={
+                        "behaviour": behaviour,
+                        "number": number,
+                        "slow_s": self.slow_s,
+                        "device": machine.device,
+                    },
+                    axes=Axes(implementation=behaviour, workload="drill", device=machine.device),
+                    skip_reason="skipped on purpose" if behaviour == "skip" else None,
+                )
+            )
+        return points
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Behave as the point's behaviour says; only `ok` and `slow` return."""
+    start = time.perf_counter()
+    device = torch.device(config["device"])
+    beat("drill")
+    behave = _BEHAVIOURS[config["behaviour"]]
+    behave(config, device, beat)
+    elapsed = Metric("elapsed", "s", time.perf_counter() - start, method="performance counter")
+    return Measurement((elapsed,), environment=environment(device))
+
+
+def _ok(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Do a little work on the device."""
+    torch.ones(8, device=device).sum().item()
+
+
+def _slow(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Take long, and show progress: slow is not hung."""
+    steps = max(1, round(config["slow_s"] / 0.2))
+    for done in range(steps):
+        beat("working slowly", done, steps)
+        time.sleep(config["slow_s"] / steps)
+
+
+def _hang(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Never get further, and say nothing."""
+    while True:
+        time.sleep(3600)
+
+
+def _timeout(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Show progress for ever, and never end."""
+    done = 0
+    while True:
+        done += 1
+        beat("working without end", done)
+        time.sleep(0.2)
+
+
+def _crash(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Die as the kernel's out-of-memory killer has a process die."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """End with exit code 0 and no result, which is no success."""
+    os._exit(0)
+
+
+def _oom(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Ask the device for more memory than any has: PyTorch's own out-of-memory error, without harm to the host."""
+    torch.empty(2**50, dtype=torch.int8, device=device)
+
+
+def _raise(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    raise RuntimeError("raised on purpose")
+
+
+_BEHAVIOURS: Mapping[str, Callable[[Mapping[str, Any], torch.device, Beat], None]] = {
+    "ok": _ok,
+    "slow": _slow,
+    "hang": _hang,
+    "timeout": _timeout,
+    "crash": _crash,
+    "exit": _exit,
+    "oom": _oom,
+    "raise": _raise,
+}

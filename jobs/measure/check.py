@@ -1,0 +1,231 @@
+"""Is what will be timed right? Compared with the float64 oracle on a small case of the same configuration.
+
+The bar: an error at most twice that of an eager run in the same dtype (the oracle's own formulas, rounded to it), plus
+a floor for cases that the eager run hits by luck. Errors are max |x - oracle| / max |oracle|, the worst over the output
+and, for forward+backward, every gradient. All sides attend to the blocks that the implementation selected; the
+selection itself is compared with the oracle's, and may differ where float32 scores tie but nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from jobs.point import Metric
+from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, reference, select_blocks
+from nsa_core.model import ModelConfig, NSATransformer
+
+_MISMATCH = 0.005  # share of queries whose selection may differ from the oracle's (ties in float32)
+
+
+class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
+    """An implementation disagrees with the oracle. It is not timed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of an attention operator."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near to the oracle an implementation came.
+
+    Attributes:
+        error: relative to the oracle's largest value; the worst over output and gradients.
+        bound: what it may be.
+        case: what was compared, in words.
+    """
+
+    error: float
+    bound: float
+    case: str
+
+    def metrics(self) -> list[Metric]:
+        return [
+            Metric("oracle_error", "1", self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
+            Metric(
+                "oracle_error_bound", "1", self.bound, method="twice an eager run's in the same dtype, plus a floor"
+            ),
+        ]
+
+
+def make_inputs(
+    shape: Shape, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
+) -> dict[str, Tensor]:
+    """q [B,S,Hq,D], k, v [B,S,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes = {
+        "q": (shape.query_heads, shape.head_dim),
+        "k": (shape.kv_heads, shape.head_dim),
+        "v": (shape.kv_heads, shape.head_dim),
+        "gates": (shape.query_heads, 3),
+    }
+    return {
+        name: torch.randn(
+            batch, seq_len, *size, generator=generator, dtype=dtype, device=device, requires_grad=backward
+        )
+        for name, size in sizes.items()
+    }
+
+
+def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str) -> Tensor:
+    """The operator that is timed, from gate logits to the gated sum [B,S,Hq,D]; "dense" uses no gates."""
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    if implementation == "dense":
+        return dense_attention(q, k, v)
+    return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend=implementation)
+
+
+@lru_cache(maxsize=64)
+def check_attention(
+    implementation: str,
+    config: NSAConfig,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backward: bool,
+    seed: int,
+) -> Agreement:
+    """Compare the operator with the oracle. At most two kv heads, one block more than a query selects.
+
+    An agreement is remembered, so that a warm process checks each configuration once.
+
+    Raises:
+        WrongResult: its selection, output or a gradient is further off than the bound.
+    """
+    kv_heads = min(shape.kv_heads, 2)
+    small = Shape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
+    seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
+    inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
+    blocks = None if implementation == "dense" else _selection(inputs, config, implementation)
+
+    def oracle(tensors: Mapping[str, Tensor]) -> Tensor:
+        return _oracle(tensors, config, blocks)
+
+    wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
+    truth = _results(oracle, wide, backward)
+    eager = _results(oracle, inputs, backward)
+    got = _results(lambda tensors: attend(tensors, config, implementation), inputs, backward)
+    heads = f"{small.query_heads}/{small.kv_heads} heads of {small.head_dim}"
+    return judge(got, eager, truth, dtype, f"S={seq_len}, {heads}", implementation)
+
+
+@lru_cache(maxsize=64)
+def check_model(
+    implementation: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, backward: bool, seed: int
+) -> Agreement:
+    """Compare loss and gradients of two layers of the model with its float64 self on the reference backend.
+
+    The sequence is as long as a query's selection, so that rounding cannot change which blocks are selected;
+    the selection is check_attention's to test. An agreement is remembered.
+
+    Raises:
+        WrongResult: the loss or a parameter's gradient is further off than the bound.
+    """
+    small = replace(config, layers=min(config.layers, 2), checkpointing=False)
+    oracle = small if implementation == "dense" else replace(small, backend="reference")
+    seq_len = config.nsa.slc_count * config.nsa.slc_block
+    torch.manual_seed(seed)
+    weights = NSATransformer(oracle).to(device, dtype).state_dict()
+    tokens = torch.randint(config.vocab_size, (1, seq_len + 1), device=device)
+
+    def results(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = NSATransformer(shape).to(device, dtype)
+        model.load_state_dict(weights)
+        with torch.set_grad_enabled(backward):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        if not backward:
+            return {"loss": loss}
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss, parameters)
+        return {"loss": loss.detach(), **{f"gradient of {n}": g for n, g in zip(names, grads, strict=True)}}
+
+    truth, eager, got = results(oracle, torch.float64), results(oracle, dtype), results(small, dtype)
+    return judge(got, eager, truth, dtype, f"loss of {small.layers} layers, S={seq_len}", implementation)
+
+
+def judge(
+    got: Mapping[str, Tensor],
+    eager: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    case: str,
+    implementation: str,
+) -> Agreement:
+    """The worst of `got`'s tensors, measured by its own bound.
+
+    Raises:
+        WrongResult: one of them exceeds its bound, or is not finite.
+    """
+    floor = _floor(dtype)
+    found = {}
+    for name, exact in truth.items():
+        bound = 2 * _error(eager[name], exact) + floor
+        found[name] = Agreement(_error(got[name], exact), bound, case)
+    worst, agreement = max(found.items(), key=lambda item: item[1].error / item[1].bound)
+    if not agreement.error <= agreement.bound:
+        raise WrongResult(
+            f"{implementation}: {worst} is off by {agreement.error:.2e} of the oracle's largest value ({case}); "
+            f"at most {agreement.bound:.2e} is right"
+        )
+    return agreement
+
+
+def _results(call: Callable[[Mapping[str, Tensor]], Tensor], inputs: Mapping[str, Tensor], backward: bool) -> dict:
+    """Output and, with `backward`, the gradients of its weighted sum."""
+    with torch.set_grad_enabled(backward):
+        out = call(inputs)
+    if not backward:
+        return {"output": out}
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    used: Sequence[Tensor] = list(inputs.values())
+    grads = torch.autograd.grad(out, used, weights, allow_unused=True)
+    named = {f"gradient of {name}": g for name, g in zip(inputs, grads, strict=True) if g is not None}
+    return {"output": out.detach(), **named}
+
+
+def _selection(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str) -> Tensor:
+    q, k = inputs["q"].detach(), inputs["k"].detach()
+    blocks = select_blocks(q, k, config, backend=implementation)
+    expected = select_blocks(q, k, config, backend="reference")
+    share = (blocks != expected).any(-1).float().mean().item()
+    if share > _MISMATCH:
+        raise WrongResult(
+            f"{implementation}: selects other blocks than the oracle for {share:.1%} of the queries; "
+            f"at most {_MISMATCH:.1%} can be ties"
+        )
+    return blocks
+
+
+def _oracle(inputs: Mapping[str, Tensor], config: NSAConfig, blocks: Tensor | None) -> Tensor:
+    """NSA over given blocks, or dense causal attention where `blocks` is None, by the reference's formulas."""
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    scale = q.shape[-1] ** -0.5
+    if blocks is None:
+        return reference.window(q, k, v, None, q.shape[1], scale)
+    cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
+    compressed = reference.compressed(q, compress(k, config), compress(v, config), cmp, config, 0, scale)
+    selected = reference.selected(q, k, v, slc, blocks, config, scale)
+    return compressed + selected + reference.window(q, k, v, win, config.window, scale)
+
+
+def _error(x: Tensor, exact: Tensor) -> float:
+    largest = exact.abs().max().item()
+    difference = (x.double() - exact).abs().max().item()
+    return difference / largest if largest > 0 else difference
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """One rounding of a 16-bit result; of float32, thirty-two: sums are long and taken in any order."""
+    rounding = torch.finfo(dtype).eps / 2
+    return 32 * rounding if dtype == torch.float32 else rounding

@@ -1,0 +1,136 @@
+"""Wall time of a call: warmed up until steady, then repeated, every sample kept.
+
+CUDA: events around each call, with the L2 cache overwritten before it. Calls are queued in batches, as a training step
+queues them, so that launching overlaps with running; the host waits, and reports progress, once a batch.
+CPU: the performance counter around each call.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from jobs.point import Beat
+
+_STEADY_RUNS = 3  # this many runs in a row ...
+_STEADY_SPREAD = 0.1  # ... whose slowest is at most so much slower than the fastest: warm
+_BATCH_S = 0.2  # queued at a time on CUDA
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure.
+
+    Attributes:
+        repeats: samples to take at least.
+        min_s: seconds of samples to take at least.
+        max_s: seconds after which the sampling ends with what it has (at least one sample).
+        warmup: runs after which warming up ends, steady or not.
+    """
+
+    repeats: int
+    min_s: float
+    max_s: float
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples in milliseconds, in the order taken, and how they were taken."""
+
+    samples_ms: tuple[float, ...]
+    method: str
+
+
+def measure_time(call: Callable[[], object], device: torch.device, plan: Plan, beat: Beat) -> Timing:
+    """Time `call`, which must do the same work each time.
+
+    Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
+    seconds. Garbage collection is off while sampling.
+    """
+    warmups = _warm_up(call, device, plan, beat)
+    with _no_gc():
+        samples = (_sample_cuda if device.type == "cuda" else _sample_cpu)(call, device, plan, warmups, beat)
+    steady = "steady" if _is_steady(warmups) else f"not steady within {_STEADY_SPREAD:.0%}"
+    clock = "CUDA events, L2 overwritten before each run" if device.type == "cuda" else "performance counter"
+    return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({steady}), {len(samples)} samples")
+
+
+def _warm_up(call: Callable[[], object], device: torch.device, plan: Plan, beat: Beat) -> list[float]:
+    """Seconds of each warm-up run."""
+    runs: list[float] = []
+    while not runs or not (_is_steady(runs) or len(runs) >= plan.warmup or sum(runs) >= plan.max_s):
+        beat("warm-up", len(runs), plan.warmup)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        runs.append(time.perf_counter() - start)
+    return runs
+
+
+def _is_steady(runs: list[float]) -> bool:
+    last = runs[-_STEADY_RUNS:]
+    return len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
+
+
+def _enough(samples_ms: list[float], plan: Plan) -> bool:
+    spent = sum(samples_ms) / 1000
+    return bool(samples_ms) and (spent >= plan.max_s or (len(samples_ms) >= plan.repeats and spent >= plan.min_s))
+
+
+def _sample_cpu(
+    call: Callable[[], object], device: torch.device, plan: Plan, warmups: list[float], beat: Beat
+) -> list[float]:
+    samples: list[float] = []
+    while not _enough(samples, plan):
+        beat("time", len(samples), plan.repeats)
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1000)
+    return samples
+
+
+def _sample_cuda(
+    call: Callable[[], object], device: torch.device, plan: Plan, warmups: list[float], beat: Beat
+) -> list[float]:
+    batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
+    flush = torch.empty(_l2_bytes(device) * 2, dtype=torch.int8, device=device)
+    samples: list[float] = []
+    while not _enough(samples, plan):
+        beat("time", len(samples), plan.repeats)
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(device)
+        samples.extend(start.elapsed_time(end) for start, end in pairs)
+    return samples
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return max(int(torch.cuda.get_device_properties(device).L2_cache_size), 2**20)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,60 @@
+"""What a result depended on: versions, hardware, and the environment variables that steer PyTorch and this project."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from typing import Any
+
+import torch
+
+from jobs.measure import nvml
+from jobs.measure.machine import cpu_name, installed
+
+_PACKAGES = ("torch", "triton", "numpy", "flash-attn", "flash-attn-4", "ray", "nvidia-ml-py")
+_VARIABLES = re.compile(r"^(NSA|CUDA|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|NCCL|OMP|MKL|NVIDIA|CUBLAS)_")
+_SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|URL|CREDENTIAL", re.IGNORECASE)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """JSON-able description of this process's surroundings, for a point measured on `device`."""
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := installed(name))},
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "variables": _variables(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["gpu"] = _gpu(device)
+    return found
+
+
+def _variables() -> dict[str, str]:
+    """The steering variables that are set; the values of those that may hold a secret are withheld."""
+    shown = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    return {name: "(set, withheld)" if _SECRET.search(name) else value for name, value in shown.items()}
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    found: dict[str, Any] = {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_mib": properties.total_memory // 2**20,
+    }
+    uuid = str(getattr(properties, "uuid", ""))
+    try:
+        found |= nvml.describe(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    except nvml.NvmlError as err:
+        found["nvml"] = str(err)
+    return found

@@ -1,0 +1,146 @@
+"""Peak memory of a call, beyond what was there before it: inputs do not count, outputs and gradients do.
+
+Taken in a pass of its own, after the call ran at least once (so that libraries have made their workspaces).
+CUDA: the caching allocator's counters. CPU: the allocator's own events, so the peak is exact to the byte and does not
+depend on what the C library keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from jobs.point import Metric
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the call's peak.
+
+    Attributes:
+        extra: allocated beyond what was allocated before the call.
+        allocated: all tensors together.
+        held: what the process held then: CUDA's reserved memory, on CPU the resident set's high-water mark.
+        driver: in use on the card as the driver sees it, other processes included; None on CPU.
+        method: how it was taken.
+        files: the allocator's own accounts, as text by file name.
+    """
+
+    extra: int
+    allocated: int
+    held: int
+    driver: int | None
+    method: str
+    files: dict[str, str]
+
+    def metrics(self) -> list[Metric]:
+        """In MiB."""
+        held = "peak_rss" if self.driver is None else "peak_reserved"
+        found = [("peak_extra_memory", self.extra), ("peak_memory", self.allocated), (held, self.held)]
+        if self.driver is not None:
+            found.append(("peak_driver", self.driver))
+        return [Metric(name, "MiB", value / _MIB, method=self.method) for name, value in found]
+
+
+def measure_peak(call: Callable[[], object], device: torch.device, resident: int) -> Peak:
+    """Run `call` once and watch memory; its result stays alive until the end of the watch.
+
+    Args:
+        resident: bytes of tensors that live before the call (CPU only: CUDA counts them itself).
+    """
+    gc.collect()
+    return _peak_cuda(call, device) if device.type == "cuda" else _peak_cpu(call, resident)
+
+
+def _peak_cuda(call: Callable[[], object], device: torch.device) -> Peak:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    allocated = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    summary = torch.cuda.memory_summary(device)
+    del result
+    return Peak(
+        extra=allocated - before,
+        allocated=allocated,
+        held=torch.cuda.max_memory_reserved(device),
+        driver=total - free,
+        method="CUDA caching allocator, one run: max_memory_allocated minus memory_allocated before it",
+        files={"memory_summary.txt": summary},
+    )
+
+
+def _peak_cpu(call: Callable[[], object], resident: int) -> Peak:
+    lifetime = not _reset_high_water()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        result = call()
+    extra = _highest_sum(_allocations(watch))
+    rss = _high_water()
+    del result
+    since = "since the process began" if lifetime else "during the run (profiler included)"
+    return Peak(
+        extra=extra,
+        allocated=resident + extra,
+        held=rss,
+        driver=None,
+        method=f"events of PyTorch's CPU allocator, one run; resident set: high-water mark {since}",
+        files={},
+    )
+
+
+def _allocations(watch: profile) -> list[tuple[int, int]]:
+    """(nanosecond, bytes) of every allocation, and, negative, of every release."""
+    inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
+    return [(e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"]
+
+
+def _highest_sum(events: list[tuple[int, int]]) -> int:
+    """The highest running sum of (time, bytes) events; simultaneous ones in the order recorded."""
+    level = highest = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        level += size
+        highest = max(highest, level)
+    return highest
+
+
+def _reset_high_water() -> bool:
+    """Let the kernel count VmHWM anew (proc(5), clear_refs); False where it may not be written."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _high_water() -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def tensor_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of distinct storages behind `tensors`."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def is_out_of_memory(err: BaseException) -> bool:
+    """Whether an exception says that device or host memory ran out."""
+    if isinstance(err, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(err, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(err)
