@@ -31,15 +31,14 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
 
 
 def _mark_cancelled(store: Store, run_id: str) -> int:
-    points = queries.points(store, run_id)
-    unfinished = points[points["state"].isin([PointState.PENDING, PointState.RUNNING])]
     reason = "cancelled by nsa cancel"
     records = [
         OutcomeRecord(
             run_id=run_id, point_id=p["point_id"], attempt=max(1, int(p["attempt"] or 0)), state=PointState.CANCELLED,
             reason=reason,
         )
-        for p in unfinished.to_dict("records")
+        for p in queries.points(store, run_id).to_dict("records")
+        if not PointState(p["state"]).ended
     ]  # fmt: skip
     store.apply_many([*records, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=reason)])
     return len(records)

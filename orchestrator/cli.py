@@ -21,13 +21,16 @@ app = typer.Typer(
     help="Benchmarks of Native Sparse Attention: submit jobs, follow them, and judge their results.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 db = typer.Typer(help="The results database.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, or 'last'")]
-Runs = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")]
+Runs = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
 
 
@@ -98,7 +101,7 @@ def status() -> None:
 
     settings = load_settings()
     console.services(services.status(settings))
-    if settings.sqlite_missing:
+    if settings.no_database_yet:
         print(f"no results yet: {settings.database} does not exist")
         return
     with _store(settings) as store:
@@ -114,8 +117,8 @@ def submit(
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job."""
-    from orchestrator import run, submission
     from jobs.spec import load_spec
+    from orchestrator import run, submission
 
     settings = load_settings()
     if dry_run:
@@ -199,8 +202,10 @@ def cancel(run: Run) -> None:
 @app.command()
 def report(
     runs: Runs = None,
-    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,  # noqa: A002
-    out: Annotated[Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")] = None,
+    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
+    out: Annotated[
+        Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
+    ] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
     from orchestrator import report as reports
@@ -218,7 +223,9 @@ def report(
 @app.command()
 def gate(
     runs: Runs = None,
-    gates: Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="only this target")] = None,
 ) -> None:
     """Judge stored results, with reasons. Exit 0: all targets GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
@@ -261,12 +268,12 @@ def export(
 @db.command("upgrade")
 def db_upgrade() -> None:
     """Create the database's tables and views, or bring them up to date."""
-    from orchestrator.doctor import mask
+    from orchestrator.database import hide_password
     from orchestrator.store import upgrade
 
     settings = load_settings()
     upgrade(settings.database)
-    print(f"{mask(settings.database)} is up to date")
+    print(f"{hide_password(settings.database)} is up to date")
 
 
 def _store(settings: Settings | None = None, *, create: bool = False) -> Store:

@@ -59,14 +59,16 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
     _fields(row, (*fields, "host", "artifacts"))
     table = _table("Points", "#", "label", "state", "progress", "reason")
     for p in points.to_dict("records"):
-        table.add_row(_text(p["index"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
+        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
     out.print(table)
     for event in events.to_dict("records"):
         out.print(f"{_time(event['at'])} {event['level']}: {event['message']}", markup=False)
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
-    _fields(row, ("point_id", "label", "state", "reason", "attempt", "key", "started_at", "ended_at", "route", "config"))
+    _fields(
+        row, ("point_id", "label", "state", "reason", "attempt", "key", "started_at", "ended_at", "route", "config")
+    )
     table = _table("Metrics", "metric", "value", "unit", "p10", "p90", "95 % interval", "n", "method")
     for m in metrics.to_dict("records"):
         interval = "" if pd.isna(m["ci_low"]) else f"{m['ci_low']:.4g} .. {m['ci_high']:.4g}"

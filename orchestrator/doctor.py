@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from orchestrator.database import hide_password
 from orchestrator.settings import Settings
 
 
@@ -45,7 +46,7 @@ class SettingRow:
 
 def setting_rows(settings: Settings) -> list[SettingRow]:
     """Every setting, in the order of `Settings`."""
-    effective = {"database_url": mask(settings.database), "artifacts": str(settings.artifacts_dir)}
+    effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
     return [
         SettingRow(
             variable=f"NSA_{name.upper()}",
@@ -62,14 +63,6 @@ def findings(settings: Settings) -> list[Finding]:
     checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _flash, _ray, _database, _artifacts]
     checks += [_pyspy, _dashboard]
     return [check(settings) for check in checks]
-
-
-def mask(url: str) -> str:
-    """A database URL without its password."""
-    scheme, sep, rest = url.partition("://")
-    userinfo, at, host = rest.rpartition("@")
-    user, colon, _ = userinfo.partition(":")
-    return f"{scheme}{sep}{user}{':***' if colon else ''}{at}{host}"
 
 
 def _source(variable: str, given: bool) -> str:
@@ -129,7 +122,9 @@ def _ray(settings: Settings) -> Finding:
     if version is None:
         return Finding("ray", Health.BROKEN, "not installed", "make env")
     if not answers(f"{url.rstrip('/')}/api/version"):
-        return Finding("ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD")
+        return Finding(
+            "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
+        )
     return Finding("ray", Health.OK, f"{version}; cluster at {url}")
 
 
@@ -140,17 +135,18 @@ def _database(settings: Settings) -> Finding:
         store = Store.open(settings.database, create=False, readonly=True)
         store.close()
     except StoreError as err:
-        new = settings.database.startswith("sqlite") and not Path(settings.database.removeprefix("sqlite:///")).exists()
-        health = Health.MISSING if new else Health.BROKEN
+        health = Health.MISSING if settings.no_database_yet else Health.BROKEN
         return Finding("database", health, str(err), "nsa db upgrade")
-    return Finding("database", Health.OK, mask(settings.database))
+    return Finding("database", Health.OK, hide_password(settings.database))
 
 
 def _artifacts(settings: Settings) -> Finding:
     folder = settings.artifacts_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK):
-        return Finding("artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder")
+        return Finding(
+            "artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder"
+        )
     free = shutil.disk_usage(existing).free / 2**30
     return Finding("artifacts", Health.OK, f"{folder}, {free:.0f} GiB free")
 

@@ -10,7 +10,7 @@ from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 
-class LookupFailed(UserError):
+class LookupFailedError(UserError):
     """No such run or point, or more than one."""
 
 
@@ -19,14 +19,15 @@ def find_run(store: Store, text: str) -> str:
     if text == "last":
         newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
         if newest.empty:
-            raise LookupFailed("RUN: 'last': no run is stored yet; submit one: nsa submit jobs/configs/demo.yaml")
+            raise LookupFailedError("RUN: 'last': no run is stored yet; submit one: nsa submit jobs/configs/demo.yaml")
         return str(newest.iloc[0]["run_id"])
-    ids = [str(run_id) for run_id in queries.run_ids(store, prefix=text)]
-    if text in ids:
+    every = [str(run_id) for run_id in queries.runs(store, limit=None)["run_id"]]
+    if text in every:
         return text
+    ids = [run_id for run_id in every if run_id.startswith(text)]
     if len(ids) != 1:
         what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
-        raise LookupFailed(f"RUN: {text!r}: {what}; `nsa runs` lists them")
+        raise LookupFailedError(f"RUN: {text!r}: {what}; `nsa runs` lists them")
     return ids[0]
 
 
@@ -34,7 +35,7 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
     """The ids that `texts` name; without any, those of all measured runs."""
     if texts:
         return [find_run(store, text) for text in texts]
-    frame = queries.runs(store, origin=Origin.MEASURED, limit=10_000)
+    frame = queries.runs(store, origin=Origin.MEASURED, limit=None)
     return [str(run_id) for run_id in frame["run_id"]]
 
 
@@ -42,7 +43,7 @@ def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
     """The point of a run by its index."""
     row = queries.point(store, f"{run_id}/{index}")
     if row is None:
-        raise LookupFailed(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
+        raise LookupFailedError(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
     return row
 
 
@@ -51,5 +52,5 @@ def submission_of(store: Store, run_id: str) -> str:
     run = queries.run(store, run_id)
     job = run and run["submission_id"]
     if not job:
-        raise LookupFailed(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
+        raise LookupFailedError(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
     return str(job)

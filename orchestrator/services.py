@@ -1,4 +1,4 @@
-"""The local services behind `nsa up`: a Ray head and the dashboard, each a process that `nsa down` stops by its own pid.
+"""The local services behind `nsa up`: a Ray head and the dashboard. `nsa down` stops them by their own pids.
 
 Other Ray clusters on the host are left alone: nothing is stopped that was not started here.
 """

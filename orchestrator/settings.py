@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from orchestrator.errors import UserError
@@ -30,16 +31,26 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="NSA_", env_file=_CHECKOUT / ".env", extra="ignore", frozen=True)
 
     home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
-    database_url: str | None = Field(None, description="SQLAlchemy URL: sqlite:///PATH or postgresql+psycopg://...")
-    artifacts: Path | None = Field(None, description="folder of journals and artifacts, a folder a run")
-    ray_address: str | None = Field(None, description="Ray cluster to connect to (host:port); None: the local one")
-    ray_dashboard: str = Field("http://127.0.0.1:8265", description="Ray's job submission address")
-    dashboard_port: int = Field(8501, ge=1, le=65535, description="port of the results dashboard")
-    gates: Path | None = Field(None, description="YAML of go/no-go rules; None: the project's own")
+    database_url: str | None = Field(
+        default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
+    )
+    artifacts: Path | None = Field(default=None, description="folder of journals and artifacts, a folder a run")
+    ray_address: str | None = Field(
+        default=None, description="Ray cluster to connect to (host:port); None: this machine"
+    )
+    ray_dashboard: str = Field(default="http://127.0.0.1:8265", description="Ray's job submission address")
+    dashboard_port: int = Field(default=8501, ge=1, le=65535, description="port of the results dashboard")
+    gates: Path | None = Field(default=None, description="YAML of go/no-go rules; None: the project's own")
 
     @cached_property
     def database(self) -> str:
         return self.database_url or f"sqlite:///{self.home / 'nsa.db'}"
+
+    @property
+    def no_database_yet(self) -> bool:
+        """The database is a SQLite file that does not exist: nothing was ever stored."""
+        scheme, _, path = self.database.partition(":///")
+        return scheme == "sqlite" and not Path(path).exists()
 
     @cached_property
     def artifacts_dir(self) -> Path:
@@ -49,7 +60,11 @@ class Settings(BaseSettings):
 def load_settings() -> Settings:
     """The settings of this process. Raises SettingsError, one line a mistake."""
     try:
-        return Settings()  # pyright: ignore[reportCallIssue]  (every field has a default)
+        return Settings()
     except ValidationError as err:
-        lines = [f"NSA_{str(e['loc'][0]).upper().removeprefix('NSA_')}: {e['input']!r}: {e['msg']}" for e in err.errors()]
-        raise SettingsError("\n".join(lines)) from None
+        raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
+
+
+def _mistake(error: ErrorDetails) -> str:
+    name = str(error["loc"][0]).upper().removeprefix("NSA_")
+    return f"NSA_{name}: {error['input']!r}: {error['msg']}"

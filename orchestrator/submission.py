@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from orchestrator.errors import UserError
 from orchestrator.provenance import git_state
 from orchestrator.services import answers
-from orchestrator.errors import UserError
 from orchestrator.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     """
     path = spec.resolve()
     if not path.is_relative_to(CHECKOUT):
-        raise SubmissionError(f"spec: {str(spec)!r} lies outside {CHECKOUT}, which is what travels; copy it into the checkout")
+        raise SubmissionError(
+            f"spec: {str(spec)!r} lies outside {CHECKOUT}, which is what travels; copy it into the checkout"
+        )
     args = ["python", "-m", "jobs", str(path.relative_to(CHECKOUT))]
     for item in overrides:
         args += ["--set", item]
@@ -89,4 +91,4 @@ def _known(call: Callable[[], T], submission_id: str) -> T:
         return call()
     except RuntimeError as err:
         reason = str(err).splitlines()[0]
-        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` shows what the cluster knows") from None
+        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` shows those there are") from None

@@ -64,5 +64,7 @@ def test_the_dashboard_connects_as_the_reader() -> None:
 
 
 def test_the_image_copies_only_files_that_exist() -> None:
-    for sources in re.findall(r"^COPY --chown=\S+ (.+) \S+$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE):
+    for sources in re.findall(
+        r"^COPY --chown=\S+ (.+) \S+$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE
+    ):
         assert all((ROOT / source).exists() for source in sources.split())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docker" / "reader.psql"
 
@@ -30,7 +31,7 @@ def test_the_reader_reads_later_tables_and_views_and_writes_nothing(tmp_path: Pa
         reader = sa.create_engine(owner.url.set(username="nsa_reader", password="secret"))
         with reader.connect() as connection:
             assert connection.execute(sa.text("SELECT n FROM v_later")).scalar() == 7
-            with pytest.raises(sa.exc.DBAPIError, match="read-only|permission denied"):
+            with pytest.raises(DBAPIError, match=r"read-only|permission denied"):
                 connection.execute(sa.text("INSERT INTO later VALUES (8)"))
         owner.dispose()
         reader.dispose()
