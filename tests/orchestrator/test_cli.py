@@ -1,0 +1,188 @@
+"""`nsa` as a user meets it: what it prints, its exit codes, and that bad input is one line and no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+from orchestrator.records import RunRecord
+from orchestrator.states import PointState
+from orchestrator.store import Store
+
+RUN = "20261120-120000-demo-abcd"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Nsa = Callable[..., Done]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # where nothing answers
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+@pytest.fixture
+def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
+    def call(*args: str) -> Done:
+        monkeypatch.setattr("sys.argv", ["nsa", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return Done(int(ended.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def results(home: Path, sweep: Callable[..., list]) -> None:
+    """A stored sweep with one point that hung."""
+    laws = {"chunked": 1.02, "naive": 1.95, "dense": 1.5}
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep(RUN, laws=laws, failures={PointState.HANG: "no progress for 120 s"}))
+
+
+@pytest.mark.usefixtures("results")
+class TestWithResults:
+    def test_runs_lists_the_run_with_its_counts(self, nsa: Nsa) -> None:
+        done = nsa("runs")
+        assert done.code == 0
+        row = next(line for line in done.out.splitlines() if RUN in line)
+        assert row.split()[1:4] == ["scaling", "measured", "done"]
+
+    def test_show_lists_points_with_states_and_reasons(self, nsa: Nsa) -> None:
+        out = nsa("show", "last").out
+        assert "no progress for 120 s" in out
+        assert out.count(" ok ") >= 12
+
+    def test_show_point_prints_metrics_with_units(self, nsa: Nsa) -> None:
+        out = nsa("show", RUN, "--point", "0").out
+        assert "peak_extra_memory" in out
+        assert "MiB" in out
+
+    def test_a_run_is_found_by_a_unique_beginning(self, nsa: Nsa) -> None:
+        assert nsa("show", "20261120").code == 0
+
+    def test_an_ambiguous_beginning_names_the_candidates(self, nsa: Nsa, home: Path) -> None:
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply(RunRecord(run_id="20261120-130000-b-0000", name="b", kind="scaling", spec={}, spec_hash="0"))
+        done = nsa("show", "20261120")
+        assert done.code == 2
+        assert RUN in done.err
+        assert "20261120-130000-b-0000" in done.err
+
+    def test_gate_says_unknown_or_worse_with_reasons(self, nsa: Nsa) -> None:
+        done = nsa("gate")
+        assert done.code in (1, 3)  # a hang in the sweep is no GO
+        assert "UNKNOWN" in done.out  # the GPU rules have no evidence here
+
+    def test_report_prints_exponents(self, nsa: Nsa) -> None:
+        out = nsa("report", "last").out
+        assert "1.95" in out
+        assert "1.02" in out
+
+    def test_report_writes_html(self, nsa: Nsa, tmp_path: Path) -> None:
+        assert nsa("report", "--out", str(tmp_path / "r.html")).code == 0
+        assert "<html" in (tmp_path / "r.html").read_text()
+
+    def test_export_writes_rows(self, nsa: Nsa, tmp_path: Path) -> None:
+        assert nsa("export", "--out", str(tmp_path / "r.json")).code == 0
+        assert len(json.loads((tmp_path / "r.json").read_text())) >= 24
+
+    def test_cancel_of_an_ended_run_says_so(self, nsa: Nsa) -> None:
+        assert "has ended already: done" in nsa("cancel", "last").out
+
+    def test_cancel_marks_what_a_dead_driver_left(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+        unfinished = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply_many(unfinished)
+        assert "marked 4 unfinished points" in nsa("cancel", "r2").out
+        out = nsa("show", "r2").out
+        assert out.count("cancelled by nsa cancel") == 4
+
+    def test_logs_of_a_local_run_explain_themselves(self, nsa: Nsa) -> None:
+        done = nsa("logs", "last")
+        assert done.code == 2
+        assert "--point" in done.err
+
+    def test_logs_of_a_point_print_its_output(self, nsa: Nsa) -> None:
+        done = nsa("logs", "last", "--point", "0")
+        assert done.code == 0
+        assert "stdout.txt" in done.out
+
+
+BAD = {
+    "unknown key": ["submit", "{spec}", "--set", "lenghts=[512]", "--dry-run"],
+    "negative length": ["submit", "{spec}", "--set", "lengths=[-512]", "--dry-run"],
+    "stride that does not divide": ["submit", "{spec}", "--set", "nsa.cmp_stride=7", "--dry-run"],
+    "impossible backend": ["submit", "{spec}", "--set", "implementations=[magic]", "--dry-run"],
+    "missing file": ["submit", "missing.yaml"],
+    "no cluster": ["submit", "{spec}"],
+    "unknown run": ["show", "no-such-run"],
+    "missing journal": ["import", "missing.jsonl"],
+    "missing gates": ["gate", "--gates", "missing.yaml"],
+    "unknown suffix": ["report", "last", "--out", "report.docx"],
+}
+
+
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(nsa: Nsa, args: list[str]) -> None:
+    spec = Path(__file__).resolve().parents[2] / "jobs" / "configs" / "demo.yaml"
+    done = nsa(*(arg.format(spec=spec) for arg in args))
+    assert done.code == 2
+    lines = done.err.strip().splitlines()
+    assert all(line.startswith("error: ") for line in lines), done.err
+    assert "Traceback" not in done.err + done.out
+
+
+def test_a_wrong_database_url_is_one_line_without_the_password(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DATABASE_URL", "mysql://me:secret@host/db")
+    done = nsa("runs")
+    assert done.code == 2
+    assert done.err.startswith("error: NSA_DATABASE_URL")
+    assert "secret" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_a_wrong_setting_names_its_variable(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DASHBOARD_PORT", "eighty")
+    done = nsa("status")
+    assert done.code == 2
+    assert done.err.startswith("error: NSA_DASHBOARD_PORT: 'eighty'")
+
+
+def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> None:
+    done = nsa("doctor")
+    assert f"NSA_HOME           {home}" in done.out.replace(" " * 20, " " * 11) or str(home) in done.out
+    for name in ("NSA_DATABASE_URL", "NSA_RAY_DASHBOARD", "NSA_ARTIFACTS", "NSA_DASHBOARD_PORT", "NSA_GATES"):
+        assert name in done.out
+    assert "environment" in done.out
+    assert "nsa db upgrade" in done.out  # no database yet, and how to make one
+
+
+def test_db_upgrade_makes_a_database_that_status_reads(nsa: Nsa, home: Path) -> None:
+    assert nsa("db", "upgrade").code == 0
+    assert (home / "nsa.db").exists()
+    assert nsa("status").code == 0
+
+
+def test_queries_before_any_run_say_what_to_do(nsa: Nsa) -> None:
+    done = nsa("runs")
+    assert done.code == 2
+    assert "nsa db upgrade" in done.err or "run a job" in done.err
