@@ -1,0 +1,85 @@
+"""The store's results as files for other programs: one metric a row (CSV), or nested by run and point (JSON)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from orchestrator.errors import UserError
+from orchestrator.store import queries
+from orchestrator.store.store import Store
+
+
+class ExportError(UserError):
+    """A file that cannot be written: its name and what to do."""
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was written."""
+
+    path: Path
+    runs: int
+    points: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.runs} run(s), {self.points} points"
+
+
+def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
+    """Write the runs to `path`; its suffix (.csv, .json) says how.
+
+    Raises:
+        ExportError: another suffix, or the file cannot be written.
+    """
+    if path.suffix not in (".csv", ".json"):
+        raise ExportError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
+    text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as err:
+        raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+    return ExportSummary(path, len(run_ids), len(queries.states(store, run_ids=run_ids)))
+
+
+def to_csv(store: Store, run_ids: Sequence[str]) -> str:
+    """One row a metric; a point without numbers (it failed, say) is one row with its state and an empty metric."""
+    points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "heartbeat_at"])
+    values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
+    frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
+    created = {run_id: (queries.run(store, run_id) or {}).get("created_at") for run_id in run_ids}
+    frame["created_at"] = [created[run_id] for run_id in frame["run_id"]]
+    return frame.to_csv(index=False)
+
+
+def to_json(store: Store, run_ids: Sequence[str]) -> str:
+    """Everything but the artifacts' texts: runs with their specs, points with configuration, environment, samples."""
+    return json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=_jsonable) + "\n"
+
+
+def _run(store: Store, run_id: str) -> dict[str, Any]:
+    return {
+        **(queries.run(store, run_id) or {"run_id": run_id}),
+        "events": _rows(queries.events(store, run_id)),
+        "points": [
+            {**(queries.point(store, point_id) or {}), "metrics": _rows(queries.metrics(store, point_id))}
+            for point_id in queries.points(store, run_id)["point_id"]
+        ],
+    }
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [
+        {name: None if isinstance(value, float) and pd.isna(value) else value for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]
+
+
+def _jsonable(value: Any) -> str:
+    return value.isoformat()

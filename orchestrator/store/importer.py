@@ -1,0 +1,110 @@
+"""Results made elsewhere into the store: journals of our own runs, tables that others report."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from orchestrator import journal
+from orchestrator.errors import UserError
+from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
+from orchestrator.store import tables, writer
+from orchestrator.store.models import Run
+from orchestrator.store.reported import ReportedRun, Row
+from orchestrator.store.store import Store
+
+
+class ImportFileError(UserError):
+    """A file that cannot be imported: its name, what is wrong with it, what to do."""
+
+
+@dataclass(frozen=True)
+class ImportSummary:
+    """What one file brought. `unchanged`: everything was stored before."""
+
+    path: Path
+    origin: str
+    run_ids: tuple[str, ...]
+    points: int
+    metrics: int
+    unchanged: bool
+
+    def __str__(self) -> str:
+        what = f"{len(self.run_ids)} {self.origin} run(s), {self.points} points, {self.metrics} metrics"
+        return f"{self.path}: {what}" + (" (stored before, nothing changed)" if self.unchanged else "")
+
+
+def import_file(store: Store, path: Path) -> ImportSummary:
+    """Store the journal (.jsonl) or reported table (.csv) at `path`; doing so again doubles nothing.
+
+    Raises:
+        UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong.
+        StoreUnavailable: the database is away.
+    """
+    if path.suffix == ".jsonl":
+        return _import_journal(store, path)
+    if path.suffix == ".csv":
+        return _import_table(store, path)
+    raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal.jsonl or a CSV")
+
+
+def _import_journal(store: Store, path: Path) -> ImportSummary:
+    records = list(journal.read(path))
+    if not records:
+        raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
+    store.apply_many(records)
+    return _summary(path, records, unchanged=False)
+
+
+def _import_table(store: Store, path: Path) -> ImportSummary:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not text"
+        raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
+    reader = csv.DictReader(text.splitlines())
+    columns = list(reader.fieldnames or ())
+    read = tables.layout(columns)
+    if read is None:
+        shown = ", ".join(columns[:6]) or "none"
+        raise ImportFileError(
+            f"file: '{path}' has unknown columns ({shown}); use one of the layouts in docs/database.md"
+        )
+    rows: list[Row] = [
+        {**{name: cell or "" for name, cell in row.items() if name}, "file": f"{path.name} line {number}"}
+        for number, row in enumerate(reader, 2)
+    ]
+    runs = [(run, run.records()) for run in read(rows)]
+    with store.session(writes=True) as session:
+        changed = [_replace(session, run, records) for run, records in runs]
+    return _summary(path, [record for _, records in runs for record in records], unchanged=not any(changed))
+
+
+def _replace(session: Session, run: ReportedRun, records: list[Record]) -> bool:
+    """Store a reported run in the place of an older version of itself; whether anything was to do."""
+    stored = session.get(Run, run.run_id)
+    head = records[0]
+    assert isinstance(head, RunRecord)
+    if stored is not None and stored.spec_hash == head.spec_hash:
+        return False
+    if stored is not None:
+        session.delete(stored)
+        session.flush()
+    for record in records:
+        writer.apply(session, record)
+    return True
+
+
+def _summary(path: Path, records: list[Record], *, unchanged: bool) -> ImportSummary:
+    runs = {record.run_id: record.origin.value for record in records if isinstance(record, RunRecord)}
+    return ImportSummary(
+        path=path,
+        origin=" and ".join(sorted(set(runs.values()))) or "measured",
+        run_ids=tuple(runs),
+        points=len({record.point_id for record in records if isinstance(record, PointRecord)}),
+        metrics=sum(len(record.metrics) for record in records if isinstance(record, OutcomeRecord)),
+        unchanged=unchanged,
+    )

@@ -1,0 +1,137 @@
+"""Tables of figures that others report, as records: what they measured, what failed, and what they only wished for.
+
+A file's layout is known by its header. Reported runs are marked so, carry the dates of the report, and never join a fit
+with measured ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from orchestrator.errors import UserError
+from orchestrator.records import (
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+)
+from orchestrator.states import Origin, PointState, RunState
+
+Row = Mapping[str, str]
+
+
+class ReportedError(UserError):
+    """A table that cannot be imported: file and line, value, fix."""
+
+
+@dataclass(frozen=True)
+class ReportedPoint:
+    """One configuration of a report and what it measured there, or how that failed."""
+
+    label: str
+    axes: dict[str, Any]
+    at: datetime
+    environment: dict[str, Any]
+    metrics: tuple[MetricData, ...] = ()
+    state: PointState = PointState.OK
+    reason: str | None = None
+    estimate_bytes: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One report. `notes`: what it says without having measured it."""
+
+    run_id: str
+    name: str
+    kind: str
+    source: str
+    points: tuple[ReportedPoint, ...]
+    notes: tuple[str, ...] = ()
+
+    def records(self) -> list[Record]:
+        """What the store is told; the same table gives the same records."""
+        first = min((point.at for point in self.points), default=datetime(2000, 1, 1, tzinfo=UTC))
+        last = max((point.at for point in self.points), default=first)
+        records: list[Record] = []
+        for number, point in enumerate(self.points):
+            records += _point_records(self.run_id, number, point)
+        records += [EventRecord(run_id=self.run_id, at=first, message=note) for note in self.notes]
+        digest = hashlib.sha256("\n".join(record.model_dump_json() for record in records).encode()).hexdigest()
+        head = RunRecord(
+            run_id=self.run_id,
+            at=first,
+            name=self.name,
+            kind=self.kind,
+            spec={"kind": self.kind, "source": self.source, "notes": list(self.notes)},
+            spec_hash=digest[:16],
+            origin=Origin.REPORTED,
+            source=self.source,
+        )
+        return [head, *records, RunEndRecord(run_id=self.run_id, at=last, state=RunState.DONE)]
+
+
+def _point_records(run_id: str, number: int, point: ReportedPoint) -> list[Record]:
+    point_id = f"{run_id}/{number}"
+    planned = PointRecord(
+        run_id=run_id,
+        at=point.at,
+        point_id=point_id,
+        index=number,
+        key=hashlib.sha256(f"{run_id}{point.label}{number}".encode()).hexdigest()[:16],
+        label=point.label,
+        config=point.config,
+        axes=point.axes,
+        estimate_bytes=point.estimate_bytes,
+    )
+    ended = OutcomeRecord(
+        run_id=run_id,
+        at=point.at,
+        point_id=point_id,
+        attempt=1,
+        state=point.state,
+        reason=point.reason,
+        metrics=point.metrics,
+        environment=point.environment,
+    )
+    return [planned, ended]
+
+
+def number(row: Row, name: str) -> float | None:
+    """A cell as a number; None where it is empty. Raises ReportedError."""
+    text = (row.get(name) or "").strip()
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ReportedError(f"{row['file']}: {name}: {text!r} is no number; correct the cell") from None
+
+
+def integer(row: Row, name: str) -> int | None:
+    """A cell as a whole number; None where it is empty. Raises ReportedError."""
+    value = number(row, name)
+    if value is None:
+        return None
+    if value != int(value):
+        raise ReportedError(f"{row['file']}: {name}: {row[name]!r} is no whole number; correct the cell")
+    return int(value)
+
+
+def day(row: Row, name: str = "date") -> datetime:
+    """A cell as midnight UTC of that day. Raises ReportedError."""
+    try:
+        return datetime.fromisoformat(row[name]).replace(tzinfo=UTC)
+    except ValueError:
+        raise ReportedError(f"{row['file']}: {name}: {row[name]!r} is no date; write YYYY-MM-DD") from None
+
+
+Reader = Callable[[list[Row]], Iterable[ReportedRun]]

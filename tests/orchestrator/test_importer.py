@@ -1,0 +1,167 @@
+"""Import and export: the reference tables, journals and our own CSV; nothing is doubled, nothing invented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import orchestrator
+from orchestrator.errors import UserError
+from orchestrator.records import RECORD
+from orchestrator.states import PointState
+from orchestrator.store import Store, queries
+from orchestrator.store.exporter import export
+from orchestrator.store.importer import import_file
+
+DATA = Path(orchestrator.__file__).parent / "reference_data"
+RUN = "20261120-120000-demo-abcd"
+
+
+def dump(store: Store) -> dict[str, str]:
+    tables = {"runs": queries.runs(store), "states": queries.states(store), "metrics": queries.measurements(store)}
+    return {name: frame.sort_values(list(frame.columns[:8])).to_csv() for name, frame in tables.items()}
+
+
+def test_reference_tables_import_once(store: Store):
+    files = sorted(DATA.glob("*.csv"))
+    assert len(files) == 3
+    for path in files:
+        assert not import_file(store, path).unchanged
+    before = dump(store)
+    for path in files:
+        assert import_file(store, path).unchanged
+    assert dump(store) == before
+    assert set(queries.runs(store).origin) == {"reported"}
+    counted = queries.counts(store)
+    assert (counted["runs"], counted["points_hang"], counted["points_timeout"]) == (6, 6, 2)
+
+
+def test_every_seed_figure_is_kept_and_nothing_else(sqlite_store: Store):
+    import_file(sqlite_store, DATA / "seed_measurements.csv")
+    rows = pd.read_csv(DATA / "seed_measurements.csv")
+    measured = rows[(rows.status == "ok") & (rows.metric != "memory_estimated")]
+    stored = queries.measurements(sqlite_store)
+    expected = measured.value.where(measured.metric != "elapsed", measured.value * 1000)
+    assert sorted(stored.value) == pytest.approx(sorted(expected))
+    curve = stored[(stored.implementation == "nsa-vibe") & (stored.run_id.str.contains("002")) & (stored.unit == "MiB")]
+    assert curve.sort_values("seq_len").value.tolist() == [483, 1425, 5164.5, 5164.5, 12019.8, 12019.8, 20556.9]
+    assert set(curve.metric) == {"peak_memory"}
+    assert set(curve.head_dim) == {64}
+    assert curve.sort_values("seq_len").estimate_bytes.iloc[0] == 229 * 2**20
+
+
+def test_seed_hangs_are_states_and_targets_are_notes(sqlite_store: Store):
+    import_file(sqlite_store, DATA / "seed_measurements.csv")
+    states = queries.states(sqlite_store)
+    hang = states[(states.state == "hang") & (states.seq_len == 1024) & (states.implementation == "nsa-vibe")]
+    assert hang.reason.tolist() == ["reported as hang (not reproduced in 002_0efc432e4c57f734)"]
+    notes = queries.events(sqlite_store, "reported-003_f755c03c43033f24").message.tolist()
+    assert len(notes) == 2
+    assert all(note.startswith("stated as a target, not measured: throughput") for note in notes)
+    assert not states.implementation.str.contains("target").any()
+
+
+def test_peers_have_a_point_for_each_pass(sqlite_store: Store):
+    import_file(sqlite_store, DATA / "peers_h200.csv")
+    frame = queries.scaling(sqlite_store)
+    row = frame[(frame.implementation == "Scalable-Flash-NSA") & (frame.query_heads == 12) & (frame.seq_len == 8192)]
+    values = row.set_index(["pass", "metric"]).value
+    assert values["forward", "time"] == 2.35
+    assert values["forward+backward", "time"] == 6.755
+    assert values["forward+backward", "peak_extra_memory"] == 608
+    assert row[row.metric == "time"].per_sequence.tolist() == pytest.approx([2.35 / 4, 6.755 / 4])
+    assert set(row.gpu) == {"H200"}
+
+
+def test_stages_are_metrics(sqlite_store: Store):
+    import_file(sqlite_store, DATA / "peer_stages_h200.csv")
+    frame = queries.measurements(sqlite_store)
+    assert set(frame.kind) == {"stages"}
+    assert set(frame.metric) == {
+        f"stage_{name}"
+        for name in ("compress", "compressed_attention", "score_topk", "selected", "window_fa2", "combine")
+    }
+    assert queries.scaling(sqlite_store).empty
+
+
+def test_a_changed_table_replaces_its_older_self(sqlite_store: Store, tmp_path: Path):
+    path = tmp_path / "peers.csv"
+    lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]))
+    import_file(sqlite_store, path)
+    path.write_text("".join(lines[:2]).replace("4.651", "4.7"))
+    assert not import_file(sqlite_store, path).unchanged
+    assert queries.scaling(sqlite_store).value.tolist() == [1.095, 1672.0, 4.7]
+
+
+def test_a_journal_is_imported_complete_and_a_torn_last_line_left_out(store: Store, sweep, tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(RECORD.dump_json(record).decode() + "\n" for record in sweep()) + '{"v":1,"type":"ev')
+    summary = import_file(store, path)
+    assert (summary.run_ids, summary.points, summary.metrics, summary.origin) == ((RUN,), 8, 32, "measured")
+    before = dump(store)
+    import_file(store, path)
+    assert dump(store) == before
+    assert queries.runs(store).state.tolist() == ["done"]
+
+
+def test_an_export_comes_back_as_reported(store: Store, sweep, tmp_path: Path):
+    store.apply_many(sweep(failures={PointState.OOM: "out of memory", PointState.SKIPPED: "needs 93 GiB"}))
+    path = tmp_path / "out.csv"
+    assert "10 points" in str(export(store, path, [RUN]))
+    import_file(store, path)
+    import_file(store, path)
+    mine, theirs = (queries.measurements(store, origin=origin) for origin in ("measured", "reported"))
+    assert set(theirs.run_id) == {f"imported-{RUN}"}
+    assert theirs.value.tolist() == pytest.approx(mine.value.tolist())
+    states = queries.states(store, origin="reported")
+    assert states.state.tolist() == ["ok"] * 8 + ["oom", "skipped"]
+    assert states.reason.tolist()[-2:] == ["out of memory", "needs 93 GiB"]
+
+
+def test_json_export_holds_spec_environment_and_samples(store: Store, sweep, tmp_path: Path):
+    store.apply_many(sweep())
+    export(store, tmp_path / "out.json", [RUN])
+    (run,) = json.loads((tmp_path / "out.json").read_text())
+    assert run["spec"]["kind"] == "scaling"
+    assert run["created_at"] == "2026-11-20T12:00:00+00:00"
+    assert run["points"][0]["environment"]["torch"] == "2.13"
+    assert run["points"][0]["metrics"][0]["samples"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", "", "neither .jsonl nor .csv"),
+        ("x.csv", "a,b\n1,2\n", "unknown columns (a, b)"),
+        ("x.csv", b"\xff\xfe\x00", "not text"),
+        ("x.jsonl", "", "holds no records"),
+        ("x.jsonl", "{}\n", "line 1 is no record"),
+        ("missing.jsonl", None, "cannot be read"),
+        ("missing.csv", None, "cannot be read"),
+        ("peers_h200.csv", ("4.651", "fast"), "peers_h200.csv line 2: forward_backward_ms: 'fast' is no number"),
+        ("peers_h200.csv", ("2026-11-20", "today"), "date: 'today' is no date; write YYYY-MM-DD"),
+        ("seed_measurements.csv", (",483,MiB,ok", ",483,MiB,fine"), "status: 'fine' is unknown"),
+        ("seed_measurements.csv", (",483,MiB,ok", ",,MiB,ok"), "value: '' is missing from an ok row"),
+        ("seed_measurements.csv", ("elapsed", "duration"), "metric: 'duration' is unknown; use one of"),
+    ],
+)
+def test_a_wrong_file_is_named_in_one_line(sqlite_store: Store, tmp_path: Path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, tuple):
+        path.write_text((DATA / name).read_text().replace(*content))
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        import_file(sqlite_store, path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert queries.counts(sqlite_store)["runs"] == 0
+
+
+def test_export_refuses_other_suffixes(sqlite_store: Store, tmp_path: Path):
+    with pytest.raises(UserError, match=r"neither \.csv nor \.json"):
+        export(sqlite_store, tmp_path / "x.xlsx", [])
