@@ -1,0 +1,101 @@
+"""Fits recover known exponents, keep series apart, and say nothing where there is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import orchestrator
+from orchestrator.analysis import fit_power_law, fits_frame, local_slopes, scaling_fits
+from orchestrator.store import Store, queries
+from orchestrator.store.importer import import_file
+
+LENGTHS = (512, 1024, 2048, 4096)
+DATA = Path(orchestrator.__file__).parent / "reference_data"
+RUN = "20261120-120000-demo-abcd"
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_an_exact_power_law_is_recovered(exponent: float):
+    law = fit_power_law(LENGTHS, [3.0 * s**exponent for s in LENGTHS])
+    assert law is not None
+    assert law.exponent == pytest.approx(exponent, abs=1e-9)
+    assert 10**law.coefficient == pytest.approx(3.0)
+    assert (law.ci_low, law.ci_high) == pytest.approx((exponent, exponent), abs=1e-6)
+    assert law.at(1000) == pytest.approx(3.0 * 1000**exponent)
+    assert law.lengths == LENGTHS
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    x = np.array(LENGTHS * 2)
+    laws = [fit_power_law(x, 2 * x**1.2 * np.exp(rng.normal(0, 0.1, len(x)))) for _ in range(400)]
+    covered = [law.ci_low <= 1.2 <= law.ci_high for law in laws if law]
+    assert 0.91 < np.mean(covered) < 0.99
+
+
+def test_two_lengths_are_no_fit_even_when_measured_often():
+    assert fit_power_law([512, 512, 1024, 1024], [1.0, 1.1, 2.0, 2.1]) is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_measurement_is_refused(bad: float):
+    with pytest.raises(ValueError, match="positive and finite"):
+        fit_power_law(LENGTHS, [1.0, 2.0, 3.0, bad])
+
+
+def test_slopes_between_neighbours_show_a_bend():
+    assert local_slopes([512, 1024, 2048, 512], [1, 2, 8, 1]) == [(1024, pytest.approx(1)), (2048, pytest.approx(2))]
+    assert local_slopes([512], [1.0]) == []
+
+
+def test_each_series_of_a_run_gets_its_fit(store: Store, sweep):
+    store.apply_many(sweep(laws={"chunked": 1.0, "naive": 2.0}, batch=4))
+    fits = {(fit.implementation, fit.metric): fit for fit in scaling_fits(queries.scaling(store))}
+    assert set(fits) == {(i, m) for i in ("chunked", "naive") for m in ("time", "peak_extra_memory")}
+    memory = fits["naive", "peak_extra_memory"]
+    assert memory.exponent == pytest.approx(2.0)
+    assert (memory.pass_, memory.query_heads, memory.layers, memory.n) == ("forward+backward", 12, None, 4)
+    assert memory.law.at(512) == pytest.approx(3.0)  # one sequence, not the batch of four
+    assert set(memory.point_ids) == {f"{RUN}/{n}" for n in range(4, 8)}
+
+
+def test_batches_of_one_token_count_compare_with_batch_one(store: Store, sweep):
+    for number, (seq_len, batch) in enumerate([(512, 8), (1024, 4), (2048, 2), (4096, 1)]):
+        store.apply_many(sweep(run_id=f"r{number}", laws={"chunked": 2.0}, lengths=(seq_len,), batch=batch))
+    rows = queries.scaling(store)
+    rows["run_id"] = "together"
+    assert [fit.exponent for fit in scaling_fits(rows)] == pytest.approx([2.0, 2.0])
+
+
+def test_runs_and_origins_never_meet_in_a_fit(sqlite_store: Store, sweep, tmp_path):
+    sqlite_store.apply_many(sweep(run_id="one", laws={"chunked": 1.0}, lengths=(512, 1024)))
+    sqlite_store.apply_many(sweep(run_id="two", laws={"chunked": 1.0}, lengths=(2048, 4096)))
+    rows = queries.scaling(sqlite_store)
+    assert scaling_fits(rows) == []
+    rows["run_id"] = "one"
+    assert len(scaling_fits(rows)) == 2
+    rows.loc[rows.seq_len > 1024, "origin"] = "reported"
+    assert scaling_fits(rows) == []
+
+
+def test_the_seeds_curve_is_steeper_than_linear(sqlite_store: Store):
+    import_file(sqlite_store, DATA / "seed_measurements.csv")
+    (fit,) = [f for f in scaling_fits(queries.scaling(sqlite_store)) if "002" in f.run_id]
+    assert fit.metric == "peak_memory"
+    assert 1.3 < fit.exponent < 1.5
+    assert fit.lengths == (128, 256, 512, 1024, 2048)
+
+
+def test_fits_as_a_frame(store: Store, sweep):
+    store.apply_many(sweep())
+    frame = fits_frame(scaling_fits(queries.scaling(store)))
+    assert {"run_id", "implementation", "pass", "metric", "exponent", "ci_low", "ci_high"} <= set(frame.columns)
+    assert len(frame) == 4
+    assert fits_frame([]).empty
+
+
+def test_an_empty_store_has_no_fits(sqlite_store: Store):
+    assert scaling_fits(queries.scaling(sqlite_store)) == []
