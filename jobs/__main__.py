@@ -1,0 +1,10 @@
+"""The door: `python -m jobs SPEC.yaml` hands the spec to the orchestrator."""
+
+from __future__ import annotations
+
+import sys
+
+from orchestrator.run import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""What is kept of a point that had to be killed, and how to tell why a process died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_TOOL_TIMEOUT_S = 20
+_LOW_MEMORY = 0.02  # of the host's: below it, a SIGKILL that we did not send is taken for the kernel's
+
+
+def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
+    """Stacks of the whole process tree, the tree itself, memory, and the GPUs: artifact name -> text."""
+    files = {
+        "stacks.txt": "\n".join(_stack(process) for process in tree),
+        "processes.txt": "\n".join(_describe(process) for process in tree) + "\n",
+        "memory.txt": _host_memory(),
+    }
+    if shutil.which("nvidia-smi"):
+        files["nvidia-smi.txt"] = _tool(["nvidia-smi"])[1] + _tool(["nvidia-smi", "-q", "-d", "MEMORY,PERFORMANCE"])[1]
+    return files
+
+
+def request_stacks(worker: psutil.Process) -> None:
+    """Have the worker write its Python stacks to its stderr (its faulthandler listens to SIGUSR1): the way that is
+    left where py-spy is not permitted to attach, and that works while the GIL is held."""
+    with contextlib.suppress(psutil.Error):
+        worker.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+
+
+def oom_kills() -> int:
+    """A count that rises whenever the kernel kills a process for want of memory, as far as this process may see."""
+    return sum(count for path in _oom_counters() for count in _oom_kills(path))
+
+
+def memory_exhausted() -> bool:
+    """Is next to nothing left of the host's memory?"""
+    memory = psutil.virtual_memory()
+    return memory.available < _LOW_MEMORY * memory.total
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words: "killed by SIGSEGV", "exited with code 3 and no result"."""
+    if code is None:
+        return "cannot be killed: it is stuck in the kernel"
+    if code >= 0:
+        return f"exited with code {code} and no result"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _oom_counters() -> Iterator[Path]:
+    """The host's counter, and those of this process's control groups (version 2 and 1)."""
+    yield Path("/proc/vmstat")
+    yield _CGROUPS / "memory.events"  # a container's own group, mounted at the root
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield _CGROUPS / path.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                yield _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+
+
+def _oom_kills(path: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                yield int(value)
+
+
+def _stack(process: psutil.Process) -> str:
+    title = f"=== pid {process.pid}: {_command(process)}"
+    py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    code, text = _tool([py_spy, "dump", "--pid", str(process.pid)])
+    if code:  # not Python, or gone: say what the kernel knows
+        with contextlib.suppress(OSError):
+            text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
+    return f"{title}\n{text}"
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        with process.oneshot():
+            rss, times = process.memory_info().rss >> 20, process.cpu_times()
+            return (
+                f"pid {process.pid} parent {process.ppid()} {process.status()} threads {process.num_threads()} "
+                f"rss {rss} MiB cpu {times.user + times.system:.1f} s: {_command(process)}"
+            )
+    except psutil.Error as err:
+        return f"pid {process.pid}: {err}"
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return "gone"
+
+
+def _host_memory() -> str:
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    return (
+        f"memory: {memory.total >> 20} MiB, available {memory.available >> 20} MiB\n"
+        f"swap: {swap.total >> 20} MiB, used {swap.used >> 20} MiB\n"
+        f"load: {' '.join(f'{load:.2f}' for load in os.getloadavg())}\n"
+    )
+
+
+def _tool(command: list[str]) -> tuple[int, str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, errors="replace")
+        return done.returncode, done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as err:
+        return 1, f"{command[0]}: {err}\n"

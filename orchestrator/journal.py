@@ -1,0 +1,100 @@
+"""The journal: a run's records, one JSON object a line, only ever appended to and on disk before anything else.
+
+A process that dies while writing leaves a torn last line; readers leave it out, and the next writer removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from orchestrator.errors import UserError
+from orchestrator.records import RECORD, Record
+
+NAME = "journal.jsonl"
+
+
+class JournalError(UserError):
+    """A journal that cannot be used. One line: field, value, fix."""
+
+
+class Journal:
+    """The journal of one run, open for appending by this process alone."""
+
+    def __init__(self, path: Path) -> None:
+        """Create it, or take up an existing one.
+
+        Raises:
+            JournalError: another process is writing it.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalError(
+                f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
+            ) from None
+        self._file.truncate(_whole(path))
+        self._file.seek(0, os.SEEK_END)
+        _sync_folder(path.parent)
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Write records; they are on disk when this returns."""
+        lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a journal in order, without a torn last line.
+
+    Raises:
+        JournalError: the file cannot be read, or a line before the last is no record.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                yield _record(path, number, line)
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        return RECORD.validate_json(line)
+    except ValidationError as err:
+        what = err.errors(include_url=False)[0]["msg"]
+        raise JournalError(f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line") from None
+
+
+def _whole(path: Path) -> int:
+    """The length of the file up to its last whole line, in bytes."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name survive a power cut, too."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

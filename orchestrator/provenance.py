@@ -1,0 +1,60 @@
+"""Where a result comes from: the commit, the sources, the spec, the submission."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from jobs.spec import JobSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+_SOURCES = ("nsa_core", "jobs")
+
+
+def git_state(root: Path = ROOT) -> tuple[str | None, bool | None]:
+    """Commit and dirty flag of `root`: from NSA_GIT_COMMIT and NSA_GIT_DIRTY where the submitter set them (the copy
+    that Ray unpacks has no .git), else from git; (None, None) where neither knows."""
+    if commit := os.environ.get("NSA_GIT_COMMIT"):
+        dirty = os.environ.get("NSA_GIT_DIRTY")
+        return commit, None if not dirty else dirty.lower() not in ("0", "false", "no")
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():
+        return None, None
+    commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
+    return commit or None, None if changes is None else bool(changes)
+
+
+def code_hash(root: Path = ROOT) -> str:
+    """Hash of the sources that a measurement depends on (nsa_core and jobs), 16 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def spec_hash(spec: JobSpec) -> str:
+    """Hash of a validated spec, defaults included, 16 hex digits."""
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def submission_id() -> str | None:
+    """The id of the Ray job that this process is the driver of, None outside of one."""
+    try:
+        config = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+        return config["metadata"]["job_submission_id"]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def _git(root: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
