@@ -35,7 +35,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
     dim, value_dim = q.shape[-1], v.shape[-1]
     # The fused kernels want one head dim; zeros change neither q·k nor the columns that are kept.
     widest = max(dim, value_dim)
-    q, k, v = (pad(x, (0, widest - x.shape[-1])).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (_widen(x, widest).transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     kernel = _kernel(q, k, v, scale, causal, grouped)
     if kernel == SDPBackend.MATH and grouped:  # not every fused kernel knows groups: give each query head its own
@@ -45,7 +45,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
     note("dense", _NAMES[kernel])
     with sdpa_kernel(kernel):
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out[..., :value_dim].transpose(1, 2)
+    return (out if value_dim == widest else out[..., :value_dim]).transpose(1, 2)
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """x [..,D] with zeros up to `width`; x itself where it is as wide: padding by nothing would copy it."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:
