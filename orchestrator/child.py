@@ -41,7 +41,7 @@ class Child:
         os.set_blocking(self._events, False)
         with open(self._folder / "stdout", "wb") as out, open(self._folder / "stderr", "wb") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.worker", str(events), str(os.getpid())],
+                [sys.executable, "-m", "orchestrator.worker", str(events)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -50,6 +50,13 @@ class Child:
                 start_new_session=True,
             )
         os.close(events)
+        # Should this process die, the guard's stdin ends, and it kills the group, whatever state the child is in.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", f"read -r _; kill -9 -{self.pid}"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -113,6 +120,8 @@ class Child:
         """Kill its group, and descendants that left the group; its exit code, None if even SIGKILL did not end it."""
         if self._process.returncode is None:
             strays = self.tree()
+            self._guard.kill()  # before the child is reaped and its group's number free for others
+            self._guard.wait()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             for process in strays:
@@ -125,9 +134,10 @@ class Child:
     def discard(self) -> None:
         """Kill it and remove its files and descriptors. The handle is of no use afterwards."""
         self.kill()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        for process in (self._process, self._guard):
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         with contextlib.suppress(OSError):
             os.close(self._events)
         shutil.rmtree(self._folder, ignore_errors=True)

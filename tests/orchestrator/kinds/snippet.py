@@ -1,0 +1,37 @@
+"""A job kind for tests: its points run a piece of code. Imports no torch, so that a child starts at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.spec import JobSpec
+
+
+class Spec(JobSpec):
+    """A point for each piece of `codes`."""
+
+    kind: Literal["snippet"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    codes: list[str]
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        return [point(code, index) for index, code in enumerate(self.codes)]
+
+
+def point(code: str, index: int = 0) -> Point:
+    return Point("snippet", f"snippet {index}", {"code": code}, Axes(implementation="snippet", device="cpu"))
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Run the code with `beat` in reach; what it assigns to `value` is the metric, to `files` the artifacts."""
+    scope: dict[str, Any] = {"beat": beat, "os": os, "sys": sys, "value": 1.0, "files": {}}
+    exec(config["code"], scope)
+    environment = {
+        "pid": os.getpid(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    return Measurement((Metric("time", "ms", scope["value"]),), {"all": "snippet"}, environment, scope["files"])
