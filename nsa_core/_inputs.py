@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,7 +42,8 @@ class Operands:
     def under_autocast(self) -> Operands:
         """As autocast has it, where that is on: all but the gates in its dtype."""
         kind = self.q.device.type
-        if not torch.is_autocast_enabled(kind) or self.q.dtype == torch.float64:
+        has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if not has_autocast or self.q.dtype == torch.float64:
             return self
         dtype = torch.get_autocast_dtype(kind)
         cast = {id(x): x.to(dtype) for x in (*self.keys, *self.values)}
@@ -81,6 +83,12 @@ class Operands:
                 gates=None if self.gates is None else self.gates[None, start:end],
             )
             first += count
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """For the operators, which choose the dtypes of their products themselves."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def triple(tensors: Iterator[Tensor]) -> Triple:

@@ -67,7 +67,7 @@ def nsa_attention(
     steps = ("select", *computed) if "slc" in computed else computed
     backends = resolve(backend, steps, q.device, operands.q.dtype)
     factor = _scale(scale, q)
-    with torch.autocast(q.device.type, enabled=False):
+    with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _attend(operands, config, factor, computed, backends)
         sequences = operands.sequences(cu_seqlens, config)
@@ -106,7 +106,7 @@ def select_blocks(
     operands.check(config, cu_seqlens is not None)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype)["select"]
     factor = _scale(scale, q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
         sequences = operands.sequences(cu_seqlens, config)
@@ -168,7 +168,7 @@ def dense_attention(
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
     operands.check(NSAConfig(), cu_seqlens is not None)
     factor = _scale(scale, q)
-    with torch.autocast(q.device.type, enabled=False):
+    with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window)
         sequences = operands.sequences(cu_seqlens, NSAConfig())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 MIB = 1 << 20
 # (floor, ceiling) in bytes. On the CPU a chunk should stay in the caches, on a GPU it should fill the card.
-_BUDGET = {"cpu": (2 * MIB, 16 * MIB), "cuda": (64 * MIB, 256 * MIB)}
+_BUDGET = {"cpu": (MIB // 2, 16 * MIB), "cuda": (64 * MIB, 256 * MIB)}
 _NARROWEST_BAND = 64  # rows of a window's chunk even where the window is narrower
 
 

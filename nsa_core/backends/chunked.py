@@ -109,7 +109,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gate, blocks = ctx.saved_tensors
         plan, kv_heads = ctx.plan, k.shape[2]
         keys, values = plan.heads_first(k), plan.heads_first(v)

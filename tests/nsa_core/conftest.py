@@ -1,0 +1,70 @@
+"""Operands for the operator's tests, and a configuration small enough for every branch to matter at 100 tokens."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import NSAConfig
+
+BACKENDS = ("reference", "naive", "chunked")
+
+
+@dataclass
+class Case:
+    """Tensors of one call; `leaves` are what gradients are taken of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, self.gates]
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return Case(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
+
+
+@pytest.fixture
+def config() -> NSAConfig:
+    return NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, init_blocks=1, local_blocks=2, window=24)
+
+
+@pytest.fixture
+def make_case():
+    def make(
+        tokens, heads=4, kv_heads=2, dim=16, value_dim=None, batch=1, dtype=torch.float32, seed=0, rows=None
+    ) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+        rows = tokens if rows is None else rows
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+        gates = torch.rand(batch, rows, heads, 3, generator=generator).to(dtype).requires_grad_()
+        q, k = normal(batch, rows, heads, dim), normal(batch, tokens, kv_heads, dim)
+        return Case(q, k, normal(batch, tokens, kv_heads, value_dim or dim), gates)
+
+    return make
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["naive", "chunked"])
+def fast_backend(request) -> str:
+    """The backends that are held against the reference."""
+    return request.param
+
+
+@pytest.fixture
+def many_chunks(monkeypatch):
+    """A workspace so small that the chunked backend takes several chunks even of a short sequence."""
+    from nsa_core.backends import _chunks
+
+    monkeypatch.setattr(_chunks, "_BUDGET", {"cpu": (150_000, 150_000), "cuda": (150_000, 150_000)})

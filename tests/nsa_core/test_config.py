@@ -1,0 +1,128 @@
+"""NSAConfig and the errors of the operators: every wrong value is named with its fix."""
+
+import pickle
+
+import pytest
+import torch
+
+from nsa_core import BackendError, InputError, NSAConfig, compress, dense_attention, nsa_attention, select_blocks
+
+SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cmp_block", 0),
+        ("cmp_stride", -16),
+        ("slc_block", 64.0),
+        ("slc_count", True),
+        ("init_blocks", -1),
+        ("window", 0),
+        ("compress", "max"),
+        ("cmp_stride", 5),
+        ("cmp_block", 128),
+        ("slc_count", 2),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_fix(field, value):
+    with pytest.raises(InputError, match=f"^{field}: .*: use ") as caught:
+        NSAConfig(**{field: value})
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_the_papers():
+    config = NSAConfig()
+    assert (config.cmp_block, config.cmp_stride, config.slc_block, config.slc_count) == (32, 16, 64, 16)
+    assert (config.init_blocks, config.local_blocks, config.window, config.compress) == (1, 2, 512, "mean")
+
+
+def test_counts_of_tokens_and_blocks():
+    config = NSAConfig()
+    assert [config.cmp_tokens(n) for n in (1, 31, 32, 47, 48, 2048)] == [0, 0, 1, 1, 2, 127]
+    assert [config.slc_blocks(n) for n in (1, 64, 65, 2048)] == [1, 1, 2, 32]
+
+
+def test_errors_survive_pickling():
+    error = pickle.loads(pickle.dumps(BackendError("backend", "'x'", "use one of auto")))
+    assert isinstance(error, BackendError)
+    assert str(error) == "backend: 'x': use one of auto"
+
+
+def tensors(tokens=20, heads=4, kv_heads=2, dim=8):
+    return (
+        torch.randn(1, tokens, heads, dim),
+        torch.randn(1, tokens, kv_heads, dim),
+        torch.randn(1, tokens, kv_heads, dim),
+        torch.rand(1, tokens, heads, 3),
+    )
+
+
+def broken(name):
+    """The arguments of a call in which `name` is wrong."""
+    q, k, v, gates = tensors()
+    arguments = {"q": q, "k": k, "v": v, "gates": gates}
+    wrong = {
+        "q": q[0],
+        "k": k[:, :, :, :4],
+        "v": v.double(),
+        "gates": gates[..., :2],
+        "k_cmp": k[:, :3],
+        "v_cmp": v[:, :, :1],
+        "cu_seqlens": torch.tensor([0, 30, 20]),
+        "branches": ("cmp", "dense"),
+        "backend": "triton9",
+    }[name]
+    if name == "cu_seqlens":
+        arguments = {key: x[0] for key, x in arguments.items()}
+    return arguments | {name: wrong}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gates", "k_cmp", "v_cmp", "cu_seqlens", "branches", "backend"])
+def test_wrong_operands_are_named(name):
+    arguments = broken(name)
+    with pytest.raises(InputError, match=rf"^{name}: .*: .+") as caught:
+        nsa_attention(**arguments, config=SMALL)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"k": torch.randn(1, 20, 3, 8), "v": torch.randn(1, 20, 3, 8)}, "k"),
+        ({"k": torch.randn(1, 19, 2, 8), "v": torch.randn(1, 19, 2, 8)}, "k"),
+        ({"v": torch.randn(1, 18, 2, 8)}, "v"),
+        ({"k": (torch.randn(1, 20, 2, 8),) * 2}, "k"),
+        ({"q": torch.ones(1, 20, 4, 8, dtype=torch.int64)}, "q"),
+        ({"q": torch.randn(1, 0, 4, 8)}, "q"),
+        ({"branches": ()}, "branches"),
+        ({"branches": ("win", "win")}, "branches"),
+        ({"backend": {"slc": "chunked"}, "branches": ("win",)}, r"backend\['slc'\]"),
+        ({"backend": {"win": "nowhere"}}, "backend"),
+        ({"config": NSAConfig(compress="mlp")}, "compress"),
+    ],
+)
+def test_more_wrong_operands_are_named(change, field):
+    q, k, v, gates = tensors()
+    arguments = {"q": q, "k": k, "v": v, "gates": gates, "config": SMALL} | change
+    with pytest.raises(InputError, match=f"^{field}: "):
+        nsa_attention(**arguments)
+
+
+def test_other_operators_name_wrong_operands_too():
+    q, k, v, _ = tensors()
+    with pytest.raises(InputError, match=r"^window: 0: "):
+        dense_attention(q, k, v, window=0)
+    with pytest.raises(InputError, match=r"^k: "):
+        select_blocks(q, k[..., :4], SMALL)
+    with pytest.raises(InputError, match=r"^x: "):
+        compress(k[0], SMALL)
+    with pytest.raises(BackendError, match=r"^backend: .*chunked"):
+        select_blocks(q, k, SMALL, backend="none")
+
+
+def test_a_backend_that_cannot_run_says_why():
+    q, k, v, gates = (x.to("meta") for x in tensors())
+    with pytest.raises(BackendError, match="not on meta; use one of auto, reference"):
+        nsa_attention(q, k, v, gates, SMALL, backend="chunked")

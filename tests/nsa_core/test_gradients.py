@@ -1,0 +1,164 @@
+"""Gradients of every backend against the float64 oracle, and what the chunked one must keep to be of use."""
+
+import math
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from nsa_core import NSAConfig, compress, dense_attention, nsa_attention
+
+NAMES = ("q", "k", "v", "gates", "k_cmp", "v_cmp")
+
+
+def gradients(leaves, run):
+    """Of a fixed random projection of the output, so that no gradient is zero by symmetry."""
+    out = run()
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    out.backward(weights)
+    found = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    return found
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=0.1)).item()
+
+
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("tokens", [1, 7, 33, 130])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 16, 16), (6, 1, 16, 24), (3, 3, 32, 16)])
+def test_gradients_are_the_oracles(fast_backend, make_case, config, tokens, heads, kv_heads, dim, value_dim):
+    case = make_case(tokens, heads, kv_heads, dim, value_dim, batch=2)
+    exact = case.to(torch.float64)
+    expected = gradients(exact.leaves, lambda: nsa_attention(*exact.leaves, config, backend="reference"))
+    actual = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend=fast_backend))
+    for name, got, want in zip(NAMES, actual, expected, strict=False):
+        assert got.dtype == torch.float32
+        assert relative_error(got, want) < 2e-5, name
+
+
+@pytest.mark.usefixtures("many_chunks")
+def test_gradients_of_given_compressed_keys_and_values(fast_backend, make_case, config):
+    case = make_case(130, dtype=torch.float64)
+    given = [compress(x, config).detach().requires_grad_() for x in (case.k, case.v)]
+
+    def run(name):
+        return lambda: nsa_attention(*case.leaves, config, k_cmp=given[0], v_cmp=given[1], backend=name)
+
+    leaves = [*case.leaves, *given]
+    pairs = zip(NAMES, gradients(leaves, run(fast_backend)), gradients(leaves, run("reference")), strict=True)
+    for name, got, want in pairs:
+        assert relative_error(got, want) < 1e-12, name
+
+
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_chunked_gradients_of_each_branch_are_numerical_derivatives(make_case, branch):
+    config = NSAConfig(4, 2, 4, 2, 0, 1, 5)
+    case = make_case(11, 2, 1, 3, dtype=torch.float64)
+    # Differences must not move the selection: it passes no gradient, but it jumps.
+    k_cmp = compress(case.k, config).detach()
+
+    def run(q, k, v, gates):
+        keys = {"k_cmp": k_cmp} if branch == "slc" else {}
+        return nsa_attention(q, k, v, gates, config, branches=(branch,), backend="chunked", **keys)
+
+    assert torch.autograd.gradcheck(run, case.leaves, eps=1e-7, atol=1e-5, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_as_good_as_an_eager_runs(make_case, config, dtype):
+    case = make_case(130, dtype=dtype)
+    exact = case.to(torch.float64)
+    expected = gradients(exact.leaves, lambda: nsa_attention(*exact.leaves, config, backend="reference"))
+    eager = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend="naive"))
+    actual = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend="chunked"))
+    for name, got, other, want in zip(NAMES, actual, eager, expected, strict=False):
+        assert got.dtype == dtype
+        assert relative_error(got, want) <= 2 * relative_error(other, want), name
+
+
+@pytest.mark.usefixtures("many_chunks")
+def test_gradients_of_packed_sequences_and_of_the_last_rows(make_case, config):
+    case = make_case(100, dtype=torch.float64)
+    bounds = torch.tensor([0, 30, 100], dtype=torch.int32)
+    for name in ("chunked", "reference"):
+        packed = gradients(
+            case.leaves,
+            lambda n=name: nsa_attention(*(x[0] for x in case.leaves), config, cu_seqlens=bounds, backend=n),
+        )
+        last = gradients(
+            case.leaves,
+            lambda n=name: nsa_attention(case.q[:, -9:], case.k, case.v, case.gates[:, -9:], config, backend=n),
+        )
+        if name == "chunked":
+            chunked = [*packed, *last]
+    for got, want in zip(chunked, [*packed, *last], strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_gives_the_same_gradients(make_case, config, reentrant):
+    case = make_case(130)
+    plain = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend="chunked"))
+
+    def call(q, k, v, gates):
+        return nsa_attention(q, k, v, gates, config, backend="chunked")
+
+    again = gradients(case.leaves, lambda: checkpoint(call, *case.leaves, use_reentrant=reentrant))
+    assert all(torch.equal(x, y) for x, y in zip(plain, again, strict=True))
+
+
+def test_dense_gradients(make_case):
+    case = make_case(60, 6, 2, 16, 24)
+    exact = case.to(torch.float64)
+    config = NSAConfig(window=60)
+    ones = torch.ones_like(exact.gates)
+    for window in (None, 7):
+        config = NSAConfig(window=window or 60)
+        actual = gradients(case.leaves[:3], lambda w=window: dense_attention(case.q, case.k, case.v, window=w))
+        expected = gradients(
+            exact.leaves[:3],
+            lambda c=config: nsa_attention(*exact.leaves[:3], ones, c, branches=("win",), backend="reference"),
+        )
+        assert all(relative_error(got, want) < 1e-5 for got, want in zip(actual, expected, strict=True))
+
+
+def peak_bytes(run) -> int:
+    """Peak of what the CPU allocator handed out while `run` ran."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def extra_memory(make_case, tokens, name, backward):
+    case = make_case(tokens, heads=6, kv_heads=1, dim=32)
+    config = NSAConfig(16, 8, 32, 8, 1, 2, 128)
+    out = torch.ones(1, tokens, 6, 32)
+
+    def run():
+        if backward:
+            torch.autograd.grad(nsa_attention(*case.leaves, config, backend=name), case.leaves, out)
+        else:
+            with torch.no_grad():
+                nsa_attention(*case.leaves, config, backend=name)
+
+    return peak_bytes(run)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_extra_memory_is_linear_when_chunked_and_square_when_naive(make_case, backward):
+    def exponent(name, short, long):
+        sizes = [extra_memory(make_case, tokens, name, backward) for tokens in (short, long)]
+        return math.log(sizes[1] / sizes[0]) / math.log(long / short)
+
+    assert 0.7 <= exponent("chunked", 1024, 4096) <= 1.08
+    assert exponent("naive", 256, 1024) >= 1.7

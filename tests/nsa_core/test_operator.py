@@ -1,0 +1,245 @@
+"""nsa_attention, compress and dense_attention: every backend against the oracle, and against what must hold."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, available_backends, compress, dense_attention, nsa_attention, routes, select_blocks
+
+pytestmark = pytest.mark.usefixtures("many_chunks")
+LENGTHS = [1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 131]
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def errors(actual, expected):
+    return (actual.double() - expected.double()).abs().max().item()
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_backends_agree_with_the_oracle_at_any_length(fast_backend, make_case, config, tokens):
+    case = make_case(tokens, batch=2)
+    expected = nsa_attention(*case.leaves, config, backend="reference")
+    assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 6, 8, 16])
+def test_group_sizes(fast_backend, make_case, config, ratio):
+    case = make_case(90, heads=2 * ratio, kv_heads=2)
+    expected = nsa_attention(*case.leaves, config, backend="reference")
+    assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (64, 96), (96, 64), (128, 128), (192, 128), (256, 256)])
+def test_head_dims(fast_backend, make_case, config, dim, value_dim):
+    case = make_case(90, dim=dim, value_dim=value_dim)
+    out = nsa_attention(*case.leaves, config, backend=fast_backend)
+    assert out.shape == (1, 90, 4, value_dim)
+    assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_good_as_an_eager_run(make_case, config, dtype):
+    """With the same blocks, chunked is at most twice as far from float64 as the eager naive run."""
+    case = make_case(150, dtype=dtype)
+    blocks = {name: select_blocks(case.q, case.k, config, backend=name) for name in ("reference", "naive", "chunked")}
+    assert torch.equal(blocks["chunked"], blocks["reference"])
+    assert torch.equal(blocks["chunked"], blocks["naive"])
+    exact = nsa_attention(*case.to(torch.float64).leaves, config, backend="reference")
+    eager = errors(nsa_attention(*case.leaves, config, backend="naive"), exact)
+    out = nsa_attention(*case.leaves, config, backend="chunked")
+    assert out.dtype == dtype
+    assert errors(out, exact) <= 2 * eager
+
+
+def test_nothing_before_t_changes_when_later_tokens_do(backend, make_case, config):
+    case, t = make_case(150, batch=2), 77
+    other = make_case(150, batch=2, seed=1)
+    out, blocks = nsa_attention(*case.leaves, config, backend=backend), select_blocks(case.q, case.k, config)
+    with torch.no_grad():
+        for x, y in zip(case.leaves, other.leaves, strict=True):
+            x[:, t:] = 100 * y[:, t:]
+    changed = nsa_attention(*case.leaves, config, backend=backend)
+    assert torch.equal(out[:, :t], changed[:, :t])
+    assert not torch.equal(out[:, t], changed[:, t])
+    assert torch.equal(blocks[:, :t], select_blocks(case.q, case.k, config)[:, :t])
+
+
+def test_selected_equals_dense_while_every_block_is_selected(backend, make_case, config):
+    case = make_case(config.slc_count * config.slc_block)
+    ones = torch.ones_like(case.gates)
+    out = nsa_attention(case.q, case.k, case.v, ones, config, branches=("slc",), backend=backend)
+    assert_close(out, dense_attention(case.q, case.k, case.v))
+
+
+def test_window_equals_dense_when_it_covers_everything(backend, make_case):
+    case = make_case(100)
+    ones = torch.ones_like(case.gates)
+    for window in (100, 1000):
+        config = NSAConfig(window=window)
+        out = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend=backend)
+        assert_close(out, dense_attention(case.q, case.k, case.v))
+
+
+@pytest.mark.parametrize("window", [1, 2, 24, 99])
+def test_window_sees_exactly_its_positions(backend, make_case, window):
+    case = make_case(100)
+    config, ones = NSAConfig(window=window), torch.ones_like(case.gates)
+    out = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend=backend)
+    t = 99
+    seen = slice(t - window + 1, t + 1)
+    k, v = (x[0, seen].repeat_interleave(2, 1) for x in (case.k, case.v))
+    p = torch.softmax(torch.einsum("hd,thd->ht", case.q[0, t], k) / 4, -1)
+    assert_close(out[0, t], torch.einsum("ht,thd->hd", p, v))
+
+
+def test_queries_without_a_compressed_token_get_zeros(backend, make_case, config):
+    case = make_case(20)
+    out = nsa_attention(*case.leaves, config, branches=("cmp",), backend=backend)
+    assert torch.equal(out[:, : config.cmp_block - 1], torch.zeros_like(out[:, : config.cmp_block - 1]))
+    # the first that sees one sees only that one
+    mean = case.v[0, : config.cmp_block].mean(0).repeat_interleave(2, 0)
+    t = config.cmp_block - 1
+    assert_close(out[0, t], mean * case.gates[0, t, :, :1])
+
+
+def test_three_pairs_of_keys_and_values(fast_backend, make_case, config):
+    cases = [make_case(90, seed=seed) for seed in range(3)]
+    q, gates = cases[0].q, cases[0].gates
+    keys, values = tuple(case.k for case in cases), tuple(case.v for case in cases)
+    out = nsa_attention(q, keys, values, gates, config, backend=fast_backend)
+    assert_close(out, nsa_attention(q, keys, values, gates, config, backend="reference"))
+    k_cmp = compress(keys[0], config)
+    alone = [
+        nsa_attention(q, k, v, gates, config, k_cmp=k_cmp, branches=(branch,), backend=fast_backend)
+        for branch, k, v in zip(("cmp", "slc", "win"), keys, values, strict=True)
+    ]
+    assert_close(out, sum(alone))
+
+
+def test_given_compressed_keys_take_the_place_of_the_mean(backend, make_case, config):
+    case, other = make_case(90), make_case(90, seed=1)
+    k_cmp, v_cmp = compress(case.k, config), compress(case.v, config)
+    expected = nsa_attention(*case.leaves, config, backend=backend)
+    learned = NSAConfig(**{**vars(config), "compress": "mlp"})
+    assert_close(nsa_attention(*case.leaves, learned, k_cmp=k_cmp, v_cmp=v_cmp, backend=backend), expected)
+    k = (other.k, case.k, case.k)
+    assert_close(nsa_attention(case.q, k, case.v, case.gates, config, k_cmp=k_cmp, backend=backend), expected)
+
+
+def test_scale(fast_backend, make_case, config):
+    case = make_case(90)
+    out = nsa_attention(*case.leaves, config, scale=0.5, backend=fast_backend)
+    assert_close(out, nsa_attention(*case.leaves, config, scale=0.5, backend="reference"))
+    assert_close(out, nsa_attention(2 * case.q, *case.leaves[1:], config, backend=fast_backend))
+
+
+def test_packed_equals_separate(backend, make_case, config):
+    lengths = [1, 5, 8, 70, 40]
+    case = make_case(sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = [x[0] for x in case.leaves]
+    out = nsa_attention(*packed, config, cu_seqlens=bounds, backend=backend)
+    blocks = select_blocks(*packed[:2], config, cu_seqlens=bounds, backend=backend)
+    dense = dense_attention(*packed[:3], cu_seqlens=bounds)
+    means = compress(packed[1], config, cu_seqlens=bounds)
+    given = nsa_attention(*packed, config, cu_seqlens=bounds, k_cmp=means, backend=backend)
+    singles = [[x[:, a:b] for x in case.leaves] for a, b in pairwise(bounds.tolist())]
+    assert torch.equal(out, torch.cat([nsa_attention(*one, config, backend=backend)[0] for one in singles]))
+    assert torch.equal(given, out)
+    assert torch.equal(blocks, torch.cat([select_blocks(*one[:2], config, backend=backend)[0] for one in singles]))
+    assert torch.equal(dense, torch.cat([dense_attention(*one[:3])[0] for one in singles]))
+    assert torch.equal(means, torch.cat([compress(one[1], config)[0] for one in singles]))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_fewer_queries_than_keys_are_the_last_positions(backend, make_case, config, rows):
+    case = make_case(120)
+    last = [case.q[:, -rows:], case.k, case.v, case.gates[:, -rows:]]
+    assert_close(nsa_attention(*last, config, backend=backend), nsa_attention(*case.leaves, config)[:, -rows:])
+    assert_close(dense_attention(*last[:3]), dense_attention(*case.leaves[:3])[:, -rows:])
+    assert_close(dense_attention(*last[:3], window=9), dense_attention(*case.leaves[:3], window=9)[:, -rows:])
+
+
+def test_non_contiguous_operands(backend, make_case, config):
+    case = make_case(90, heads=4, kv_heads=4)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in case.leaves]
+    joint = torch.stack([case.q, case.k, case.v], 2).detach()
+    expected = nsa_attention(*case.leaves, config, backend=backend)
+    assert not strided[0].is_contiguous()
+    assert_close(nsa_attention(*strided, config, backend=backend), expected)
+    assert_close(nsa_attention(*joint.unbind(2), case.gates, config, backend=backend), expected)
+
+
+def test_the_same_input_gives_the_same_bits_twice(backend, make_case, config):
+    def run():
+        case = make_case(150, batch=2)
+        out = nsa_attention(*case.leaves, config, backend=backend)
+        return [out, *torch.autograd.grad(out.square().sum(), case.leaves)]
+
+    assert all(torch.equal(x, y) for x, y in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_a_forced_branch_executes_only_itself(backend, make_case, config, branch):
+    case = make_case(90)
+    with routes.capture() as runs:
+        nsa_attention(*case.leaves, config, branches=(branch,), backend=backend)
+    expected = {branch, "select"} if branch == "slc" else {branch}
+    assert {run.branch for run in runs} == expected
+    assert {run.kernel for run in runs} == {backend}
+
+
+def test_a_backend_for_each_branch(make_case, config):
+    case = make_case(90)
+    mixed = {"cmp": "naive", "win": "reference", "select": "naive"}
+    with routes.capture() as outer, routes.capture() as runs:
+        out = nsa_attention(*case.leaves, config, backend=mixed)
+    assert outer == runs
+    assert {(run.branch, run.kernel) for run in runs} == {*mixed.items(), ("slc", "chunked")}
+    assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
+
+
+def test_available_backends_name_all():
+    assert available_backends(torch.device("cpu"), torch.float32) == dict.fromkeys(["reference", "naive", "chunked"])
+    assert "meta" in str(available_backends(torch.device("meta"), torch.float32)["chunked"])
+
+
+def test_compress_is_the_mean_of_each_block(make_case):
+    config = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=16)
+    x = make_case(43, batch=2).k
+    expected = torch.stack([x[:, i * 4 : i * 4 + 12].mean(1) for i in range(config.cmp_tokens(43))], 1)
+    assert_close(compress(x, config), expected, 1e-6)
+    assert compress(x[:, :11], config).shape == (2, 0, 2, 16)
+
+
+def test_autocast_takes_its_dtype(make_case, config):
+    case = make_case(90)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = nsa_attention(*case.leaves, config)
+    assert out.dtype == torch.bfloat16
+    gradient = torch.autograd.grad(out.float().sum(), case.q)[0]
+    assert gradient.dtype == torch.float32
+    assert errors(out, nsa_attention(*case.leaves, config, backend="reference")) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 16), (6, 2, 16, 24), (4, 2, 24, 16)]
+)
+def test_dense_attention_is_causal_and_names_its_kernel(make_case, heads, kv_heads, dim, value_dim):
+    case = make_case(50, heads, kv_heads, dim, value_dim)
+    config, ones = NSAConfig(window=50), torch.ones_like(case.gates)
+    with routes.capture() as runs:
+        out = dense_attention(case.q, case.k, case.v)
+    expected = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend="reference")
+    assert_close(out, expected)
+    assert [run.branch for run in runs] == ["dense"]
+    assert runs[0].kernel.startswith("sdpa-")
+    with routes.capture() as runs:
+        narrow = dense_attention(case.q, case.k, case.v, window=7)
+    assert [(run.branch, run.kernel) for run in runs] == [("dense", "chunked")]
+    config = NSAConfig(window=7)
+    assert_close(narrow, nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend="reference"))

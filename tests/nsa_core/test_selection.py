@@ -1,0 +1,123 @@
+"""select_blocks: candidates, forced blocks, order, ties, Eq. 9 and 10, needles."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_core import NSAConfig, select_blocks
+from nsa_core.backends import _selection
+
+BACKENDS = ("reference", "naive", "chunked")
+
+
+def by_the_letter(scores, t, config):
+    """The selection for one query from its blocks' scores, as a sentence of the definition each."""
+    candidates = [j for j in range(len(scores)) if j * config.slc_block <= t]
+    own = t // config.slc_block
+    forced = {j for j in candidates if j < config.init_blocks or j > own - config.local_blocks}
+    rest = sorted((j for j in candidates if j not in forced), key=lambda j: (-scores[j], j))
+    chosen = sorted([*forced, *rest[: config.slc_count - len(forced)]])
+    return chosen + [-1] * (config.slc_count - len(chosen))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(1, 12),
+    init=st.integers(0, 2),
+    local=st.integers(0, 3),
+    free=st.integers(0, 4),
+    levels=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_choice_follows_the_definition(blocks, init, local, free, levels, seed, dtype):
+    config = NSAConfig(8, 4, 16, max(1, init + local + free), init, local)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(levels, (2, 5, blocks), generator=generator).to(dtype) / 3  # few levels: many ties
+    positions = torch.randint(blocks * config.slc_block, (5,), generator=generator).sort().values
+    chosen = _selection.choose(scores, positions, config)
+    assert chosen.dtype == torch.int32
+    for head in range(2):
+        for row, t in enumerate(positions.tolist()):
+            assert chosen[head, row].tolist() == by_the_letter(scores[head, row].tolist(), t, config)
+
+
+def overlap(i, j, config):
+    token = set(range(i * config.cmp_stride, i * config.cmp_stride + config.cmp_block))
+    return len(token & set(range(j * config.slc_block, (j + 1) * config.slc_block)))
+
+
+@pytest.mark.parametrize("sizes", [(32, 16, 64), (8, 4, 16), (16, 4, 16), (4, 4, 16), (12, 4, 16), (4, 2, 4)])
+def test_importance_weighs_tokens_by_their_overlap(sizes):
+    config = NSAConfig(*sizes, slc_count=4, init_blocks=1, local_blocks=1)
+    tokens, blocks = config.cmp_tokens(5 * config.slc_block + 3), 6
+    p = torch.rand(2, 3, 4, tokens, dtype=torch.float64)
+    weights = torch.tensor([[overlap(i, j, config) / sizes[1] for j in range(blocks)] for i in range(tokens)])
+    expected = torch.einsum("xcgi,ij->xcj", p, weights.double())
+    torch.testing.assert_close(_selection.importance(p, blocks, config), expected)
+
+
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 100, 161])
+def test_backends_select_the_same(make_case, config, tokens, dtype):
+    case = make_case(tokens, heads=6, batch=2, dtype=dtype)
+    expected = select_blocks(case.q, case.k, config, backend="reference")
+    assert expected.shape == (2, tokens, 2, config.slc_count)
+    assert expected.dtype == torch.int32
+    for name in ("naive", "chunked"):
+        assert torch.equal(select_blocks(case.q, case.k, config, backend=name), expected)
+
+
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("heads", [2, 6, 10])
+def test_ties_go_to_the_lower_index_on_every_backend(backend, config, heads):
+    q, k = torch.zeros(1, 200, heads, 16), torch.ones(1, 200, 2, 16)
+    last = select_blocks(q, k, config, backend=backend)[0, -1]
+    # all interior blocks are equal; block 0 is forced, the last two are local
+    assert last.tolist() == [[0, 1, 11, 12]] * 2
+
+
+def test_forced_blocks_count_among_the_selected(backend, make_case):
+    config = NSAConfig(8, 4, 16, slc_count=4, init_blocks=2, local_blocks=2)
+    case = make_case(200)
+    blocks = select_blocks(case.q, case.k, config, backend=backend)[0, :, 0].tolist()
+    assert blocks[0] == [0, -1, -1, -1]
+    assert blocks[31] == [0, 1, -1, -1]
+    assert blocks[47] == [0, 1, 2, -1]  # block 1 is initial and local, once
+    assert blocks[199] == [0, 1, 11, 12]
+
+
+def test_without_forced_blocks_importance_alone_decides(backend):
+    config = NSAConfig(8, 4, 16, slc_count=1, init_blocks=0, local_blocks=0)
+    q, k = torch.zeros(1, 100, 2, 8), torch.zeros(1, 100, 1, 8)
+    q[..., 0], k[0, 52, 0, 0] = 4.0, 40.0  # token 52 is in block 3
+    blocks = select_blocks(q, k, config, backend=backend)[0, :, 0, 0]
+    assert blocks[60:].tolist() == [3] * 40
+
+
+def test_equal_queries_in_a_group_select_as_one_of_them(backend, make_case, config):
+    case = make_case(120, heads=2, kv_heads=2)
+    alone = select_blocks(case.q, case.k, config, backend=backend)
+    group = select_blocks(case.q.repeat_interleave(4, 2), case.k, config, backend=backend)
+    assert torch.equal(group, alone)
+
+
+@pytest.mark.parametrize("name", ["naive", "chunked"])
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("tokens", [4096, 65536])
+def test_a_needles_block_is_selected(tokens, depth, name):
+    config = NSAConfig()
+    generator = torch.Generator().manual_seed(tokens)
+    k, q = torch.randn(1, tokens, 1, 16, generator=generator), torch.randn(1, 4, 2, 16, generator=generator)
+    needle = int(depth * tokens)
+    k[0, needle - 16 : needle + 16] += 4 * q[0, 0, 0]  # as large as compression has it: half a block long
+    q[:] = q[:, :1, :1]
+    blocks = select_blocks(q, k, config, backend=name)
+    assert (blocks == needle // config.slc_block).any(-1).all()
+
+
+def test_no_gradient_flows_through_the_selection(backend, make_case, config):
+    case = make_case(120)
+    assert not select_blocks(case.q, case.k, config, backend=backend).requires_grad
