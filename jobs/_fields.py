@@ -1,0 +1,66 @@
+"""Spec fields that several kinds share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from jobs.point import Machine
+from jobs.spec import JobSpec
+from nsa_core import NSAConfig
+from nsa_core.model import PRESETS
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _nsa(value: Any) -> Any:
+    """NSAConfig of a mapping; its own checks name field, value and fix."""
+    if not isinstance(value, Mapping):
+        return value
+    known = [field.name for field in fields(NSAConfig)]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{key}: unknown key (value {value[key]!r}); use {', '.join(known)}")
+    return NSAConfig(**value)
+
+
+def _preset(value: str) -> str:
+    if value not in PRESETS:
+        raise ValueError(f"there is no such preset; use one of {', '.join(PRESETS)}")
+    return value
+
+
+def _unique(values: Sequence[Any]) -> Sequence[Any]:
+    repeated = sorted({v for v in values if values.count(v) > 1})
+    if repeated:
+        raise ValueError(f"{', '.join(map(str, repeated))} appears more than once; name each once")
+    return values
+
+
+NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
+Preset = Annotated[str, AfterValidator(_preset)]
+Unique = AfterValidator(_unique)  # of a list: no value twice
+Count = Annotated[int, Field(ge=1)]
+
+
+def threads(spec: JobSpec, machine: Machine) -> int | None:
+    """CPU threads that a point computes with: the cores it is scheduled with; None on a GPU: PyTorch's own choice."""
+    return max(1, int(spec.resources.num_cpus)) if machine.device == "cpu" else None
+
+
+def does_not_fit(needed: int, spec: JobSpec, machine: Machine, advice: str) -> str | None:
+    """Why a point that needs so many bytes is not worth starting; None if it fits."""
+    limit, who = machine.memory_bytes, f"the {machine.device} device has"
+    if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
+        limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
+    if needed <= limit:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, {who} {limit / 2**30:.1f} GiB; {advice}"
