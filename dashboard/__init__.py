@@ -1,0 +1,1 @@
+"""The results in the browser: reads the store, computes nothing."""

@@ -1,0 +1,52 @@
+"""The dashboard: `streamlit run dashboard/app.py`. Pages and the sidebar; each page is a file beside this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+from dashboard import data, parts
+from orchestrator.errors import UserError
+
+_ICON = str(Path(__file__).with_name("icon.svg"))
+
+
+def main() -> None:
+    st.set_page_config(page_title="NSA bench", page_icon=_ICON, layout="wide")
+    st.logo(_ICON, size="large")
+    page = st.navigation(
+        {
+            "NSA bench": [
+                st.Page("overview.py", title="Overview", icon=":material/rule:", default=True),
+                st.Page("scaling.py", title="Scaling", icon=":material/show_chart:", url_path="scaling"),
+                st.Page("runs.py", title="Runs", icon=":material/list_alt:", url_path="runs"),
+            ]
+        }
+    )
+    with st.sidebar:
+        _database()
+    page.run()
+
+
+@st.fragment(run_every=data.IDLE_SECONDS)
+def _database() -> None:
+    """Which database this is, how much it holds, and how fresh that is."""
+    try:
+        store = data.open_store()
+        counts, changed = data.counts(store), data.last_change(store)
+    except UserError:
+        st.caption(":material/database_off: no database to read")
+        return
+    st.caption(f":material/database: **Database**  \n`{parts.short_address(store.name)}`")
+    if changed is not None:
+        st.caption(f":material/schedule: **Last change**  \n{parts.ago(changed)}")
+    st.caption(
+        f":material/inventory_2: **Holds**  \n{parts.count(counts['runs_measured'], 'measured run')}, "
+        f"{counts['runs_reported']} reported  \n{parts.count(counts['points'], 'point')}, {counts['points_ok']} ok"
+    )
+    if counts["runs_running"]:
+        st.badge(parts.count(counts["runs_running"], "run") + " going on", icon=":material/autorenew:", color="blue")
+
+
+main()

@@ -1,0 +1,55 @@
+"""What a page shows when there is nothing to show yet, or nothing to read from: what happened and what to do."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from orchestrator.errors import UserError
+from orchestrator.gates import GatesError
+from orchestrator.settings import SettingsError
+from orchestrator.store import StoreError, StoreUnavailable
+
+START = "nsa up"
+SUBMIT = "nsa submit jobs/configs/demo.yaml"
+IMPORT = "nsa import orchestrator/reference_data/*.csv"
+UPGRADE = "nsa db upgrade"
+
+
+def explain(err: UserError) -> None:
+    """Show what is wrong and how to mend it, in the place of what could not be read."""
+    if isinstance(err, SettingsError):
+        _show(":material/tune:", "A setting cannot be used", str(err), ["nsa doctor"])
+    elif isinstance(err, GatesError):
+        _show(":material/rule:", "The go/no-go rules cannot be used", str(err), ["nsa gate"])
+    elif isinstance(err, StoreUnavailable):
+        text = "The results are kept, but the database does not answer right now. This page tries again by itself."
+        _show(":material/cloud_off:", "The database cannot be reached", text, ["nsa doctor", "nsa up"], str(err))
+    elif isinstance(err, StoreError) and "no such file" in str(err):
+        nothing_yet("There is no database yet: the first job makes it.", str(err))
+    elif isinstance(err, StoreError) and UPGRADE in str(err):
+        text = "The tables were made by an older version of this project, or not yet."
+        _show(":material/upgrade:", "The database needs an upgrade", text, [UPGRADE], str(err))
+    else:
+        _show(":material/error:", "The database cannot be used", str(err), ["nsa doctor"])
+
+
+def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = None) -> None:
+    """Show how to get the first results."""
+    with st.container(border=True):
+        st.subheader(":material/rocket_launch: No results yet")
+        st.markdown(f"{text} Start the services and submit the demo benchmark; it takes a few minutes on a CPU:")
+        st.code(f"{START}\n{SUBMIT}", language="bash")
+        st.markdown("Put the figures that others report beside your own:")
+        st.code(IMPORT, language="bash")
+        st.caption("This page fills by itself as points are measured.")
+        if detail:
+            st.caption(detail)
+
+
+def _show(icon: str, title: str, text: str, commands: list[str], detail: str | None = None) -> None:
+    with st.container(border=True):
+        st.subheader(f"{icon} {title}")
+        st.markdown(text)
+        st.code("\n".join(commands), language="bash")
+        if detail:
+            st.caption(detail)

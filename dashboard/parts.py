@@ -1,0 +1,197 @@
+"""Small pieces that the pages share: how states, numbers, times and links look."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlencode
+
+import pandas as pd
+
+from orchestrator.states import Origin, PointState, Result, RunState
+
+if TYPE_CHECKING:
+    from orchestrator.gates import RuleVerdict
+
+Color = Literal["red", "orange", "blue", "green", "gray", "violet"]
+
+
+class Look(NamedTuple):
+    """How a state is shown: always an icon and its name, the colour only helps."""
+
+    icon: str
+    color: Color
+    sign: str  # for cells of a grid, where no icon font is drawn
+
+
+RESULTS: Mapping[str, Look] = {
+    Result.GO: Look("check_circle", "green", "✓"),
+    Result.NO_GO: Look("cancel", "red", "✗"),
+    Result.UNKNOWN: Look("help", "gray", "?"),
+}
+_FAILURE = "red"
+POINT_STATES: Mapping[str, Look] = {
+    PointState.PENDING: Look("hourglass_empty", "gray", "·"),
+    PointState.RUNNING: Look("autorenew", "blue", "▶"),
+    PointState.OK: Look("check_circle", "green", "✓"),
+    PointState.OOM: Look("memory", _FAILURE, "✗"),
+    PointState.TIMEOUT: Look("timer_off", _FAILURE, "✗"),
+    PointState.HANG: Look("hourglass_disabled", _FAILURE, "✗"),
+    PointState.CRASH: Look("bolt", _FAILURE, "✗"),
+    PointState.ERROR: Look("error", _FAILURE, "✗"),
+    PointState.LOST: Look("link_off", _FAILURE, "✗"),
+    PointState.SKIPPED: Look("skip_next", "orange", "»"),
+    PointState.CANCELLED: Look("block", "gray", "–"),
+}
+RUN_STATES: Mapping[str, Look] = {
+    RunState.PENDING: POINT_STATES[PointState.PENDING],
+    RunState.RUNNING: POINT_STATES[PointState.RUNNING],
+    RunState.DONE: POINT_STATES[PointState.OK],
+    RunState.CANCELLED: POINT_STATES[PointState.CANCELLED],
+    RunState.FAILED: POINT_STATES[PointState.ERROR],
+}
+ORIGINS: Mapping[str, Look] = {
+    Origin.MEASURED: Look("straighten", "blue", "●"),
+    Origin.REPORTED: Look("article", "violet", "◇"),
+}
+_UNKNOWN_LOOK = Look("help", "gray", "?")
+
+
+def badge(name: str, looks: Mapping[str, Look]) -> str:
+    """A coloured badge as Markdown, for text and static tables."""
+    look = looks.get(name, _UNKNOWN_LOOK)
+    return f":{look.color}-badge[:material/{look.icon}: {name}]"
+
+
+def sign(name: str, looks: Mapping[str, Look]) -> str:
+    """A state for a cell of a grid: a sign and its name."""
+    return f"{looks.get(name, _UNKNOWN_LOOK).sign} {name}"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A value with four digits that count and its unit ("1" is no unit); a dash for none."""
+    if value is None or math.isnan(value):
+        return "–"
+    size = abs(value)
+    text = f"{value:,.0f}" if 10_000 <= size < 1e15 else f"{value:.4g}"
+    return f"{text} {unit}" if unit and unit != "1" else text
+
+
+def size(count: float | None) -> str:
+    """Bytes in the largest binary unit that leaves a number above one."""
+    if count is None or math.isnan(count):
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:,.4g} {unit}"
+    return f"{count:,.0f} bytes"
+
+
+def count(n: int, noun: str) -> str:
+    """1 run, 2 runs."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def ago(moment: datetime) -> str:
+    """How long ago, in the largest unit that fits; with the date when it is long ago."""
+    seconds = max(0.0, (datetime.now(UTC) - moment).total_seconds())
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            text = f"{count(int(seconds // length), unit)} ago"
+            return f"{text} ({moment:%Y-%m-%d})" if unit == "day" else text
+    return f"{seconds:.0f} s ago"
+
+
+def moment(at: object) -> str:
+    """A time in UTC to the second; a dash for none."""
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC" if isinstance(at, datetime) and not pd.isna(at) else "–"
+
+
+def duration(start: object, end: object) -> str:
+    """The time between two moments (until now where `end` is missing), as 1 h 02 min or 3 min 20 s."""
+    if not isinstance(start, datetime) or pd.isna(start):
+        return "–"
+    until = end if isinstance(end, datetime) and not pd.isna(end) else datetime.now(UTC)
+    seconds = max(0.0, (until - start).total_seconds())
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def tally(row: Mapping[str, Any]) -> str:
+    """How many points of a run are where, leaving out what there is none of."""
+    names = ("ok", "failed", "skipped", "cancelled", "running", "pending")
+    return " · ".join(f"{int(row[name])} {name}" for name in names if row[name]) or "no points"
+
+
+def progress(row: Mapping[str, Any]) -> float:
+    """The share of a run's points that ended, 0 to 1."""
+    return 1 - (row["running"] + row["pending"]) / row["points"] if row["points"] else 0.0
+
+
+def point_link(point_id: str, label: str | None = None) -> str:
+    """A Markdown link to a point's detail. Relative, so that it also works behind a proxy's prefix."""
+    run_id, _, index = point_id.rpartition("/")
+    return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})})"
+
+
+def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
+    """Links to the points that a verdict rests on."""
+    links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:shown])
+    more = len(point_ids) - shown
+    return f"{links} +{more}" if more > 0 else links or "–"
+
+
+def plain(text: object) -> str:
+    """Text that Markdown shows as it is, on one line; what stands between backticks stays code."""
+    pieces = str(text).replace("\n", " ").split("`")
+    if len(pieces) % 2 == 0:  # a lone backtick is a character like any other
+        pieces = ["\\`".join(pieces)]
+    return "`".join(piece if place % 2 else _escape(piece) for place, piece in enumerate(pieces))
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([\\*_\[\]$~|<>:#])", r"\\\1", text)
+
+
+def short_address(address: str) -> str:
+    """A database's address for a narrow column: a file by its last two parts, a server in full."""
+    if not address.startswith("sqlite:"):
+        return address
+    return "sqlite …/" + "/".join(PurePath(address.removeprefix("sqlite:///")).parts[-2:])
+
+
+def bound(rule: RuleVerdict) -> str:
+    """A rule's bound with its direction, where it has one."""
+    if rule.bound is None:
+        return "–"
+    comparison = {"<=": "≤", ">=": "≥"}.get(rule.comparison or "", "")
+    return f"{comparison} {number(rule.bound, rule.unit)}".strip()
+
+
+def doing(point: Mapping[str, Any]) -> str:
+    """What a running point is doing, and when it was last heard of (Markdown)."""
+    text = f"**{plain(point['label'])}**"
+    if phase(point):
+        text += f" · {plain(phase(point))}"
+    if isinstance(point["heartbeat_at"], datetime) and not pd.isna(point["heartbeat_at"]):
+        text += f" · last heard of {ago(point['heartbeat_at'])}"
+    return text
+
+
+def phase(point: Mapping[str, Any]) -> str:
+    """What a running point is doing and how far that is; nothing for others."""
+    if point["state"] != PointState.RUNNING or not point["phase"]:
+        return ""
+    counted = point["total"] and not pd.isna(point["total"])
+    return f"{point['phase']} {point['done']:.0f}/{point['total']:.0f}" if counted else point["phase"]
+
+
+def route(kernels: Mapping[str, str] | None) -> str:
+    """What really ran, branch by branch."""
+    return ", ".join(f"{branch}: {kernel}" for branch, kernel in (kernels or {}).items()) or "–"

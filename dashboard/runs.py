@@ -1,0 +1,267 @@
+"""Runs: find one, see what it is and how it goes, and every detail of a point. Deep links: ?run=ID&point=ID."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from dashboard import charts, data, grids, help_pages, parts
+from orchestrator.states import Origin, RunState
+from orchestrator.store import Store
+
+
+@data.page
+def page(store: Store) -> None:
+    run_id, point_id = st.query_params.get("run"), st.query_params.get("point")
+    if point_id and not run_id:
+        run_id = point_id.rpartition("/")[0]
+    if run_id and point_id:
+        _point_page(store, run_id, point_id)
+    elif run_id:
+        _run_page(store, run_id)
+    else:
+        _list_page(store)
+
+
+def _list_page(store: Store) -> None:
+    st.title("Runs")
+    if not data.counts(store)["runs"]:
+        help_pages.nothing_yet()
+        return
+    text, origin, state, kind = _filters(store)
+    live = bool(data.counts(store)["runs_running"])
+    st.caption("Click a row to open the run.")
+    st.fragment(_list, run_every=data.refresh_seconds(live))(store, text=text, origin=origin, state=state, kind=kind)
+
+
+def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | None]:
+    kinds = sorted(data.runs(store)["kind"].unique())
+    columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
+    text = columns[0].text_input("Search", key="text", placeholder="id, name, source or host", icon=":material/search:")
+    origin = columns[1].selectbox("Origin", list(Origin), index=None, placeholder="any", key="origin")
+    state = columns[2].selectbox("State", list(RunState), index=None, placeholder="any", key="state")
+    kind = columns[3].selectbox("Kind", kinds, index=None, placeholder="any", key="kind")
+    return text or None, origin, state, kind
+
+
+@data.part
+def _list(store: Store, **filters: str | None) -> None:
+    frame = data.runs(store, **filters)
+    if frame.empty:
+        st.info("No run fits these filters.", icon=":material/filter_alt_off:")
+        return
+    chosen = grids.runs(frame, key="runs")
+    if chosen is not None:
+        _go(run=chosen)
+
+
+def _run_page(store: Store, run_id: str) -> None:
+    run = data.run(store, run_id)
+    if run is None:
+        _missing("run", run_id)
+        return
+    _link("All runs")
+    st.title(parts.plain(run["name"]))
+    live = run["state"] in (RunState.RUNNING, RunState.PENDING)
+    st.fragment(_run_now, run_every=data.LIVE_SECONDS if live else None)(store, run_id, live)
+    with st.container(horizontal=True):
+        st.download_button(
+            "Rows as CSV",
+            data=lambda: data.csv(store, [run_id]),
+            file_name=f"{run_id}.csv",
+            mime="text/csv",
+            icon=":material/download:",
+            on_click="ignore",
+        )
+        st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
+    provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"])
+    with provenance:
+        _table(_provenance(run))
+    with spec:
+        st.json(run["spec"], expanded=2)
+    with events:
+        _events(data.events(store, run_id))
+
+
+@data.part
+def _run_now(store: Store, run_id: str, live: bool) -> None:
+    """The part of a run that changes while it goes on: state, progress, points."""
+    run = data.run(store, run_id)
+    if run is None or live != (run["state"] in (RunState.RUNNING, RunState.PENDING)):
+        st.rerun()
+    assert run is not None
+    st.markdown(
+        f"{parts.badge(run['state'], parts.RUN_STATES)} {parts.badge(run['origin'], parts.ORIGINS)} `{run['run_id']}`"
+    )
+    if run["reason"]:
+        st.warning(parts.plain(run["reason"]), icon=":material/info:")
+    st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
+    points = data.points(store, run_id)
+    for point in points[points["state"] == "running"].to_dict("records"):
+        st.caption(f":material/autorenew: {parts.doing(point)}")
+    if points.empty:
+        st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
+        return
+    st.caption("Click a row to see a point's numbers, route, environment and logs.")
+    chosen = grids.points(points, key="points")
+    if chosen is not None:
+        _go(run=run_id, point=chosen)
+
+
+def _provenance(run: dict[str, Any]) -> dict[str, str]:
+    dirty = {True: " with uncommitted changes", False: " (clean)"}.get(run["git_dirty"], "")
+    commit = f"`{run['git_commit']}`{dirty}" if run["git_commit"] else "–"
+    texts = ("spec_hash", "code_hash", "submission_id", "artifacts")
+    return {
+        "Kind": run["kind"],
+        "Source": parts.plain(run["source"] or "–"),
+        "Commit": commit,
+        "Started": parts.moment(run["created_at"]),
+        "Ended": parts.moment(run["ended_at"]),
+        "Took": parts.duration(run["created_at"], run["ended_at"]),
+        "Host": parts.plain(run["host"] or "–"),
+        "GPU": parts.plain(run["gpu"] or "–"),
+        "Resumed": parts.count(run["resumed"], "time"),
+        **{name.replace("_", " ").capitalize(): f"`{run[name]}`" if run[name] else "–" for name in texts},
+    }
+
+
+def _events(frame: pd.DataFrame) -> None:
+    if frame.empty:
+        st.caption("Nothing out of the ordinary happened.")
+        return
+    names = {"at": "When", "level": "Level", "message": "What", "point_id": "Point"}
+    when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone="UTC")
+    st.dataframe(frame.rename(columns=names), hide_index=True, column_config={"When": when})
+
+
+def _point_page(store: Store, run_id: str, point_id: str) -> None:
+    point = data.point(store, point_id)
+    if point is None:
+        _missing("point", point_id)
+        return
+    with st.container(horizontal=True):
+        _link("All runs")
+        _link(parts.plain(point["run_name"]), run=run_id)
+    st.title(parts.plain(point["label"]))
+    live = point["state"] in ("running", "pending")
+    st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, point["state"])
+    _measured(store, point)
+    environment, config, files = st.tabs(["Environment", "Configuration", "Logs and artifacts"])
+    with environment:
+        if point["environment"]:
+            _table({name: _cell(value) for name, value in point["environment"].items()})
+        else:
+            st.caption("No environment was noted.")
+    with config:
+        st.json(point["config"], expanded=2)
+    with files:
+        _artifacts(data.artifacts(store, point_id))
+
+
+@data.part
+def _point_now(store: Store, point_id: str, state: str) -> None:
+    point = data.point(store, point_id)
+    if point is None or point["state"] != state:
+        st.rerun()
+    assert point is not None
+    st.markdown(
+        f"{parts.badge(state, parts.POINT_STATES)} {parts.badge(point['origin'], parts.ORIGINS)} `{point_id}` · "
+        f"attempt {point['attempt']} · took {parts.duration(point['started_at'], point['ended_at'])}"
+    )
+    if state == "running":
+        st.info(parts.doing(point), icon=":material/autorenew:")
+    if point["reason"]:
+        st.warning(f"**{state}**: {parts.plain(point['reason'])}", icon=":material/info:")
+
+
+def _measured(store: Store, point: dict[str, Any]) -> None:
+    """The point's numbers, beside what was predicted and what really ran."""
+    metrics = data.metrics(store, point["point_id"])
+    left, right = st.columns([3, 2])
+    with left:
+        st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
+        if metrics.empty:
+            st.caption(f"No numbers: the point is {point['state']}.")
+        else:
+            _metrics(metrics)
+    with right:
+        st.subheader("What ran")
+        facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
+        facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": f"`{point['key']}`"}
+        facts |= {"Ended": parts.moment(point["ended_at"])}
+        _table(facts)
+    sampled = metrics[metrics["samples"].map(len) > 2]
+    for row in sampled.to_dict("records"):
+        st.caption(f"{row['name']}: all {len(row['samples'])} samples")
+        st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
+
+
+def _metrics(frame: pd.DataFrame) -> None:
+    rows = frame.to_dict("records")
+    table = pd.DataFrame(
+        {
+            "Metric": frame["name"],
+            "Value": [parts.number(row["value"], row["unit"]) for row in rows],
+            "95 % interval": [_interval(row["ci_low"], row["ci_high"]) for row in rows],
+            "p10 to p90": [_interval(row["p10"], row["p90"]) for row in rows],
+            "Samples": [len(row["samples"]) or "–" for row in rows],
+            "How": [parts.plain(row["method"] or "–") for row in rows],
+        }
+    ).astype(str)
+    st.table(table, border="horizontal", hide_index=True)
+
+
+def _interval(low: float, high: float) -> str:
+    return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} to {parts.number(high)}"
+
+
+def _artifacts(frame: pd.DataFrame) -> None:
+    if frame.empty:
+        st.caption("No files were kept.")
+    for row in frame.to_dict("records"):
+        title = f"{row['name']} · attempt {row['attempt']} · {parts.size(row['size'])}"
+        with st.expander(parts.plain(title), expanded=len(frame) == 1, icon=":material/description:"):
+            if row["truncated"]:
+                st.caption("Only its end was kept here; the whole file is on the host that ran it.")
+            st.caption(f"`{row['path']}` · sha256 `{row['sha256'][:16]}`")
+            if row["content"]:
+                st.code(
+                    row["content"],
+                    language=None,
+                    wrap_lines=True,
+                    height=420 if row["content"].count("\n") > 18 else "content",
+                )
+            else:
+                st.caption("Empty." if not row["size"] else "Its text is not in the database.")
+
+
+def _cell(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+    return parts.plain(text) if value not in (None, "", {}, []) else "–"
+
+
+def _table(facts: dict[str, str]) -> None:
+    st.table(
+        pd.DataFrame({"": facts.keys(), " ": facts.values()}), border="horizontal", hide_index=True, hide_header=True
+    )
+
+
+def _missing(what: str, name: str) -> None:
+    _link("All runs")
+    st.warning(f"There is no {what} `{name}` in this database.", icon=":material/search_off:")
+
+
+def _link(label: str, **query: str) -> None:
+    st.page_link("runs.py", label=label, icon=":material/arrow_back:", query_params=query)
+
+
+def _go(**query: str) -> None:
+    st.switch_page("runs.py", query_params=query)
+
+
+if __name__ == "__main__":
+    page()
