@@ -154,6 +154,16 @@ def extra_memory(make_case, tokens, name, backward):
     return peak_bytes(run)
 
 
+@pytest.fixture
+def one_thread():
+    """Thousands of small products: on a busy machine a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("backward", [False, True])
 def test_extra_memory_is_linear_when_chunked_and_square_when_naive(make_case, backward):
     def exponent(name, short, long):

@@ -204,7 +204,8 @@ def test_a_backend_for_each_branch(make_case, config):
 
 
 def test_available_backends_name_all():
-    assert available_backends(torch.device("cpu"), torch.float32) == dict.fromkeys(["reference", "naive", "chunked"])
+    on_cpu = available_backends(torch.device("cpu"), torch.float32)
+    assert [on_cpu[name] for name in ("reference", "naive", "chunked")] == [None, None, None]
     assert "meta" in str(available_backends(torch.device("meta"), torch.float32)["chunked"])
 
 
