@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -69,7 +69,7 @@ class PowerLaw:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(PowerLaw):
     """The power law of one series: one run × implementation × workload × pass × shape × dtype × device × metric."""
 
     run_id: str
@@ -88,36 +88,7 @@ class Fit:
     gpu: str | None
     metric: str
     unit: str
-    law: PowerLaw
     point_ids: tuple[str, ...]
-
-    @property
-    def exponent(self) -> float:
-        return self.law.exponent
-
-    @property
-    def ci_low(self) -> float:
-        return self.law.ci_low
-
-    @property
-    def ci_high(self) -> float:
-        return self.law.ci_high
-
-    @property
-    def n(self) -> int:
-        return self.law.n
-
-    @property
-    def r2(self) -> float:
-        return self.law.r2
-
-    @property
-    def coefficient(self) -> float:
-        return self.law.coefficient
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self.law.lengths
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
@@ -163,7 +134,7 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
             continue
         law = fit_power_law(group["seq_len"].tolist(), group["per_sequence"].tolist())
         if law is not None:
-            fits.append(Fit(**_identity(identity), law=law, point_ids=tuple(group["point_id"])))
+            fits.append(Fit(**asdict(law), **_identity(identity), point_ids=tuple(group["point_id"])))
     return fits
 
 

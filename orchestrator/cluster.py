@@ -25,7 +25,6 @@ _REACH_S = 5.0
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
 _ACCELERATOR = "accelerator_type:"
-_LEFT_AT_HOME = [".git", ".venv", "var", "docs", "tests"]  # of the checkout, where it travels to the workers
 
 
 class RayExecutor:
@@ -174,7 +173,7 @@ def _connect(settings: Settings) -> None:
     if address != "auto" and not _listens(address):
         raise unreachable
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # there the job's working_dir reaches the workers
-    env = None if in_job else {"working_dir": str(ROOT), "excludes": _LEFT_AT_HOME}
+    env = None if in_job else {"working_dir": str(ROOT)}
     try:
         ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError:

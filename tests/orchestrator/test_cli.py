@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from orchestrator import cli
@@ -101,8 +102,11 @@ class TestWithResults:
         assert "<html" in (tmp_path / "r.html").read_text()
 
     def test_export_writes_rows(self, nsa: Nsa, tmp_path: Path) -> None:
+        assert nsa("export", "--out", str(tmp_path / "r.csv")).code == 0
+        rows = pd.read_csv(tmp_path / "r.csv")
+        assert (rows["metric"] == "peak_extra_memory").sum() == 12  # 3 implementations, 4 lengths
         assert nsa("export", "--out", str(tmp_path / "r.json")).code == 0
-        assert len(json.loads((tmp_path / "r.json").read_text())) >= 24
+        assert json.loads((tmp_path / "r.json").read_text())[0]["run_id"] == RUN
 
     def test_cancel_of_an_ended_run_says_so(self, nsa: Nsa) -> None:
         assert "has ended already: done" in nsa("cancel", "last").out
