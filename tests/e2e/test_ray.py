@@ -1,0 +1,264 @@
+"""A real Ray cluster and real `ray job submit`: isolation, GPUs, lost workers, stopped jobs, resumed runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from orchestrator import journal
+from orchestrator.records import OutcomeRecord, Record, RunRecord
+from orchestrator.store import Store, queries
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+DRILL = "jobs/configs/drill.yaml"
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Two CPU slots and two GPUs that are none."""
+
+    address: str
+    dashboard: str
+    folder: Path
+
+    def env(self, home: Path) -> dict[str, str]:
+        """Of a client: this cluster and no other, results in `home`."""
+        outside = ("RAY_", "NSA_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        return clean | {"PATH": path, "NSA_RAY_ADDRESS": self.address, "NSA_HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
+    names = [
+        "port",
+        "dashboard-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "metrics-export-port",
+    ]
+    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
+    found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
+    with (folder / "head.log").open("w") as log:
+        head = subprocess.Popen(command, env=found.env(folder), stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_for(lambda: _jobs_answer(found), 60, lambda: (folder / "head.log").read_text())
+        yield found
+    finally:
+        family = psutil.Process(head.pid).children(recursive=True)
+        head.terminate()  # with --block this stops what it started; `ray stop` would stop every cluster of the host
+        for process in psutil.wait_procs(family, timeout=20)[1]:
+            process.kill()
+        head.wait(timeout=20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def submit(cluster: Cluster, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """`ray job submit --working-dir . -- python -m jobs ...`, to its end."""
+    return subprocess.run(
+        _submit(cluster, home, *args), cwd=ROOT, env=cluster.env(home), capture_output=True, text=True
+    )
+
+
+def _submit(cluster: Cluster, home: Path, *args: str, options: tuple[str, ...] = ()) -> list[str]:
+    runtime_env = json.dumps({"env_vars": {"NSA_HOME": str(home), "NSA_GIT_COMMIT": "c0ffee"}})
+    command = ["ray", "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", *options]
+    return [*command, "--runtime-env-json", runtime_env, "--", "python", "-m", "jobs", *args]
+
+
+def drive(cluster: Cluster, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """`python -m jobs` from the checkout, against the cluster."""
+    command = [sys.executable, "-m", "jobs", *args]
+    return subprocess.run(command, cwd=ROOT, env=cluster.env(home), capture_output=True, text=True)
+
+
+def settings(behaviours: str, *more: str) -> list[str]:
+    changes = [f"behaviours={behaviours}", "deadlines={startup_s: 60, heartbeat_s: 6, point_s: 60}", *more]
+    return [item for change in changes for item in ("--set", change)]
+
+
+def run_id(home: Path) -> str:
+    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
+    return path.parent.name
+
+
+def records(home: Path) -> list[Record]:
+    return list(journal.read(home / "artifacts" / run_id(home) / journal.NAME))
+
+
+def stored(home: Path) -> tuple[dict, pd.DataFrame]:
+    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        row = queries.run(store, run_id(home))
+        assert row is not None
+        return dict(row), queries.points(store, run_id(home))
+
+
+def outcomes(home: Path) -> list[OutcomeRecord]:
+    return [record for record in records(home) if isinstance(record, OutcomeRecord)]
+
+
+def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) -> None:
+    done = submit(cluster, home, DRILL, *settings("[ok, crash, hang, oom, raise, skip, ok]", "resources.workers=2"))
+    assert "exit code 1" in done.stdout + done.stderr, done.stdout + done.stderr
+    row, points = stored(home)
+    assert list(points["state"]) == ["ok", "crash", "hang", "oom", "error", "skipped", "ok"]
+    assert row["state"] == "done"
+    assert row["git_commit"] == "c0ffee"
+    assert row["submission_id"] in done.stdout
+    assert f"journal and artifacts: {home}" in done.stdout
+    [hang] = [outcome for outcome in outcomes(home) if outcome.state == "hang"]
+    assert any("_hang" in str(artifact.content) for artifact in hang.artifacts if artifact.name == "stacks.txt")
+    assert _children_of_workers(cluster) == []
+
+
+def test_points_get_gpus_of_their_own_and_their_cores(cluster: Cluster, home: Path) -> None:
+    asked = ["resources={num_gpus: 1, num_cpus: 1}", "slow_s=5"]
+    done = drive(cluster, home, DRILL, *settings("[slow, slow]", *asked))
+    assert done.returncode == 0, done.stdout + done.stderr
+    variables = [outcome.environment["variables"] for outcome in outcomes(home)]
+    assert {v["CUDA_VISIBLE_DEVICES"] for v in variables} == {"0", "1"}
+    assert {v["OMP_NUM_THREADS"] for v in variables} == {"1"}
+
+
+def test_what_the_cluster_lacks_is_told_before_anything_is_submitted(cluster: Cluster, home: Path) -> None:
+    lacking = "resources={num_gpus: 3, num_cpus: 64, accelerator_type: H100}"
+    done = drive(cluster, home, DRILL, *settings("[ok]", lacking))
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [line.split(": ")[1] for line in errors] == [
+        "resources.accelerator_type",
+        "resources.num_gpus",
+        "resources.num_cpus",
+    ]
+    assert "no node of the cluster has more than 2" in errors[1]
+    assert "Traceback" not in done.stderr
+    assert not home.exists()
+
+
+def test_a_lost_worker_costs_its_point_one_attempt(cluster: Cluster, home: Path) -> None:
+    command = [sys.executable, "-m", "jobs", DRILL, *settings("[slow, ok]", "slow_s=4", "retries=1")]
+    driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, text=True)
+    child = _measuring(cluster, home)
+    worker = child.parent()
+    assert worker is not None
+    worker.kill()  # the Ray worker, which supervises
+    out, _ = driver.communicate()
+    assert driver.returncode == 0, out
+    assert not child.is_running()
+    assert Counter((o.point_id[-1], o.attempt, str(o.state)) for o in outcomes(home)) == Counter(
+        [("0", 1, "lost"), ("0", 2, "ok"), ("1", 1, "ok")]
+    )
+    _, points = stored(home)
+    assert list(points["state"]) == ["ok", "ok"]
+    assert "got lost" in out
+
+
+def test_a_stopped_job_ends_cancelled_and_leaves_no_process(cluster: Cluster, home: Path) -> None:
+    args = settings("[ok, timeout, ok]", "resources.workers=1", "deadlines.point_s=600")
+    job = f"stop-{os.getpid()}"
+    options = ("--no-wait", "--submission-id", job)
+    subprocess.run(_submit(cluster, home, DRILL, *args, options=options), cwd=ROOT, env=cluster.env(home), check=True)
+    child = _measuring(cluster, home, after=1)
+    stop = ["ray", "job", "stop", "--address", cluster.dashboard, job]
+    subprocess.run(stop, env=cluster.env(home), check=True, capture_output=True)
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+    row, points = stored(home)
+    assert row["state"] == "cancelled"
+    assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
+    assert records(home)[-1].type == "run_end"
+
+
+def test_a_killed_driver_is_resumed_on_the_cluster(cluster: Cluster, home: Path) -> None:
+    args = settings("[ok, ok, slow, ok]", "slow_s=6", "resources.workers=1", "isolation=warm")
+    command = [sys.executable, "-m", "jobs", DRILL, *args]
+    driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.DEVNULL)
+    child = _measuring(cluster, home, after=2)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    assert psutil.wait_procs([child], timeout=30)[1] == []  # Ray ends the task of a driver that is gone
+    assert len(outcomes(home)) == 2
+    done = drive(cluster, home, "--resume", run_id(home))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = [(o.point_id[-1], o.attempt, str(o.state)) for o in outcomes(home)]
+    assert ends == [("0", 1, "ok"), ("1", 1, "ok"), ("2", 1, "lost"), ("2", 2, "ok"), ("3", 1, "ok")]
+    assert [r.resumed for r in records(home) if isinstance(r, RunRecord)] == [0, 1]
+    _, points = stored(home)
+    assert list(points["state"]) == ["ok"] * 4
+    pids = [o.environment.get("pid") for o in outcomes(home)]
+    assert len(pids) == 5
+
+
+def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
+    """The child process of the point that is measured once `after` outcomes are in the journal."""
+
+    def started() -> bool:
+        paths = list((home / "artifacts").glob(f"*/{journal.NAME}"))
+        if not paths:
+            return False
+        kinds = Counter(record.type for record in journal.read(paths[0]))
+        return kinds["outcome"] >= after and kinds["start"] > kinds["outcome"] and bool(_children_of_workers(cluster))
+
+    _wait_for(started, 90)
+    time.sleep(1)
+    return _children_of_workers(cluster)[0]
+
+
+def _children_of_workers(cluster: Cluster) -> list[psutil.Process]:
+    """The processes on the cluster that measure points."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        if "orchestrator.worker" in (process.info["cmdline"] or []):
+            parent = process.parent()
+            raylet = parent and parent.parent()
+            if raylet and str(cluster.folder) in " ".join(raylet.cmdline()):
+                found.append(process)
+    return found
+
+
+def _jobs_answer(cluster: Cluster) -> bool:
+    command = ["ray", "job", "list", "--address", cluster.dashboard]
+    return subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, timeout=60).returncode == 0
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.2)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
