@@ -58,7 +58,7 @@ def test_each_series_of_a_run_gets_its_fit(store: Store, sweep):
     memory = fits["naive", "peak_extra_memory"]
     assert memory.exponent == pytest.approx(2.0)
     assert (memory.pass_, memory.query_heads, memory.layers, memory.n) == ("forward+backward", 12, None, 4)
-    assert memory.law.at(512) == pytest.approx(3.0)  # one sequence, not the batch of four
+    assert memory.at(512) == pytest.approx(3.0)  # one sequence, not the batch of four
     assert set(memory.point_ids) == {f"{RUN}/{n}" for n in range(4, 8)}
 
 

@@ -9,7 +9,7 @@ import yaml
 
 import orchestrator
 from orchestrator.gates import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
-from orchestrator.records import MetricData, OutcomeRecord, Record, StartRecord
+from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
 from orchestrator.states import PointState, Result
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
@@ -261,3 +261,20 @@ def test_rules_must_have_different_names(tmp_path: Path):
 def test_an_unknown_target_is_named():
     with pytest.raises(GatesError, match="target: 'linear' is unknown; use one of linear-scaling, m7c-125m-training"):
         load_gates().only("linear")
+
+
+def test_another_model_on_the_card_is_no_evidence_for_this_one(sqlite_store: Store, sweep):
+    records = [
+        record.model_copy(update={"kind": "train"}) if isinstance(record, RunRecord) else record
+        for record in sweep(laws={"chunked": 1.0}, gpu="NVIDIA H200")
+    ]
+    sqlite_store.apply_many(records)
+    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
+    assert by_rule(verdict)["throughput"].result is UNKNOWN
+    deep = [
+        record.model_copy(update={"axes": {**record.axes, "layers": 12}}) if isinstance(record, PointRecord) else record
+        for record in records
+    ]
+    sqlite_store.apply_many(deep)
+    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
+    assert by_rule(verdict)["throughput"].result is GO

@@ -1,0 +1,100 @@
+"""Reports of stored runs: Markdown with charts beside it, HTML in one file, CSV, JSON. Reads and writes files only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.errors import UserError
+from orchestrator.report_content import Content, collect
+from orchestrator.report_text import to_html, to_markdown
+from orchestrator.store import Store
+from orchestrator.store.exporter import to_csv, to_json
+
+Format = Literal["md", "html", "csv", "json"]
+CHARTS = {"peak_extra_memory": "memory", "peak_memory": "total memory", "time": "time"}
+
+
+class ReportError(UserError):
+    """A report that cannot be written: field, value, fix."""
+
+
+def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
+    """The report as text; charts only in HTML, where they are part of it.
+
+    Raises:
+        ReportError: an unknown format, or no runs.
+    """
+    if format in ("csv", "json"):
+        return _exported(store, _some(run_ids), format)
+    content = collect(store, _some(run_ids))
+    match format:
+        case "md":
+            return to_markdown(content, charts={})
+        case "html":
+            return to_html(content, {name: _svg(chart) for name, chart in _charts(content).items()})
+        case _:
+            raise ReportError(f"format: {format!r} is unknown; use md, html, csv or json")
+
+
+def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
+    """Write the report to `path`, its suffix says how; beside Markdown a PNG a chart. The files written.
+
+    Raises:
+        ReportError: an unknown suffix, no runs, or a file that cannot be written.
+    """
+    suffix = path.suffix.removeprefix(".")
+    if suffix not in ("md", "html", "csv", "json"):
+        raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix == "md":
+            return _write_markdown(store, run_ids, path)
+        path.write_text(report(store, run_ids, format=suffix))
+    except OSError as err:
+        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+    return [path]
+
+
+def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
+    content = collect(store, _some(run_ids))
+    images = {}
+    for name, chart in _charts(content).items():
+        images[name] = path.with_name(f"{path.stem}-{name.replace(' ', '-')}.png")
+        images[name].write_bytes(_png(chart))
+    path.write_text(to_markdown(content, {name: image.name for name, image in images.items()}))
+    return [path, *images.values()]
+
+
+def _exported(store: Store, run_ids: Sequence[str], format: str) -> str:
+    return to_csv(store, run_ids) if format == "csv" else to_json(store, run_ids)
+
+
+def _some(run_ids: Sequence[str]) -> Sequence[str]:
+    if not run_ids:
+        raise ReportError("RUN: no runs are stored; submit one: nsa submit jobs/configs/demo.yaml")
+    return run_ids
+
+
+def _charts(content: Content) -> dict[str, Any]:
+    """The scaling charts that the rows can fill, by name. Altair is needed only from here on."""
+    from dashboard.charts import scaling_chart
+
+    return {
+        name: scaling_chart(content.scaling, content.fits_frame, metric).properties(width=640)
+        for metric, name in CHARTS.items()
+        if metric in set(content.scaling["metric"])
+    }
+
+
+def _png(chart: Any) -> bytes:
+    import vl_convert
+
+    return vl_convert.vegalite_to_png(chart.to_dict(), scale=2)
+
+
+def _svg(chart: Any) -> str:
+    import vl_convert
+
+    return vl_convert.vegalite_to_svg(chart.to_dict())

@@ -1,0 +1,91 @@
+"""What a report says, gathered from the store before it is put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from orchestrator.analysis import Fit, fits_frame, scaling_fits
+from orchestrator.gates import TargetVerdict, evaluate, load_gates
+from orchestrator.settings import Settings
+from orchestrator.states import Origin
+from orchestrator.store import Store, queries
+
+_SHAPE = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "seq_len", "metric"]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A report's facts.
+
+    Attributes:
+        runs: the rows of `queries.run`, as asked for.
+        points: every point of these runs with its state and reason.
+        scaling: their rows of v_scaling.
+        metrics: their rows of v_metrics.
+        fits: the fitted exponents.
+        peers: reported rows of the same shape, length, pass and metric, beside each of our rows of the same shape.
+        environments: the distinct environments of the points, as flat text pairs.
+        verdicts: the go/no-go rules, judged on these runs.
+    """
+
+    runs: list[dict[str, Any]]
+    points: pd.DataFrame
+    scaling: pd.DataFrame
+    metrics: pd.DataFrame
+    fits: list[Fit]
+    peers: pd.DataFrame
+    environments: list[dict[str, str]]
+    verdicts: list[TargetVerdict]
+
+    @property
+    def fits_frame(self) -> pd.DataFrame:
+        return fits_frame(self.fits)
+
+
+def collect(store: Store, run_ids: Sequence[str]) -> Content:
+    """Gather the facts of these runs. Raises StoreUnavailable, GatesError."""
+    scaling = queries.scaling(store, run_ids=run_ids)
+    points = queries.states(store, run_ids=run_ids)
+    return Content(
+        runs=[run for run_id in run_ids if (run := queries.run(store, run_id)) is not None],
+        points=points,
+        scaling=scaling,
+        metrics=queries.measurements(store, run_ids=run_ids),
+        fits=scaling_fits(scaling),
+        peers=_beside_peers(scaling, queries.scaling(store, origin=Origin.REPORTED)),
+        environments=_environments(store, points),
+        verdicts=evaluate(store, load_gates(Settings().gates), run_ids),
+    )
+
+
+def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame:
+    """Our measured rows with every reported row of the same shape, per sequence."""
+    ours = scaling[(scaling["origin"] == Origin.MEASURED) & scaling["metric"].isin(["time", "peak_extra_memory"])]
+    columns = [*_SHAPE, "implementation", "gpu", "batch", "unit", "per_sequence"]
+    pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SHAPE, suffixes=("", "_reported"))
+    return pairs.sort_values([*_SHAPE, "implementation", "per_sequence_reported"])
+
+
+def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:
+    """The environments that occurred, without what differs by point (clocks, temperatures)."""
+    ended = points[points["state"] == "ok"].groupby("run_id", sort=False).head(1)
+    found = []
+    for point_id in ended["point_id"]:
+        flat = _flat((queries.point(store, point_id) or {}).get("environment", {}))
+        if flat and flat not in found:
+            found.append(flat)
+    return found
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat

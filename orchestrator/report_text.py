@@ -1,0 +1,249 @@
+"""A report's facts in words and tables: Markdown, and the same as one HTML file."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from orchestrator.analysis import Fit
+from orchestrator.gates import TargetVerdict
+from orchestrator.report_content import Content
+from orchestrator.states import PointState
+
+_CHART_TITLES = {
+    "memory": "Peak memory beyond the inputs, per sequence",
+    "total memory": "Peak memory allocated, per sequence",
+    "time": "Time per sequence",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading, what to know about the rows, the rows."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def to_markdown(content: Content, charts: Mapping[str, str]) -> str:
+    """The report in Markdown; `charts`: names and image files to show."""
+    parts = [f"# {_title(content)}", *(f"![{_CHART_TITLES[name]}]({file})" for name, file in charts.items())]
+    for table in _tables(content):
+        parts.append(f"## {table.title}")
+        parts += [table.note] if table.note else []
+        parts.append(_markdown_table(table) if table.rows else "None.")
+    return "\n\n".join(parts) + "\n"
+
+
+def to_html(content: Content, charts: Mapping[str, str]) -> str:
+    """The report as one HTML file that needs nothing else; `charts`: names and SVG texts."""
+    parts = [f"<h1>{html.escape(_title(content))}</h1>"]
+    for name, svg in charts.items():
+        parts.append(f"<figure><figcaption>{html.escape(_CHART_TITLES[name])}</figcaption>{svg}</figure>")
+    for table in _tables(content):
+        parts.append(f"<h2>{html.escape(table.title)}</h2>")
+        parts += [f"<p>{html.escape(table.note)}</p>"] if table.note else []
+        parts.append(_html_table(table) if table.rows else "<p>None.</p>")
+    title = html.escape(_title(content))
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _title(content: Content) -> str:
+    names = list(dict.fromkeys(str(run["name"]) for run in content.runs))
+    return "Report: " + ", ".join(names)
+
+
+def _tables(content: Content) -> Iterable[Table]:
+    yield _runs(content)
+    for verdict in content.verdicts:
+        yield _verdict(verdict)
+    yield _fits(content.fits)
+    yield _measured(content.scaling)
+    yield _peers(content.peers)
+    yield _states(content.points)
+    yield _failures(content.points)
+    for number, environment in enumerate(content.environments, 1):
+        title = "Environment" if len(content.environments) == 1 else f"Environment {number}"
+        yield Table(title, "", ["what", "value"], [[name, value] for name, value in sorted(environment.items())])
+    yield _methods(content.metrics)
+
+
+def _runs(content: Content) -> Table:
+    rows = [
+        [
+            str(run["run_id"]),
+            str(run["kind"]),
+            str(run["origin"]),
+            str(run["state"]),
+            f"{run['ok']} of {run['points']} ok",
+            str(run["gpu"] or "CPU"),
+            f"{run['created_at']:%Y-%m-%d %H:%M} UTC",
+            _commit(run),
+        ]
+        for run in content.runs
+    ]
+    return Table("Runs", "", ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
+
+
+def _commit(run: Mapping) -> str:
+    return "" if not run["git_commit"] else run["git_commit"][:10] + (" with changes" if run["git_dirty"] else "")
+
+
+def _verdict(verdict: TargetVerdict) -> Table:
+    rows = [
+        [
+            rule.rule,
+            rule.result.value,
+            "" if rule.value is None else f"{rule.value:.4g}",
+            rule.limit,
+            "" if rule.margin is None else f"{rule.margin:+.4g}",
+            rule.reason,
+        ]
+        for rule in verdict.rules
+    ]
+    title = f"Verdict {verdict.name}: {verdict.result.value}"
+    note = f"{verdict.title}. GO needs every rule; a rule without evidence is UNKNOWN."
+    return Table(title, note, ["rule", "result", "value", "bound", "margin", "reason"], rows)
+
+
+def _fits(fits: Sequence[Fit]) -> Table:
+    rows = [
+        [
+            fit.run_name,
+            fit.origin,
+            str(fit.implementation),
+            str(fit.pass_),
+            _shape(fit.query_heads, fit.kv_heads, fit.head_dim, fit.layers),
+            fit.metric,
+            f"{fit.exponent:.3f}",
+            f"{fit.ci_low:.3f} to {fit.ci_high:.3f}",
+            f"{fit.lengths[0]:,} to {fit.lengths[-1]:,}",
+            f"{fit.n}",
+            f"{fit.r2:.4f}",
+        ]
+        for fit in fits
+    ]
+    note = "Exponent p of value = c · S^p by least squares on log-log axes, per sequence, with Student's 95 % interval."
+    columns = [
+        "run",
+        "origin",
+        "implementation",
+        "pass",
+        "shape",
+        "metric",
+        "exponent",
+        "95 % interval",
+        "S",
+        "n",
+        "R²",
+    ]
+    return Table("Scaling", note, columns, rows)
+
+
+def _measured(scaling: pd.DataFrame) -> Table:
+    rows = [
+        [
+            str(row["implementation"]),
+            str(row["pass"]),
+            _shape(row["query_heads"], row["kv_heads"], row["head_dim"], row["layers"]),
+            _whole(row["seq_len"]),
+            _whole(row["batch"]),
+            str(row["metric"]),
+            f"{row['value']:,.4g}" + _interval(row["ci_low"], row["ci_high"]),
+            str(row["unit"]),
+        ]
+        for row in scaling.sort_values(["metric", "pass", "implementation", "seq_len"]).to_dict("records")
+    ]
+    columns = ["implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
+    return Table("Results", "The whole batch; brackets hold the interval of the median.", columns, rows)
+
+
+def _peers(peers: pd.DataFrame) -> Table:
+    rows = [
+        [
+            str(row["implementation"]),
+            str(row["pass"]),
+            _shape(row["query_heads"], row["kv_heads"], row["head_dim"], None),
+            _whole(row["seq_len"]),
+            f"{row['metric']} [{row['unit']}]",
+            f"{row['per_sequence']:,.4g} on {row['gpu'] or 'CPU'}",
+            f"{row['per_sequence_reported']:,.4g} on {row['gpu_reported']}",
+            str(row["implementation_reported"]),
+            f"{row['per_sequence'] / row['per_sequence_reported']:.3g}",
+        ]
+        for row in peers.to_dict("records")
+    ]
+    note = "Per sequence, same shape, length and pass. Below 1, ours takes less. Mind the device of each figure."
+    columns = ["ours", "pass", "shape", "S", "metric", "measured", "reported", "reported of", "ratio"]
+    return Table("Beside reported figures", note, columns, rows)
+
+
+def _states(points: pd.DataFrame) -> Table:
+    counted = points.groupby(["implementation", "pass"], dropna=False)["state"].value_counts().unstack(fill_value=0)
+    tallies: list[dict] = [dict(row) for _, row in counted.iterrows()]
+    states = [state.value for state in PointState if state.value in counted.columns]
+    rows = [
+        [*("" if pd.isna(name) else str(name) for name in names), *(str(int(row[state])) for state in states)]
+        for names, row in zip(counted.index, tallies, strict=True)
+    ]
+    return Table("Points by state", "", ["implementation", "pass", *states], rows)
+
+
+def _failures(points: pd.DataFrame) -> Table:
+    others = points.loc[points["state"] != PointState.OK.value]
+    rows = [[str(row["label"]), str(row["state"]), str(row["reason"] or "")] for row in others.to_dict("records")]
+    note = "A state other than ok carries no number."
+    return Table("Points without a result", note, ["point", "state", "reason"], rows)
+
+
+def _methods(metrics: pd.DataFrame) -> Table:
+    named = metrics.loc[metrics["method"] != ""].drop_duplicates(["metric", "unit", "method"]).sort_values("metric")
+    rows = [[str(row["metric"]), str(row["unit"]), str(row["method"])] for row in named.to_dict("records")]
+    return Table("How it was measured", "", ["metric", "unit", "method"], rows)
+
+
+def _shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
+    if _missing(query_heads) or _missing(kv_heads):
+        return ""
+    shape = f"{_whole(query_heads)}/{_whole(kv_heads)}" + ("" if _missing(head_dim) else f" d{_whole(head_dim)}")
+    return shape + ("" if _missing(layers) else f", {_whole(layers)} layers")
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{int(value):,}"
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if _missing(low) or _missing(high) else f" ({low:,.4g} to {high:,.4g})"
+
+
+def _markdown_table(table: Table) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(table.columns), line(["---"] * len(table.columns)), *(line(row) for row in table.rows)])
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:13px}"
+    "th,td{text-align:left;padding:.25rem .7rem;border-bottom:1px solid #ddd;vertical-align:top}"
+    "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}"
+)

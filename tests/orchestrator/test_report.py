@@ -1,0 +1,97 @@
+"""Reports say what the store holds: states, results, exponents, verdicts, environment; and carry their charts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import orchestrator
+from orchestrator.report import ReportError, report, write_report
+from orchestrator.states import PointState
+from orchestrator.store import Store
+from orchestrator.store.importer import import_file
+
+DATA = Path(orchestrator.__file__).parent / "reference_data"
+RUN = "20261120-120000-demo-abcd"
+
+
+@pytest.fixture
+def filled(sqlite_store: Store, sweep, tmp_path: Path) -> Store:
+    failures = {PointState.HANG: "silent for 120 s | twice", PointState.SKIPPED: "needs 93.1 GiB"}
+    sqlite_store.apply_many(sweep(lengths=(2048, 4096, 8192), failures=failures, gpu="NVIDIA H200"))
+    peers = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
+    some = tmp_path / "peers.csv"
+    some.write_text("".join([peers[0], peers[1], *(line for line in peers if ",12,2,64,8192," in line)]))
+    import_file(sqlite_store, some)
+    return sqlite_store
+
+
+def test_markdown_tells_everything(filled: Store):
+    text = report(filled, [RUN])
+    assert text.startswith("# Report: demo\n")
+    series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
+    assert f"{series} 2.000 | 2.000 to 2.000 | 2,048 to 8,192 | 3 | 1.0000 |" in text
+    assert "## Verdict linear-scaling: NO-GO" in text
+    assert "| naive-contrast | GO | 2 | >= 1.7 | +0.3 |" in text
+    assert "| soak-memory-slope | UNKNOWN |  | <= 1 %/1000 steps |  | not measured:" in text
+    assert "| naive S=65542 | hang | silent for 120 s \\| twice |" in text
+    assert "| naive S=65543 | skipped | needs 93.1 GiB |" in text
+    assert "| gpu.driver | 580 |" in text
+    assert "| peak_extra_memory | MiB | allocator |" in text
+    assert "nan" not in text.lower()
+
+
+def test_reported_peers_of_the_same_shape_stand_beside(filled: Store):
+    text = report(filled, [RUN])
+    row = "| chunked | forward+backward | 12/2 d64 | 8,192 | time [ms] | 16 on NVIDIA H200 | 1.689 on H200 |"
+    assert f"{row} Scalable-Flash-NSA | 9.47 |" in text
+    assert "32/8 d128" not in text
+
+
+def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
+    files = write_report(filled, [RUN], tmp_path / "out" / "demo.md")
+    assert [file.name for file in files] == ["demo.md", "demo-memory.png", "demo-time.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
+    assert "![Time per sequence](demo-time.png)" in files[0].read_text()
+
+
+def test_html_needs_no_other_file(filled: Store, tmp_path: Path):
+    (file,) = write_report(filled, [RUN], tmp_path / "demo.html")
+    text = file.read_text()
+    assert text.count("<svg") == 2
+    assert "<h2>Verdict linear-scaling: NO-GO</h2>" in text
+    assert "src=" not in text
+    assert "<link" not in text
+
+
+def test_csv_and_json_hold_the_points(filled: Store):
+    rows = list(csv.DictReader(io.StringIO(report(filled, [RUN], format="csv"))))
+    assert {row["state"] for row in rows if not row["metric"]} == {"hang", "skipped"}
+    (run,) = json.loads(report(filled, [RUN], format="json"))
+    assert len(run["points"]) == 8
+
+
+def test_a_run_without_results_is_reported_too(store: Store, sweep):
+    store.apply_many(sweep()[:2])
+    text = report(store, [RUN])
+    assert "| pending |" in text
+    assert "## Results\n\nThe whole batch; brackets hold the interval of the median.\n\nNone." in text
+    assert "<h2>Scaling</h2>" in report(store, [RUN], format="html")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda store: report(store, [RUN], format="pdf"), "format: 'pdf' is unknown; use md, html, csv or json"),
+        (lambda store: report(store, []), "no runs are stored"),
+        (lambda store: write_report(store, [RUN], Path("x.pdf")), "unknown suffix"),
+        (lambda store: write_report(store, [RUN], Path("/dev/null/x.csv")), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_reported_is_named(sqlite_store: Store, call, message: str):
+    with pytest.raises(ReportError, match=message):
+        call(sqlite_store)
