@@ -10,7 +10,7 @@ import pandas as pd
 
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.gates import TargetVerdict, evaluate, load_gates
-from orchestrator.settings import Settings
+from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
@@ -58,7 +58,7 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
         fits=scaling_fits(scaling),
         peers=_beside_peers(scaling, queries.scaling(store, origin=Origin.REPORTED)),
         environments=_environments(store, points),
-        verdicts=evaluate(store, load_gates(Settings().gates), run_ids),
+        verdicts=evaluate(store, load_gates(load_settings().gates), run_ids),
     )
 
 

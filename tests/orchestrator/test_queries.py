@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +14,7 @@ from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndR
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
 
+DOCS = Path(__file__).parents[2] / "docs" / "database.md"
 RUN = "20261120-120000-demo-abcd"
 SCALING = [
     *("run_id", "run_name", "origin", "source", "point_id", "label", "state"),
@@ -144,3 +147,11 @@ def test_every_view_can_be_read_with_plain_sql(filled: Store):
         rows = {view: connection.execute(text(f"SELECT count(*) FROM {view}")).scalar() for view in views}
     expected = {"v_scaling": 25, "v_throughput": 8, "v_memory": 9, "v_points": 11, "v_gate": 0, "v_metrics": 33}
     assert rows == expected
+
+
+def test_the_documented_queries_run(filled: Store):
+    examples = re.findall(r"```sql\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len(examples) == 5
+    with filled.engine.connect() as connection:
+        rows = [connection.execute(text(example)).all() for example in examples]
+    assert [len(found) for found in rows] == [8, 2, 0, 0, 0]

