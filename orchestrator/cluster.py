@@ -24,6 +24,8 @@ from orchestrator.supervisor import Assignment, Conditions, ProbeError, Update
 _REACH_S = 5.0
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
+_PULSE_S = 5.0
+_GONE_S = 30.0  # below the 60 s after which Ray itself ends a driver whose head is gone, without a word from us
 _ACCELERATOR = "accelerator_type:"
 
 
@@ -42,6 +44,7 @@ class RayExecutor:
         check_resources(spec, self._nodes)
         self._options: dict[str, Any] = {}
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
+        self._pulse = _Pulse()
 
     def probe(self) -> Machine:
         import ray
@@ -81,6 +84,7 @@ class RayExecutor:
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray
 
+        self._pulse.check()
         if not self._live:
             time.sleep(timeout)
             return []
@@ -119,6 +123,27 @@ class RayExecutor:
         if asked.accelerator_type:
             options["accelerator_type"] = asked.accelerator_type
         return options
+
+
+class _Pulse:
+    """Whether the cluster's head still answers."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._address = ray.get_runtime_context().gcs_address
+        self._heard = self._looked = time.monotonic()
+
+    def check(self) -> None:
+        """Look now and then. Raises ExecutorGone when the head has been silent for long."""
+        clock = time.monotonic()
+        if clock - self._looked < _PULSE_S:
+            return
+        self._looked = clock
+        if _listens(self._address):
+            self._heard = clock
+        elif clock - self._heard > _GONE_S:
+            raise ExecutorGone(f"the Ray cluster went away: its head at {self._address} does not answer")
 
 
 def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None:
@@ -175,7 +200,7 @@ def _connect(settings: Settings) -> None:
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # there the job's working_dir reaches the workers
     env = None if in_job else {"working_dir": str(ROOT)}
     try:
-        ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         raise unreachable from None
     except Exception as err:  # versions that differ, a token that is wrong: whatever Ray says is the reason

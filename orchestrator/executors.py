@@ -6,6 +6,7 @@ import math
 import os
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from orchestrator import supervisor
 from orchestrator.errors import UserError
 from orchestrator.states import PointState
 from orchestrator.supervisor import Assignment, Conditions, ProbeError, Update
+
+_CANCEL_S = 2.0
 
 
 class ExecutorError(UserError):
@@ -117,8 +120,9 @@ class LocalExecutor:
 
     def cancel(self) -> None:
         self._cancelled.set()
+        deadline = time.monotonic() + _CANCEL_S
         for thread in self._threads:
-            thread.join(timeout=2)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, slot: int, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         end = BatchEnded()

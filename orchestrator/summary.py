@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.states import PointState
+from orchestrator.states import PointState, Result
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -44,6 +44,11 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     save_verdicts(store, run_id, verdicts)
     for target in verdicts:
         console.print(f"{target.result}  {target.name}: {target.title}", style="bold", markup=False)
+        if all(rule.result is Result.UNKNOWN for rule in target.rules):
+            console.print(
+                f"  none of its {len(target.rules)} rules has evidence in this run; nsa gate says what they need"
+            )
+            continue
         for rule in target.rules:
             value = (
                 "" if rule.value is None else f" {rule.value:.4g}{'' if rule.unit in (None, '1') else ' ' + rule.unit}"

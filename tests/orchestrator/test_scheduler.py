@@ -78,7 +78,9 @@ def run(tmp_path: Path):
         with Journal(path) as book:
             recorder = Recorder("r", book, None, print)
             scheduler = Scheduler(executor, recorder, Silent(), tmp_path, conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
-            state = scheduler.run("r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped)
+            state = scheduler.run(
+                "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
+            )
         return state, scheduler.states, list(journal.read(path))
 
     return run
