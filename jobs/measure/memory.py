@@ -137,10 +137,3 @@ def _high_water() -> int:
 def tensor_bytes(tensors: list[torch.Tensor]) -> int:
     """Bytes of distinct storages behind `tensors`."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def is_out_of_memory(err: BaseException) -> bool:
-    """Whether an exception says that device or host memory ran out."""
-    if isinstance(err, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(err, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(err)

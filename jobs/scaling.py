@@ -1,0 +1,349 @@
+"""Time, throughput and memory against sequence length, for the operator or a whole model, NSA beside dense attention.
+
+A point is one implementation, pass and length. It is checked against the oracle, timed, and its memory watched, in this
+order; a prediction of its memory stands beside the measurement, and points predicted not to fit are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from jobs._fields import NSA, Count, DType, Preset, Unique, does_not_fit, threads, torch_dtype
+from jobs.measure import check
+from jobs.measure.clock import Plan, measure_time
+from jobs.measure.environment import environment
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.spec import JobSpec, SpecError, Strict
+from nsa_core import NSAConfig, available_backends
+from nsa_core.backends import BACKENDS
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
+from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+
+Pass = Literal["forward", "forward+backward"]
+DENSE = "dense"
+
+
+class ShapeSpec(Strict):
+    """Heads of the attention, and for workload `model` the rest of the model."""
+
+    query_heads: Count
+    kv_heads: Count
+    head_dim: Count
+    layers: Count | None = None
+    dim: Count | None = Field(default=None, description="width of the residual stream; None: query_heads x head_dim")
+    ffn_dim: Count | None = None
+    vocab_size: Count | None = None
+
+    @model_validator(mode="after")
+    def _groups(self) -> ShapeSpec:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
+        return self
+
+
+class TimingSpec(Strict):
+    """How long to measure; the samples taken are all kept."""
+
+    repeats: Count = Field(default=10, description="samples to take at least")
+    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
+    max_s: float = Field(default=20, gt=0, description="seconds after which sampling, or warming up, ends anyway")
+    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
+
+
+class Spec(JobSpec):
+    """A sweep of lengths x implementations x passes."""
+
+    kind: Literal["scaling"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    workload: Literal["attention", "model"] = "attention"
+    implementations: Annotated[list[str], Field(min_length=1), Unique]
+    passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(default=["forward", "forward+backward"])
+    lengths: Annotated[list[Count], Field(min_length=1), Unique]
+    batch: Count = 1
+    dtype: DType = "float32"
+    preset: Preset | None = None
+    shape: ShapeSpec | None = None
+    nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
+    timing: TimingSpec = TimingSpec()
+
+    @field_validator("implementations")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name != DENSE and name not in BACKENDS:
+                raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, DENSE])}")
+        return names
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Spec:
+        if self.preset is not None and self.shape is not None:
+            raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
+        if self.preset is None and self.shape is None:
+            raise ValueError(f"shape: missing; give shape or preset (one of {', '.join(PRESETS)})")
+        if self.shape is not None:
+            _check_shape(self.shape, self.workload)
+        if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
+            raise ValueError(
+                f"nsa.compress: {self.nsa.compress!r}: is learned by a layer; use mean, or workload: model"
+            )
+        return self
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model, or the one whose attention is measured (a single layer where only heads are given)."""
+        if self.preset is not None:
+            base = PRESETS[self.preset]
+        else:
+            assert self.shape is not None
+            base = _model_of(self.shape)
+        return base if self.nsa is None else replace(base, nsa=self.nsa)
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """Shortest lengths first, so that a sweep that is cut short is complete up to some length.
+
+        Raises:
+            SpecError: an implementation cannot run on this machine.
+        """
+        self._check_runnable(machine)
+        axes = product(self.lengths, self.passes, self.implementations)
+        return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]
+
+    def _check_runnable(self, machine: Machine) -> None:
+        reasons = available_backends(torch.device(machine.device), torch_dtype(self.dtype))
+        for name in self.implementations:
+            if reasons.get(name) is not None:
+                usable = [other for other, reason in reasons.items() if reason is None]
+                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join([*usable, DENSE])}")
+
+    def _point(self, machine: Machine, seq_len: int, pass_: str, implementation: str) -> Point:
+        model = self.model
+        case = Case(
+            workload=self.workload,
+            implementation=implementation,
+            backward=pass_ == "forward+backward",
+            seq_len=seq_len,
+            batch=self.batch,
+            dtype=self.dtype,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine),
+            model=replace(model, attention="dense", backend="auto")
+            if implementation == DENSE
+            else replace(model, attention="nsa", backend=implementation),
+            timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
+        )
+        estimate = case.estimate()
+        axes = Axes(
+            implementation=implementation,
+            workload=self.workload,
+            pass_=pass_,
+            seq_len=seq_len,
+            batch=self.batch,
+            query_heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            layers=model.layers if self.workload == "model" else None,
+            dtype=self.dtype,
+            device=machine.device,
+        )
+        return Point(
+            kind="scaling",
+            label=f"{implementation} {pass_} S={seq_len}",
+            config=case.to_config(),
+            axes=axes,
+            estimate_bytes=estimate.total,
+            skip_reason=does_not_fit(estimate.total, self, machine, "shorten lengths or use chunked"),
+        )
+
+
+def _check_shape(shape: ShapeSpec, workload: str) -> None:
+    rest = {"layers": shape.layers, "ffn_dim": shape.ffn_dim, "vocab_size": shape.vocab_size}
+    for name, value in (rest | {"dim": shape.dim}).items():
+        if workload == "attention" and value is not None:
+            raise ValueError(f"shape.{name}: {value}: has no meaning for workload attention; remove it")
+        if workload == "model" and value is None and name in rest:
+            raise ValueError(f"shape.{name}: missing; workload model needs it")
+    if workload == "model" and shape.head_dim % 2:
+        raise ValueError(f"shape.head_dim: {shape.head_dim}: use an even number: RoPE turns pairs")
+
+
+def _model_of(shape: ShapeSpec) -> ModelConfig:
+    dim = shape.dim or shape.query_heads * shape.head_dim
+    return ModelConfig(
+        vocab_size=shape.vocab_size or 1,
+        dim=dim,
+        layers=shape.layers or 1,
+        heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn_dim=shape.ffn_dim or 1,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point's configuration, as measured."""
+
+    workload: str
+    implementation: str
+    backward: bool
+    seq_len: int
+    batch: int
+    dtype: str
+    device: str
+    seed: int
+    threads: int | None
+    model: ModelConfig
+    timing: Plan
+
+    def to_config(self) -> dict[str, Any]:
+        """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
+        config = asdict(self)
+        if self.workload == "attention":
+            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation == DENSE else ("nsa",))
+            config["model"] = {name: config["model"][name] for name in used}
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Case:
+        model = dict(config["model"])
+        model["nsa"] = NSAConfig(**model.get("nsa", {}))
+        if config["workload"] == "attention":
+            model |= {"vocab_size": 1, "dim": model["heads"] * model["head_dim"], "layers": 1, "ffn_dim": 1}
+        return cls(**{**config, "model": ModelConfig(**model), "timing": Plan(**config["timing"])})
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+    @property
+    def shape(self) -> check.Shape:
+        return check.Shape(self.model.heads, self.model.kv_heads, self.model.head_dim)
+
+    def estimate(self) -> MemoryEstimate:
+        """What nsa_core.memory predicts for it."""
+        if self.workload == "model":
+            return estimate_model(
+                self.model,
+                implementation=self.implementation,
+                batch=self.batch,
+                seq_len=self.seq_len,
+                dtype=self.torch_dtype,
+                backward=self.backward,
+                optimizer=None,
+                device=torch.device(self.device),
+            )
+        return estimate_attention(
+            self.model.nsa,
+            implementation=self.implementation,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            query_heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
+            dtype=self.torch_dtype,
+            backward=self.backward,
+            device=torch.device(self.device),
+        )
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Check, time and weigh one point.
+
+    Raises:
+        WrongResult: the implementation disagrees with the oracle.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    case = Case.from_config(config)
+    device = torch.device(case.device)
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+    beat("check")
+    agreement = _agreement(case)
+    beat("inputs")
+    call, tensors = (_model_call if case.workload == "model" else _attention_call)(case, device)
+    beat("first run")
+    route = route_of(call)
+    timing = measure_time(call, device, case.timing, beat)
+    beat("memory")
+    peak = measure_peak(call, device, tensor_bytes(tensors))
+    time = summarize("time", "ms", timing.samples_ms, timing.method)
+    tokens = case.batch * case.seq_len
+    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
+    predicted = case.estimate().extra
+    metrics = [
+        time,
+        summarize("throughput", "tok/s", per_second, f"{tokens} tokens over each sample of time"),
+        *peak.metrics(),
+        Metric(
+            "estimate_error",
+            "%",
+            100 * (predicted - peak.extra) / peak.extra,
+            method="(predicted - measured) / measured, of peak_extra_memory",
+        ),
+        *agreement.metrics(),
+    ]
+    return Measurement(tuple(metrics), route, environment(device), peak.files)
+
+
+def _agreement(case: Case) -> check.Agreement:
+    device = torch.device(case.device)
+    attention = check.check_attention(
+        case.implementation,
+        case.model.nsa,
+        case.shape,
+        case.torch_dtype,
+        device,
+        backward=case.backward,
+        seed=case.seed,
+    )
+    if case.workload == "attention":
+        return attention
+    model = check.check_model(
+        case.implementation, case.model, case.torch_dtype, device, backward=case.backward, seed=case.seed
+    )
+    return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+
+
+def _attention_call(case: Case, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
+    """The operator from gate logits on; its inputs, which stay."""
+    inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
+    if case.implementation == DENSE:
+        del inputs["gates"]
+    if not case.backward:
+        return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]
+    towards = torch.randn_like(inputs["q"]).detach()
+
+    def call() -> object:
+        out = check.attend(inputs, case.model.nsa, case.implementation)
+        return out, torch.autograd.grad(out, list(inputs.values()), towards)
+
+    return call, [*inputs.values(), towards]
+
+
+def _model_call(case: Case, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
+    """The loss of predicting random tokens, and its gradients; the parameters and tokens, which stay."""
+    torch.manual_seed(case.seed)
+    model = NSATransformer(case.model).to(device, case.torch_dtype).train(case.backward)
+    tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    del tokens
+    parameters = list(model.parameters())
+    resident = [*parameters, *model.buffers(), inputs, targets]
+    if not case.backward:
+        return torch.no_grad()(lambda: model(inputs, targets)), resident
+
+    def call() -> object:
+        loss = model(inputs, targets)
+        return loss, torch.autograd.grad(loss, parameters)
+
+    return call, resident

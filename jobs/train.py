@@ -1,0 +1,376 @@
+"""Train a small language model on bytes: throughput, loss on text never seen, memory, and how long a plan would take.
+
+One process. A point is one kind of attention; all see the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from jobs._corpus import Corpus, load_corpus
+from jobs._fields import NSA, Count, Preset, Unique, does_not_fit, threads
+from jobs.measure.clock import synchronize
+from jobs.measure.environment import environment
+from jobs.measure.flops import BF16_PEAKS, training_flops_per_token
+from jobs.measure.memory import Peak, measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.spec import JobSpec, SpecError, Strict
+from nsa_core import NSAConfig, available_backends
+from nsa_core.backends import DEFAULT
+from nsa_core.memory import MemoryEstimate, estimate_model
+from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+
+
+class OptimizerSpec(Strict):
+    """AdamW with a linear warm-up and a cosine decay."""
+
+    learning_rate: float = Field(default=3e-3, gt=0, description="at the end of the warm-up")
+    final_fraction: float = Field(default=0.1, ge=0, le=1, description="of the learning rate, at the last step")
+    warmup_steps: int = Field(default=10, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors are not decayed")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    grad_clip: float = Field(default=1.0, gt=0, description="highest norm of all gradients together")
+
+
+class DataSpec(Strict):
+    """The corpus: bytes of files."""
+
+    path: Path | None = Field(default=None, description="folder or file; None: Python's standard library")
+    heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
+    heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.exists():
+            raise ValueError("there is no such file; give an existing file or folder")
+        return path
+
+
+class PlanSpec(Strict):
+    """The long run that this short one is to judge. Targets that contradict each other are refused."""
+
+    steps: Count
+    tokens_per_step: Count
+    hours: float = Field(gt=0)
+    tokens_per_second: float | None = Field(default=None, gt=0, description="a stated target, checked against the rest")
+
+    @property
+    def needed(self) -> float:
+        """Tokens a second that finish the plan in time."""
+        return self.steps * self.tokens_per_step / (self.hours * 3600)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PlanSpec:
+        stated = self.tokens_per_second
+        if stated is not None and stated < 0.99 * self.needed:
+            takes = self.steps * self.tokens_per_step / stated / 3600
+            raise ValueError(
+                f"tokens_per_second: {stated:g}: {self.steps:,} steps x {self.tokens_per_step:,} tokens in "
+                f"{self.hours:g} h need {self.needed:,.0f} tok/s, and at {stated:g} tok/s they take {takes:,.0f} h; "
+                f"set tokens_per_second to at least {math.ceil(self.needed)}, or hours to {math.ceil(takes)}"
+            )
+        return self
+
+
+class Spec(JobSpec):
+    """A short training for each kind of attention."""
+
+    kind: Literal["train"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    preset: Preset = "tiny"
+    attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(default=["nsa"])
+    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    backend: str = Field(default="auto", description="of NSA; dense attention has its own")
+    checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
+    seq_len: int = Field(ge=2)
+    batch: Count = 1
+    steps: int = Field(ge=5)
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
+    optimizer: OptimizerSpec = OptimizerSpec()
+    data: DataSpec = DataSpec()
+    plan: PlanSpec | None = None
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Spec:
+        if self.optimizer.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the "
+                f"{self.steps} steps; use at most {self.steps - 1}"
+            )
+        return self
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """One point for each kind of attention.
+
+        Raises:
+            SpecError: the backend is unknown or cannot run on this machine.
+        """
+        reasons = available_backends(torch.device(machine.device), _compute_dtype(self.precision)) | {"auto": None}
+        if "nsa" in self.attention and reasons.get(self.backend, "there is no such backend") is not None:
+            reason = reasons.get(self.backend, "there is no such backend")
+            usable = [name for name, why in reasons.items() if why is None]
+            raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join(usable)}")
+        return [self._point(machine, attention) for attention in self.attention]
+
+    def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
+        base = PRESETS[self.preset]
+        model = replace(
+            base,
+            attention=attention,
+            nsa=self.nsa or base.nsa,
+            backend=self.backend if attention == "nsa" else "auto",
+            checkpointing=self.checkpointing,
+        )
+        common = self.model_dump(mode="json", include={"seq_len", "batch", "steps", "precision", "seed"})
+        sections = self.model_dump(mode="json", include={"optimizer", "data", "plan"})
+        config = {
+            **common,
+            **sections,
+            "model": asdict(model),
+            "device": machine.device,
+            "threads": threads(self, machine),
+        }
+        estimate = _estimate(model, self.batch, self.seq_len, self.precision, machine.device)
+        advice = "shorten seq_len, lower batch or turn checkpointing on"
+        return Point(
+            kind="train",
+            label=f"{attention} {self.preset} S={self.seq_len}",
+            config=config,
+            axes=Axes(
+                implementation=_implementation(model),
+                workload="model",
+                pass_="train",
+                seq_len=self.seq_len,
+                batch=self.batch,
+                query_heads=model.heads,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                layers=model.layers,
+                dtype=self.precision,
+                device=machine.device,
+            ),
+            estimate_bytes=estimate.total,
+            skip_reason=does_not_fit(estimate.total, self, machine, advice),
+        )
+
+
+def _compute_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def _implementation(model: ModelConfig) -> str:
+    if model.attention == "dense":
+        return "dense"
+    return DEFAULT if model.backend == "auto" else str(model.backend)
+
+
+def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate:
+    return estimate_model(
+        model,
+        implementation=_implementation(model),
+        batch=batch,
+        seq_len=seq_len,
+        dtype=_compute_dtype(precision),
+        backward=True,
+        optimizer="adamw",
+        device=torch.device(device),
+    )
+
+
+class Ineffective(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
+    """A setting was asked for and had no effect."""
+
+
+class Diverged(Exception):  # noqa: N818
+    """The loss is no longer a finite number."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a training leaves behind."""
+
+    losses: list[float]  # [nat/byte], one a step
+    seconds: list[float]  # one a step
+    before: float  # held-out loss of the untrained model
+    after: float
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Train as the point's configuration says.
+
+    Raises:
+        Diverged: the loss became infinite or NaN.
+        Ineffective: checkpointing was asked for and did not happen.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    if config["threads"] is not None:
+        torch.set_num_threads(config["threads"])
+    device = torch.device(config["device"])
+    beat("corpus")
+    data = DataSpec.model_validate(config["data"])
+    corpus = load_corpus(data.path, data.heldout, config["seq_len"])
+    trainer = _Trainer(config, corpus, device)
+    beat("heldout loss before")
+    run = trainer.run(data.heldout_batches, beat)
+    beat("memory")
+    peak = measure_peak(trainer.step, device, trainer.resident)
+    model = trainer.model.config
+    about = {
+        "corpus": {"files": corpus.files, "train_bytes": len(corpus.train), "heldout_bytes": len(corpus.heldout)}
+        | {"sha256": corpus.sha256},
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "checkpointing": trainer.model.checkpointing_effective,
+    }
+    metrics = [*_speed(config, model, run, device), *_quality(run), *_memory(config, model, peak)]
+    return Measurement(tuple(metrics), trainer.route, environment(device) | {"training": about}, peak.files)
+
+
+class _Trainer:
+    """Model, optimizer and batches; one step at a time."""
+
+    def __init__(self, config: Mapping[str, Any], corpus: Corpus, device: torch.device) -> None:
+        shape = dict(config["model"])
+        shape["nsa"] = NSAConfig(**shape["nsa"])
+        self.steps: int = config["steps"]
+        self.spec = OptimizerSpec.model_validate(config["optimizer"])
+        self.device = device
+        self.corpus = corpus
+        self.route: dict[str, str] = {}
+        self._size = (config["batch"], config["seq_len"])
+        self._autocast = config["precision"] == "bfloat16"
+        self._batches: Iterator[tuple[Tensor, Tensor]] = corpus.batches(*self._size, config["seed"])
+        torch.manual_seed(config["seed"])
+        self.model = NSATransformer(ModelConfig(**shape)).to(device).train()
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": self.spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.spec.learning_rate,
+            betas=(self.spec.beta1, self.spec.beta2),
+            fused=device.type == "cuda",
+        )
+
+    @property
+    def resident(self) -> int:
+        """Bytes of weights and optimizer state."""
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
+
+    def run(self, heldout_batches: int, beat: Beat) -> _Run:
+        """All steps, with the held-out loss before and after them."""
+        heldout = self.corpus.heldout_batches(*self._size, heldout_batches)
+        before = self._heldout_loss(heldout, beat)
+        losses: list[float] = []
+        seconds: list[float] = []
+        for done in range(self.steps):
+            beat("train", done, self.steps)
+            self._set_rate(learning_rate(self.spec, done, self.steps))
+            start = time.perf_counter()
+            if done == 0:
+                self.route = route_of(lambda: losses.append(self.step()))
+            else:
+                losses.append(self.step())
+            seconds.append(time.perf_counter() - start)
+            if not math.isfinite(losses[-1]):
+                raise Diverged(f"loss {losses[-1]} at step {done + 1}; lower optimizer.learning_rate")
+        if self.model.config.checkpointing and not self.model.checkpointing_effective:
+            raise Ineffective("checkpointing: it was asked for, and the model did not do it")
+        return _Run(losses, seconds, before, self._heldout_loss(heldout, beat))
+
+    def step(self) -> float:
+        """One optimizer step; its loss [nat/byte]. Returns when the device is done."""
+        tokens, targets = next(self._batches)
+        with self._precision():
+            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        value = loss.item()
+        synchronize(self.device)
+        return value
+
+    @torch.no_grad()
+    def _heldout_loss(self, batches: list[tuple[Tensor, Tensor]], beat: Beat) -> float:
+        self.model.eval()
+        total = 0.0
+        for done, (tokens, targets) in enumerate(batches):
+            beat("heldout loss", done, len(batches))
+            with self._precision():
+                total += self.model(tokens.to(self.device), targets.to(self.device)).item()
+        self.model.train()
+        return total / len(batches)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
+    """Of step 0 .. steps-1: linear from near 0 over the warm-up, then a cosine down to final_fraction."""
+    if step < spec.warmup_steps:
+        return spec.learning_rate * (step + 1) / spec.warmup_steps
+    progress = (step - spec.warmup_steps) / max(1, steps - 1 - spec.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return spec.learning_rate * (spec.final_fraction + (1 - spec.final_fraction) * cosine)
+
+
+def _speed(config: Mapping[str, Any], model: ModelConfig, run: _Run, device: torch.device) -> list[Metric]:
+    """Step time and throughput of the steady steps, MFU where the peak is known, the plan's needs and its end."""
+    first = max(2, len(run.seconds) // 10)  # compilation, allocation and the optimizer's state come with the first ones
+    steady = run.seconds[first:]
+    tokens = config["batch"] * config["seq_len"]
+    method = f"whole steps, data and optimizer included, the first {first} left out"
+    throughput = summarize("throughput", "tok/s", [tokens / s for s in steady], method)
+    metrics = [summarize("time", "ms", [1000 * s for s in steady], method), throughput]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if gpu in BF16_PEAKS and config["precision"] == "bfloat16":
+        per_token = training_flops_per_token(model, config["seq_len"])
+        share = 100 * throughput.value * per_token / BF16_PEAKS[gpu]
+        metrics.append(
+            Metric("mfu", "%", share, method=f"{per_token:.4g} FLOPs a token, {BF16_PEAKS[gpu]:.4g} a second")
+        )
+    if config["plan"] is not None:
+        plan = PlanSpec.model_validate(config["plan"])
+        work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
+        hours = plan.steps * plan.tokens_per_step / throughput.value / 3600
+        metrics.append(Metric("planned_time", "h", hours, method=f"{work} at the measured throughput"))
+        metrics.append(Metric("throughput_needed", "tok/s", plan.needed, method=f"{work} in {plan.hours:g} h"))
+    return metrics
+
+
+def _quality(run: _Run) -> list[Metric]:
+    last = max(1, len(run.losses) // 10)
+    ending = sum(run.losses[-last:]) / last
+    heldout = "mean cross entropy over fixed batches of held-out files"
+    return [
+        Metric(
+            "loss", "nat/byte", ending, tuple(run.losses), method=f"mean of the last {last} steps; samples: all steps"
+        ),
+        Metric("heldout_loss_before", "nat/byte", run.before, method=heldout),
+        Metric("heldout_loss", "nat/byte", run.after, method=heldout),
+    ]
+
+
+def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[Metric]:
+    """Peak of one whole step, and how far the estimate was off."""
+    estimate = _estimate(model, config["batch"], config["seq_len"], config["precision"], config["device"])
+    error = 100 * (estimate.total - peak.allocated) / peak.allocated
+    method = "(predicted - measured) / measured, of peak_memory"
+    return [*peak.metrics(), Metric("estimate_error", "%", error, method=method)]

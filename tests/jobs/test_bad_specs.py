@@ -1,0 +1,101 @@
+"""Every mistake in a spec is one line with field, value and fix, found before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.point import Machine
+from jobs.spec import SpecError, load_spec
+
+CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+SCALING: dict[str, Any] = {
+    "kind": "scaling",
+    "name": "t",
+    "implementations": ["chunked"],
+    "lengths": [64],
+    "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 16},
+}
+TRAIN: dict[str, Any] = {"kind": "train", "name": "t", "seq_len": 32, "steps": 10, "optimizer": {"warmup_steps": 2}}
+MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
+PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}
+
+MISTAKES = [
+    # spec, what is laid over it, the line that must come
+    (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
+    (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
+    (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
+    (SCALING, {"lengths": []}, r"lengths: \[\]: .*at least 1"),
+    (SCALING, {"lengths": [64, 128, 64]}, r"lengths: \[64, 128, 64\]: 64 appears more than once; name each once"),
+    (SCALING, {"lengths": [64.5]}, r"lengths\.0: 64\.5: .*integer"),
+    (SCALING, {"implementations": []}, r"implementations: \[\]: .*at least 1"),
+    (SCALING, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*chunked.*dense"),
+    (SCALING, {"passes": ["backward"]}, r"passes\.0: 'backward': .*'forward' or 'forward\+backward'"),
+    (SCALING, {"dtype": "int8"}, r"dtype: 'int8': .*'float32'"),
+    (SCALING, {"nsa": {"cmp_stride": 24}}, r"nsa\.cmp_stride: 24: use a divisor of cmp_block = 32"),
+    (SCALING, {"nsa": {"window": -1}}, r"nsa\.window: -1: use a whole number"),
+    (SCALING, {"nsa": {"windw": 8}}, r"nsa\.windw: unknown key \(value 8\); use .*window"),
+    (SCALING, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': .*use mean"),
+    (SCALING, {"preset": "tiny"}, r"preset: 'tiny': shape is given as well; keep one"),
+    (SCALING, {"shape": None}, r"shape: missing; give shape or preset"),
+    (SCALING, {"shape": None, "preset": "huge"}, r"preset: 'huge': .*use one of tiny, m7c_125m"),
+    (SCALING, {"shape": {"query_heads": 3, "kv_heads": 2, "head_dim": 8}}, r"shape\.kv_heads: 2: use a divisor of .*3"),
+    (SCALING, {"shape": MODEL_SHAPE}, r"shape\.\w+: \d+: has no meaning for workload attention; remove it"),
+    (SCALING, {"workload": "model"}, r"shape\.layers: missing; workload model needs it"),
+    (SCALING, {"workload": "model", "shape": {**MODEL_SHAPE, "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (SCALING, {"deadlines": {"point_s": 0}}, r"deadlines\.point_s: 0: .*greater than 0"),
+    (SCALING, {"memory_gib": -1}, r"memory_gib: -1: .*greater than 0"),
+    (TRAIN, {"plan": PLAN}, r"plan\.tokens_per_second: 50: 50,000 steps x 4,096 .*2,370 tok/s.*1,138 h; set .*2371"),
+    (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
+    (TRAIN, {"data": {"path": "/no/such/place"}}, r"data\.path: '/no/such/place': there is no such file; give"),
+    (TRAIN, {"attention": ["nsa", "nsa"]}, r"attention: .*nsa appears more than once"),
+    (TRAIN, {"steps": "many"}, r"steps: 'many': .*integer"),
+    ({"kind": "drill", "name": "t", "behaviours": ["ok"]}, {"behaviours": ["explode"]}, r"behaviours\.0: 'explode': "),
+]
+
+
+def _load(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Any:
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(data, sort_keys=False))
+    return load_spec(file, overrides)
+
+
+@pytest.mark.parametrize(("spec", "change", "line"), MISTAKES, ids=[m[2][:40] for m in MISTAKES])
+def test_a_mistake_is_one_line_with_field_value_and_fix(
+    tmp_path: Path, spec: dict[str, Any], change: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        _load(tmp_path, {**spec, **change})
+    assert "\n" not in str(caught.value)
+    assert caught.match(f"^{line}")
+
+
+def test_each_of_several_mistakes_has_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        _load(tmp_path, {**SCALING, "lengths": [0], "batch": 0, "nonsense": 1})
+    assert sorted(line.split(":")[0] for line in str(caught.value).splitlines()) == ["batch", "lengths.0", "nonsense"]
+
+
+def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Path) -> None:
+    spec = _load(tmp_path, {**TRAIN, "backend": "warp"})
+    with pytest.raises(SpecError, match=r"^backend: 'warp': there is no such backend; use .*chunked"):
+        spec.points(CPU)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
+@pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
+def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:
+    points = load_spec(path).points(machine)
+    assert points
+    assert len({point.label for point in points}) == len(points)
+    assert {point.axes.device for point in points} == {machine.device}
+    assert len({point.key("code", machine) for point in points}) == len(points)
+
+
+def test_overrides_reach_into_sections(tmp_path: Path) -> None:
+    spec = _load(tmp_path, SCALING, "lengths=[32]", "nsa.window=8", "deadlines.point_s=7")
+    assert (spec.lengths, spec.nsa.window, spec.deadlines.point_s) == ([32], 8, 7)

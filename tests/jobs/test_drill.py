@@ -1,0 +1,38 @@
+"""The fire drill, as far as it can be seen from inside the process (the states: tests/orchestrator)."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.drill import Spec, measure
+from jobs.point import Machine
+
+CPU = Machine("cpu", "test processor", 2**30)
+
+
+def _config(behaviour: str) -> dict[str, object]:
+    return {"behaviour": behaviour, "number": 1, "slow_s": 0.4, "device": "cpu"}
+
+
+def test_points_come_in_order_with_unique_labels_and_a_skipped_one_has_its_reason() -> None:
+    points = Spec(kind="drill", name="t", behaviours=["ok", "skip", "ok"]).points(CPU)
+    assert [point.label for point in points] == ["ok", "skip", "ok 2"]
+    assert [point.skip_reason for point in points] == [None, "skipped on purpose", None]
+    assert len({point.key("code", CPU) for point in points}) == 3
+
+
+def test_slow_shows_progress_and_ends_well() -> None:
+    beats: list[str] = []
+    result = measure(_config("slow"), lambda phase, done=0, total=0: beats.append(phase))
+    assert result.metrics[0].value >= 0.4
+    assert beats.count("working slowly") == 2
+
+
+def test_out_of_memory_is_pytorchs_own_error() -> None:
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+        measure(_config("oom"), lambda *_: None)
+
+
+def test_raise_raises() -> None:
+    with pytest.raises(RuntimeError, match="raised on purpose"):
+        measure(_config("raise"), lambda *_: None)

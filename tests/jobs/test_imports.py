@@ -1,0 +1,19 @@
+"""Jobs run where there is no cluster, no database and no dashboard."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+from jobs.spec import kinds
+assert {"scaling", "train", "drill"} <= set(kinds())
+import jobs.measure.telemetry, jobs.measure.machine
+print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dashboard") if name in sys.modules])
+"""
+
+
+def test_jobs_import_nothing_of_the_packages_above_them() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,106 @@
+"""The instruments: clock, memory, statistics, environment."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from jobs.measure.clock import Plan, measure_time
+from jobs.measure.environment import environment
+from jobs.measure.flops import training_flops_per_token, visited_keys
+from jobs.measure.machine import probe
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.stats import summarize
+from nsa_core import NSAConfig
+from nsa_core.model import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
+    metric = summarize("time", "ms", [5.0, 1.0, 2.0, 4.0, 3.0], "test")
+    assert (metric.value, metric.samples) == (3.0, (5.0, 1.0, 2.0, 4.0, 3.0))
+    assert (metric.p10, metric.p90) == pytest.approx((1.4, 4.6))
+    assert metric.ci_low is not None
+    assert metric.ci_high is not None
+    assert 1.0 <= metric.ci_low < 3.0 < metric.ci_high <= 5.0
+
+
+def test_two_samples_have_no_interval_and_none_no_metric() -> None:
+    assert summarize("time", "ms", [1.0, 2.0]).ci_low is None
+    with pytest.raises(ValueError, match="no sample"):
+        summarize("time", "ms", [])
+
+
+def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
+    beats: list[str] = []
+    plan = Plan(repeats=4, min_s=0, max_s=10, warmup=5)
+    timing = measure_time(lambda: time.sleep(0.01), CPU, plan, lambda phase, done=0, total=0: beats.append(phase))
+    assert len(timing.samples_ms) == beats.count("time") == 4
+    assert 3 <= beats.count("warm-up") <= 5
+    assert all(10 <= sample < 100 for sample in timing.samples_ms)
+
+
+def test_the_clock_ends_a_slow_call_in_time_and_says_that_it_was_not_steady() -> None:
+    timing = measure_time(lambda: time.sleep(0.05), CPU, Plan(100, 100, 0.01, 100), lambda *_: None)
+    assert len(timing.samples_ms) == 1
+    assert "not steady" in timing.method
+
+
+def test_peak_memory_is_exact_and_counts_neither_inputs_nor_what_was_freed_before_the_peak() -> None:
+    x = torch.ones(2**18)  # 1 MiB, resident
+
+    def call() -> torch.Tensor:
+        first = x + 1  # 1 MiB
+        both = torch.cat((first, first))  # 3 MiB at the peak
+        del first
+        return both[:1] + x  # 2 MiB + 1 MiB
+
+    peak = measure_peak(call, CPU, tensor_bytes([x]))
+    assert peak.extra == 3 * 2**20
+    assert peak.allocated == 4 * 2**20
+    assert {m.name: m.value for m in peak.metrics()}["peak_extra_memory"] == 3.0
+
+
+def test_memory_of_autograd_counts_saved_tensors_and_gradients() -> None:
+    x = torch.ones(2**18, requires_grad=True)
+    peak = measure_peak(lambda: torch.autograd.grad(torch.exp(torch.exp(x)).sum(), x), CPU, 0)
+    assert 3 * 2**20 <= peak.extra <= 4 * 2**20 + 4096
+
+
+def test_shared_storage_counts_once() -> None:
+    x = torch.ones(100)
+    assert tensor_bytes([x, x.view(10, 10), x[:5]]) == 400
+
+
+def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
+    machine = probe("cpu")
+    assert machine.device == "cpu"
+    assert machine.memory_bytes > 2**28
+    assert machine.fingerprint["torch"] == torch.__version__
+    if not torch.cuda.is_available():
+        assert probe("auto").device == "cpu"
+        with pytest.raises(ValueError, match="device: 'cuda': no CUDA device is visible here; use device: cpu"):
+            probe("cuda")
+
+
+def test_the_environment_tells_what_steers_a_result_and_keeps_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("NSA_DATABASE_URL", "postgresql://user:hunter2@host/db")
+    found = environment(CPU)
+    assert found["variables"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert found["packages"]["torch"].startswith("2.")
+    assert "hunter2" not in str(found)
+
+
+def test_flops_follow_the_weights_and_the_keys_that_are_visited() -> None:
+    shape = {"vocab_size": 100, "dim": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_dim": 16}
+    dense = ModelConfig(**shape, attention="dense")
+    assert visited_keys(dense, 9) == 5
+    weights = 8 * (8 + 8 + 4 + 4) + 3 * 8 * 16 + 100 * 8
+    assert training_flops_per_token(dense, 9) == 6 * weights + 12 * 8 * 5
+    small = NSAConfig(cmp_block=4, cmp_stride=4, slc_block=4, slc_count=3, window=2)
+    # Position t of 0..7 sees (t+1)//4 compressed tokens, all t+1 <= 12 selected ones and at most 2 of the window.
+    assert visited_keys(ModelConfig(**shape, nsa=small), 8) == pytest.approx((6 + 36 + 15) / 8)

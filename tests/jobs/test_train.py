@@ -1,0 +1,134 @@
+"""Training on bytes, for real on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs._corpus import load_corpus
+from jobs.point import Machine, Measurement
+from jobs.train import Diverged, OptimizerSpec, Spec, learning_rate, measure
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty files of a little language that is easy to learn."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    return folder
+
+
+def _spec(text: Path, **changes: Any) -> Spec:
+    data: dict[str, Any] = {
+        "kind": "train",
+        "name": "t",
+        "seq_len": 48,
+        "batch": 4,
+        "steps": 25,
+        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
+        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
+    }
+    return Spec.model_validate(data | changes)
+
+
+def _train(spec: Spec, index: int = 0) -> Measurement:
+    config = json.loads(json.dumps(spec.points(CPU)[index].config))
+    return measure(config, lambda *_: None)
+
+
+def _values(result: Measurement) -> dict[str, float]:
+    return {metric.name: metric.value for metric in result.metrics}
+
+
+def test_the_loss_falls_on_text_that_was_never_seen(text: Path) -> None:
+    plan = {"steps": 1000, "tokens_per_step": 192, "hours": 2}
+    spec = _spec(text, attention=["nsa", "dense"], plan=plan)
+    assert [p.axes.implementation for p in spec.points(CPU)] == ["chunked", "dense"]
+    for index, branches in ((0, {"cmp", "slc", "win", "select"}), (1, {"dense"})):
+        result = _train(spec, index)
+        found = _values(result)
+        assert found["heldout_loss_before"] > 5, "an untrained model knows nothing: ln(256) is 5.5"
+        assert found["heldout_loss"] < 0.6 * found["heldout_loss_before"]
+        assert set(result.route) == branches
+        assert found["throughput"] == pytest.approx(4 * 48 / found["time"] * 1000, rel=0.2)
+        assert found["planned_time"] == pytest.approx(1000 * 192 / found["throughput"] / 3600)
+        assert found["throughput_needed"] == pytest.approx(1000 * 192 / 7200)
+        assert found["peak_memory"] > 4 * 4 * result.environment["training"]["parameters"] / 2**20 * 0.7
+        assert "mfu" not in found, "the peak of this processor is not known"
+        curve = next(m.samples for m in result.metrics if m.name == "loss")
+        assert len(curve) == 25
+        assert curve[-1] < curve[0]
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_one_others(text: Path) -> None:
+    def curve(seed: int) -> tuple[float, ...]:
+        result = _train(_spec(text, steps=5, seed=seed))
+        return next(m.samples for m in result.metrics if m.name == "loss")
+
+    assert curve(1) == curve(1)
+    assert curve(1) != curve(2)
+
+
+def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> None:
+    plain, saving = (_train(_spec(text, steps=5, seq_len=256, checkpointing=on)) for on in (False, True))
+    assert plain.environment["training"]["checkpointing"] is False
+    assert saving.environment["training"]["checkpointing"] is True
+    assert _values(saving)["peak_memory"] < 0.9 * _values(plain)["peak_memory"]
+
+
+def test_bfloat16_autocast_trains(text: Path) -> None:
+    found = _values(_train(_spec(text, precision="bfloat16")))
+    assert found["heldout_loss"] < found["heldout_loss_before"] - 1
+
+
+def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:
+    wild = _spec(text, optimizer={"warmup_steps": 0, "learning_rate": 1e30, "grad_clip": 1e30})
+    with pytest.raises(Diverged, match=r"loss (nan|inf) at step \d+; lower optimizer\.learning_rate"):
+        _train(wild)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
+    spec = OptimizerSpec(learning_rate=1.0, warmup_steps=4, final_fraction=0.1)
+    rates = [learning_rate(spec, step, 20) for step in range(20)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_held_out_files_are_held_out_and_the_split_depends_on_names_alone(text: Path) -> None:
+    corpus = load_corpus(text, 0.2, 48)
+    train, heldout = bytes(corpus.train.tolist()), bytes(corpus.heldout.tolist())
+    assert corpus.files == 40
+    assert 2 <= heldout.count(b"\0") <= 16
+    assert train.count(b"\0") + heldout.count(b"\0") == 40
+    lines = {line for line in heldout.split(b"\0") if line}
+    assert not lines & set(train.split(b"\0"))
+    assert load_corpus(text, 0.2, 48).sha256 == corpus.sha256
+
+
+def test_targets_are_the_tokens_one_later(text: Path) -> None:
+    corpus = load_corpus(text, 0.2, 48)
+    tokens, targets = next(corpus.batches(3, 48, seed=0))
+    assert tokens.shape == targets.shape == (3, 48)
+    assert (tokens[:, 1:] == targets[:, :-1]).all()
+
+
+def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("a" * 900 + "b" * 100)
+    corpus = load_corpus(file, 0.1, 16)
+    assert set(corpus.train.tolist()) == {ord("a")}
+    with pytest.raises(ValueError, match=r"data\.path: .*held-out part has 101 bytes, too few for seq_len 128"):
+        load_corpus(file, 0.1, 128)
+
+
+def test_the_default_corpus_is_on_this_machine() -> None:
+    corpus = load_corpus(None, 0.1, 1024)
+    assert corpus.files > 300
+    assert 0.02 < len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout)) < 0.3
