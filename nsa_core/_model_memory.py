@@ -1,0 +1,208 @@
+"""What the model allocates, forward and backward, written down tensor by tensor beside layer.py and model.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._attention_memory import Footprint, Sizes, footprint
+from ._ledger import Ledger
+from .model import LOSS_ROWS, ModelConfig
+
+
+@dataclass(frozen=True)
+class Model:
+    """Account of an NSATransformer's pass from tokens to the loss and back."""
+
+    config: ModelConfig
+    implementation: str
+    sizes: Sizes
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, in elements."""
+        c = self.config
+        heads = 1 if c.tie_embeddings else 2
+        layer = self._attention_parameters + self._ffn_parameters + 2 * c.dim
+        return heads * c.vocab_size * c.dim + c.layers * layer + c.dim
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest weight."""
+        c = self.config
+        return c.dim * max(c.vocab_size, c.ffn_dim, c.heads * c.head_dim)
+
+    def forward(self, ledger: Ledger, grad: bool) -> None:
+        """From tokens to the loss; with `grad`, what the backward needs stays."""
+        ledger.hold("activations", self._stream)  # the embedded tokens
+        for _ in range(self.config.layers):
+            self._block_forward(ledger, grad and not self.config.checkpointing)
+            ledger.hold("activations", self._stream)
+            if not grad:
+                ledger.release("activations", self._stream)  # the block's input
+        self._norm_forward(ledger, grad)
+        ledger.touch(2 * self._logits)  # logits and their log-softmax
+
+    def backward(self, ledger: Ledger) -> None:
+        """From the loss to the gradients of all parameters."""
+        c, element = self.config, self.sizes.element
+        embedding = c.vocab_size * c.dim * element
+        self._loss_backward(ledger, embedding)
+        self._norm_backward(ledger)
+        ledger.hold("workspace", self._stream)  # the gradient of the residual stream
+        for _ in range(c.layers):
+            ledger.release("activations", self._stream)  # the block's output, which only the next one needed
+            if c.checkpointing:
+                self._block_forward(ledger, grad=True)
+            self._ffn_backward(ledger)
+            self._attention_backward(ledger)
+        if c.tie_embeddings:
+            ledger.touch(embedding)  # added to the head's
+        else:
+            ledger.hold("gradients", embedding)
+        ledger.release("workspace", self._stream)
+        ledger.release("activations", self._stream)
+
+    @property
+    def _stream(self) -> int:
+        """[B,S,dim]"""
+        return self.sizes.tokens * self.config.dim * self.sizes.element
+
+    @property
+    def _hidden(self) -> int:
+        """[B,S,ffn_dim]"""
+        return self.sizes.tokens * self.config.ffn_dim * self.sizes.element
+
+    @property
+    def _logits(self) -> int:
+        """float32 [rows,V] of one chunk of the loss."""
+        return min(LOSS_ROWS, self.sizes.tokens) * self.config.vocab_size * 4
+
+    @property
+    def _sparse(self) -> bool:
+        return self.implementation != "dense"
+
+    @property
+    def _operator(self) -> Footprint:
+        return footprint(self.implementation, self.sizes, self.config.nsa, compresses=False)
+
+    @property
+    def _attention_parameters(self) -> int:
+        c = self.config
+        outer, inner = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        if not self._sparse:
+            return c.dim * (2 * outer + 2 * inner)
+        gates = (c.dim + 1) * 3 * c.heads
+        return c.dim * (2 * outer + 6 * inner) + gates + 2 * self._compression_parameters
+
+    @property
+    def _compression_parameters(self) -> int:
+        if self.config.nsa.compress == "mean":
+            return 0
+        block, dim = self.config.nsa.cmp_block, self.config.head_dim
+        return block * dim + (block * dim + 1) * 2 * dim + (2 * dim + 1) * dim
+
+    @property
+    def _ffn_parameters(self) -> int:
+        return 3 * self.config.dim * self.config.ffn_dim
+
+    @property
+    def _normalised(self) -> int:
+        """RMSNorm before its weight: kept on the CPU, where it is made of single operations."""
+        return self._stream if self.sizes.device.type == "cpu" else 0
+
+    def _norm_forward(self, ledger: Ledger, grad: bool) -> None:
+        """Holds its output, and what it keeps."""
+        ledger.hold("activations", self._stream + (self._normalised if grad else 0))
+        ledger.touch(self._stream)
+
+    def _norm_backward(self, ledger: Ledger) -> None:
+        ledger.touch(3 * self._stream)
+        ledger.release("activations", self._stream + self._normalised)
+
+    def _block_forward(self, ledger: Ledger, grad: bool) -> None:
+        """Keeps with `grad` all but the block's input and output, without it nothing."""
+        before = ledger.now["activations"]
+        self._norm_forward(ledger, grad)
+        self._attention_forward(ledger, grad)
+        if not grad:
+            ledger.release("activations", ledger.now["activations"] - before)
+        ledger.hold("activations", self._stream)  # the residual stream between attention and feed-forward
+        self._norm_forward(ledger, grad)
+        if grad:
+            ledger.hold("activations", 4 * self._hidden)  # gate, silu(gate), up, product
+        else:
+            ledger.touch(3 * self._hidden)
+        ledger.touch(2 * self._stream)
+        if not grad:
+            ledger.release("activations", ledger.now["activations"] - before)
+
+    def _attention_inputs(self) -> int:
+        """What the operator is called with, and keeps: rotated q and keys, values, gates, angles."""
+        s = self.sizes
+        angles = s.seq_len * s.dim * s.wide
+        if not self._sparse:
+            return s.q + 2 * s.kv + angles
+        return s.q + 5 * s.kv + s.gates + angles + 2 * s.compressed(self.config.nsa)
+
+    def _compression_kept(self) -> int:
+        """The learned compression of keys and values: blocks with their places, two hidden layers."""
+        if self.config.nsa.compress == "mean" or not self._sparse:
+            return 0
+        return 2 * (self.config.nsa.cmp_block + 4) * self.sizes.compressed(self.config.nsa)
+
+    def _attention_forward(self, ledger: Ledger, grad: bool) -> None:
+        s = self.sizes
+        unrotated = 3 * s.kv if self._sparse else 0  # the keys as projected; the compressed branch's stay in hand
+        ledger.hold("workspace", unrotated)
+        ledger.hold("activations", self._attention_inputs())
+        if grad:
+            ledger.hold("activations", self._compression_kept())
+        else:
+            ledger.touch(self._compression_kept() // 2)  # keys, then values
+        self._operator.forward(ledger, grad)
+        ledger.release("workspace", unrotated)
+        ledger.touch(2 * self._stream)
+
+    def _loss_backward(self, ledger: Ledger, embedding: int) -> None:
+        """Chunk after chunk: logits once more, and the gradient of the head's weight added up."""
+        rows = min(LOSS_ROWS, self.sizes.tokens)
+        more = self.sizes.tokens > rows
+        ledger.hold("workspace", self._stream)  # gradients of the rows
+        ledger.touch(3 * self._logits)  # log-softmax, its gradient, the logits' gradient
+        ledger.touch(self._logits + embedding)
+        ledger.hold("gradients", embedding)
+        if more:
+            ledger.touch(3 * self._logits)
+            ledger.touch(self._logits + embedding)
+        ledger.touch(self._stream)
+        ledger.release("workspace", self._stream)
+
+    def _ffn_backward(self, ledger: Ledger) -> None:
+        weights = self.config.dim * self.config.ffn_dim * self.sizes.element
+        ledger.hold("gradients", weights)  # down
+        ledger.touch(self._hidden)
+        ledger.release("activations", self._hidden)  # the product
+        ledger.touch(3 * self._hidden)  # gradients of product, silu(gate) and up
+        ledger.release("activations", 2 * self._hidden)
+        ledger.hold("gradients", weights)  # up
+        ledger.touch(2 * self._hidden + self._stream)
+        ledger.hold("gradients", weights)  # gate
+        ledger.release("activations", self._hidden)
+        self._norm_backward(ledger)
+        ledger.release("activations", self._stream)  # the stream between attention and feed-forward
+
+    def _attention_backward(self, ledger: Ledger) -> None:
+        s, element = self.sizes, self.sizes.element
+        before = ledger.now["gradients"]
+        ledger.hold("workspace", s.q)  # the output's gradient
+        if self._sparse:
+            ledger.release("activations", s.q)  # the output: only the projection needed it
+        self._operator.backward(ledger)
+        if not self._sparse:
+            ledger.release("activations", s.q)  # the kernel needed it as well
+        ledger.release("workspace", s.q)
+        ledger.release("activations", self._attention_inputs() + self._compression_kept())
+        ledger.touch(3 * s.q)  # halves of q turned back
+        ledger.release("gradients", ledger.now["gradients"] - before)  # of q, k, v: no parameters
+        ledger.hold("gradients", (self._attention_parameters + 2 * self.config.dim) * element)
+        self._norm_backward(ledger)
