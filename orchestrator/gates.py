@@ -301,7 +301,7 @@ def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
         verdict,
         result=result,
         value=float(len(bad)),
-        margin=-float(len(bad)),
+        margin=0.0 - len(bad),
         reason=f"{reason}; run {run.run_id}",
         evidence=[point["point_id"] for point in bad or ended],
     )

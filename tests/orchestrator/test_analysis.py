@@ -89,6 +89,13 @@ def test_the_seeds_curve_is_steeper_than_linear(sqlite_store: Store):
     assert fit.lengths == (128, 256, 512, 1024, 2048)
 
 
+def test_a_series_with_a_zero_has_no_power_law(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
+    rows = queries.scaling(sqlite_store)
+    rows.loc[(rows.metric == "peak_extra_memory") & (rows.seq_len == 512), "per_sequence"] = 0.0
+    assert [fit.metric for fit in scaling_fits(rows)] == ["time"]
+
+
 def test_fits_as_a_frame(store: Store, sweep):
     store.apply_many(sweep())
     frame = fits_frame(scaling_fits(queries.scaling(store)))

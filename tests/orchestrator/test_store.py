@@ -158,6 +158,9 @@ def test_the_database_itself_refuses_numbers_of_a_failed_point(store: Store, swe
             connection.execute(insert(Metric).values(row))
         connection.rollback()
         with pytest.raises(IntegrityError):
+            connection.execute(insert(Metric).values(**row, point_state="oom"))
+        connection.rollback()
+        with pytest.raises(IntegrityError):
             connection.execute(update(Point).where(Point.id == f"{RUN}/0").values(state=PointState.HANG))
 
 
@@ -200,6 +203,16 @@ def test_a_reader_sees_the_last_commit_while_a_writer_writes(store: Store, datab
         session.execute(update(Point).values(reason="in the middle"))
         with reader.session() as other:
             assert set(other.scalars(select(Point.reason))) == {None}
+
+
+def test_a_writer_commits_while_a_reader_reads(store: Store, database_url: str, sweep, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.engine.BUSY_SECONDS", 0.1)
+    store.apply_many(sweep())
+    with Store.open(database_url) as writer, Store.open(database_url, readonly=True) as reader:
+        with reader.session() as session:
+            assert session.scalars(select(Run.id)).all() == [RUN]
+            writer.apply_many(sweep(run_id="another"))
+        assert queries.counts(reader)["runs"] == 2
 
 
 def test_threads_can_write_at_the_same_time(store: Store, sweep):
