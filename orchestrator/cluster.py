@@ -42,7 +42,8 @@ class RayExecutor:
         _connect(settings)
         self._nodes = _nodes()
         check_resources(spec, self._nodes)
-        self._options: dict[str, Any] = {}
+        self._task: Any = None
+        self._gpus: str | None = None
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         self._pulse = _Pulse()
 
@@ -63,23 +64,19 @@ class RayExecutor:
             raise ExecutorError(str(err).splitlines()[-1]) from None
 
     def slots(self, machine: Machine) -> int:
+        import ray
+
         gpus, asked = gpus_per_point(self._spec, machine), self._spec.resources
-        self._options = self._placement(gpus)
+        # max_calls=0: the task's process never touches the GPU itself (its children do), so Ray need not replace it.
+        remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
+        self._task = remote(supervisor.supervise).options(**self._placement(gpus))
+        self._gpus = None if gpus else ""
         room = sum(_room(node, asked, gpus) for node in self._nodes)
         return max(1, min(room, asked.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
-        import ray
-
-        # max_calls=0: the task's process never touches the GPU itself (its children do), so Ray need not replace it.
-        remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
-        task = remote(supervisor.supervise)
-        gpus = None if self._options["num_gpus"] else ""
         with _gone():
-            started = task.options(name=f"nsa:{assignments[0].point_id}", **self._options).remote(
-                assignments, conditions, gpus
-            )
-        self._live[started] = batch
+            self._live[self._task.remote(assignments, conditions, self._gpus)] = batch
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray

@@ -45,15 +45,12 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     for target in verdicts:
         console.print(f"{target.result}  {target.name}: {target.title}", style="bold", markup=False)
         if all(rule.result is Result.UNKNOWN for rule in target.rules):
-            console.print(
-                f"  none of its {len(target.rules)} rules has evidence in this run; nsa gate says what they need"
-            )
+            console.print("  no rule has evidence in this run; nsa gate says what each needs")
             continue
         for rule in target.rules:
-            value = (
-                "" if rule.value is None else f" {rule.value:.4g}{'' if rule.unit in (None, '1') else ' ' + rule.unit}"
-            )
-            console.print(f"  {rule.result:<7} {rule.rule}:{value} {rule.reason}", markup=False)
+            value = "" if rule.value is None else f" {rule.value:.4g}"
+            unit = "" if rule.unit in (None, "1") or not value else f" {rule.unit}"
+            console.print(f"  {rule.result:<7} {rule.rule}:{value}{unit} {rule.reason}", markup=False)
 
 
 def _table(title: str, *columns: str) -> Table:
