@@ -222,7 +222,8 @@ class Piece:
     """Bytes of a chunk's tensors in backends/chunked.py.
 
     Attributes:
-        rows: queries as operands, as large as their outputs.
+        rows: outputs of the chunk's queries, as large as the queries.
+        queries: queries as operands, as large as the output's gradient; 0 where a view serves.
         keys: keys read, as large as values read; 0 where a view serves.
         key_sums: gradient of the keys read, as that of the values read.
         scores: P, in the accumulator's dtype.
@@ -233,6 +234,7 @@ class Piece:
     """
 
     rows: int
+    queries: int
     keys: int
     key_sums: int
     scores: int
@@ -306,8 +308,11 @@ class Chunked:
         pairs, own = s.batch * rows * keys, rows if gathered else 1
         converted = shape.element != s.element
         read = s.batch * s.kv_heads * own * keys * s.dim
+        outputs = s.batch * rows * s.heads * s.dim
+        in_place = s.kv_heads == 1 and (s.batch == 1 or rows == s.seq_len) and not converted
         return Piece(
-            rows=s.batch * rows * s.heads * s.dim * shape.element,
+            rows=outputs * s.wide,
+            queries=0 if in_place else outputs * shape.element,
             keys=read * shape.element if gathered or converted else 0,
             key_sums=read * s.wide,
             scores=pairs * s.heads * s.wide,
@@ -327,7 +332,7 @@ class Chunked:
         """`select`: one chunk's names live until the next chunk's replace them."""
         before = 0
         for piece in self._pieces("cmp", backward=False):
-            ledger.touch(before + piece.rows + piece.keys + 2 * piece.scores)
+            ledger.touch(before + piece.queries + piece.keys + 2 * piece.scores)
             ledger.touch(piece.scores + 2 * piece.shared + piece.blocks)
             ledger.touch(piece.scores + 6 * piece.blocks)  # scores, ranked ones, and 64-bit keys twice
             before = piece.scores + piece.blocks
@@ -335,20 +340,21 @@ class Chunked:
     def _forward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
         p = part = 0
         for piece in pieces:
-            ledger.touch(p + part + piece.hidden + piece.rows + piece.keys + 2 * piece.scores)
+            ledger.touch(p + part + piece.hidden + piece.queries + piece.keys + 2 * piece.scores)
             p = piece.scores
             ledger.touch(p + part + piece.hidden + piece.keys + piece.operand_scores + piece.rows)
             part = piece.rows
 
     def _backward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
-        rows = operands = p = ds = 0  # what the chunk before has left: queries and dout, keys and values, P, dS
+        queries = operands = p = ds = 0  # what the chunk before has left: queries and dout, keys and values, P, dS
         for piece in pieces:
-            read = piece.rows + 2 * piece.keys + piece.hidden
-            ledger.touch(2 * rows + operands + p + ds + read)
-            ledger.touch(rows + p + ds + read + 2 * piece.scores)
-            rows, operands, p = piece.rows, 2 * piece.keys, piece.scores
-            read += piece.rows
+            read = piece.queries + 2 * piece.keys + piece.hidden
+            ledger.touch(2 * queries + operands + p + ds + read)
+            ledger.touch(queries + p + ds + read + 2 * piece.scores)
+            queries, operands, p = piece.queries, 2 * piece.keys, piece.scores
+            read += piece.queries
             ledger.touch(p + ds + read + 2 * piece.rows)  # the output again, and dout times it
+            read += piece.rows - piece.queries  # dout times the gate
             ledger.touch(p + ds + read + piece.operand_scores + piece.key_sums)
             ledger.touch(p + ds + read + piece.scores)
             ds = piece.scores

@@ -1,0 +1,177 @@
+"""Predicted memory against the allocator's own account: within 10 %, at every length, for everything benchmarked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from jobs.measure.memory import measure_peak
+from nsa_core import NSAConfig, dense_attention, nsa_attention
+from nsa_core.errors import InputError
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
+from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+
+CPU = torch.device("cpu")
+SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=64)
+MODEL = replace(PRESETS["tiny"], dim=128, heads=4, kv_heads=2, head_dim=32, ffn_dim=384, vocab_size=512, nsa=SMALL)
+PASSES = pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+
+
+def peak_of_attention(implementation: str, batch: int, seq_len: int, heads: int, kv_heads: int, backward: bool) -> int:
+    def tensor(*tail: int) -> Tensor:
+        return torch.randn(batch, seq_len, *tail, requires_grad=backward)
+
+    q, k, v, gates = tensor(heads, 32), tensor(kv_heads, 32), tensor(kv_heads, 32), tensor(heads, 3)
+    inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
+    towards = torch.randn(batch, seq_len, heads, 32)
+
+    def call() -> object:
+        with torch.set_grad_enabled(backward):
+            if implementation == "dense":
+                out = dense_attention(q, k, v)
+            else:
+                out = nsa_attention(q, k, v, torch.sigmoid(gates), SMALL, backend=implementation)
+        return out, torch.autograd.grad(out, inputs, towards) if backward else None
+
+    return measure_peak(call, CPU, 0).extra
+
+
+def peak_of_model(config: ModelConfig, batch: int, seq_len: int, backward: bool) -> int:
+    model = NSATransformer(config)
+    tokens, parameters = torch.randint(config.vocab_size, (batch, seq_len)), list(model.parameters())
+
+    def call() -> object:
+        with torch.set_grad_enabled(backward):
+            loss = model(tokens, tokens)
+        return loss, torch.autograd.grad(loss, parameters) if backward else None
+
+    return measure_peak(call, CPU, 0).extra
+
+
+def estimate(
+    implementation: str, batch: int, seq_len: int, heads: int, kv_heads: int, backward: bool
+) -> MemoryEstimate:
+    return estimate_attention(
+        SMALL,
+        implementation=implementation,
+        batch=batch,
+        seq_len=seq_len,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=32,
+        dtype=torch.float32,
+        backward=backward,
+        device=CPU,
+    )
+
+
+def estimate_of(config: ModelConfig, implementation: str, batch: int, seq_len: int, backward: bool, **more: object):
+    common = {"dtype": torch.float32, "optimizer": None, "device": CPU} | more
+    return estimate_model(
+        config, implementation=implementation, batch=batch, seq_len=seq_len, backward=backward, **common
+    )
+
+
+@PASSES
+@pytest.mark.parametrize(
+    ("implementation", "seq_len"),
+    [
+        *(("chunked", seq_len) for seq_len in (50, 128, 300, 800)),
+        *(("naive", seq_len) for seq_len in (64, 128, 300, 512)),
+        *(("reference", seq_len) for seq_len in (128, 300)),
+        *(("dense", seq_len) for seq_len in (64, 300, 1024, 2048)),
+    ],
+)
+def test_attention(implementation: str, seq_len: int, backward: bool) -> None:
+    predicted = estimate(implementation, 1, seq_len, 4, 2, backward).extra
+    assert predicted == pytest.approx(peak_of_attention(implementation, 1, seq_len, 4, 2, backward), rel=0.1)
+
+
+@PASSES
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (6, 3)])
+@pytest.mark.parametrize("implementation", ["chunked", "naive", "dense"])
+def test_attention_of_other_groups_and_batches(implementation: str, heads: tuple[int, int], backward: bool) -> None:
+    predicted = estimate(implementation, 2, 150, *heads, backward).extra
+    assert predicted == pytest.approx(peak_of_attention(implementation, 2, 150, *heads, backward), rel=0.1)
+
+
+@PASSES
+@pytest.mark.parametrize(
+    ("implementation", "seq_len"),
+    [("chunked", 64), ("chunked", 500), ("naive", 64), ("naive", 300), ("dense", 64), ("dense", 800)],
+)
+def test_model(implementation: str, seq_len: int, backward: bool) -> None:
+    predicted = estimate_of(MODEL, implementation, 1, seq_len, backward).extra
+    assert predicted == pytest.approx(peak_of_model(_as(MODEL, implementation), 1, seq_len, backward), rel=0.1)
+
+
+@PASSES
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointing": True, "layers": 4},
+        {"tie_embeddings": False, "layers": 1},
+        {"vocab_size": 8192, "layers": 1},
+        {"nsa": replace(SMALL, compress="mlp")},
+        {"ffn_dim": 1024, "kv_heads": 1},
+    ],
+    ids=["checkpointing", "untied", "vocabulary", "learned", "wide"],
+)
+def test_model_of_other_shapes(changes: dict[str, object], backward: bool) -> None:
+    config = replace(MODEL, **changes)  # type: ignore[arg-type]
+    predicted = estimate_of(config, "chunked", 2, 120, backward).extra
+    assert predicted == pytest.approx(peak_of_model(_as(config, "chunked"), 2, 120, backward), rel=0.1)
+
+
+def _as(config: ModelConfig, implementation: str) -> ModelConfig:
+    if implementation == "dense":
+        return replace(config, attention="dense")
+    return replace(config, backend=implementation)
+
+
+@pytest.mark.parametrize("compress", ["mean", "mlp"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_parameters_are_the_models(attention: str, tie: bool, compress: str) -> None:
+    config = replace(MODEL, tie_embeddings=tie, attention=attention, nsa=replace(SMALL, compress=compress))
+    model = NSATransformer(config)
+    implementation = "dense" if attention == "dense" else "chunked"
+    predicted = estimate_of(config, implementation, 1, 8, True, optimizer="adamw")
+    assert predicted.parameters == sum(p.nbytes for p in model.parameters())
+    assert predicted.optimizer == 2 * predicted.parameters
+
+
+def test_m7c_is_as_large_as_its_model() -> None:
+    assert estimate_of(PRESETS["m7c_125m"], "chunked", 1, 512, False).parameters == 4 * 123_919_536
+
+
+def test_total_is_the_sum_of_its_parts() -> None:
+    whole = estimate_of(MODEL, "chunked", 2, 100, True, optimizer="adamw")
+    assert whole.extra == whole.gradients + whole.activations + whole.workspace
+    assert whole.total == whole.parameters + whole.optimizer + whole.inputs + whole.extra
+    assert min(whole.parameters, whole.optimizer, whole.inputs, whole.activations, whole.workspace) > 0
+
+
+def test_slopes_are_those_of_the_algorithms() -> None:
+    def growth(implementation: str) -> float:
+        long, short = (estimate(implementation, 1, s, 12, 2, True).extra for s in (32_768, 16_384))
+        return long / short
+
+    assert growth("chunked") < 2.1
+    assert growth("dense") < 2.1
+    assert growth("naive") > 3.8
+
+
+def test_checkpointing_saves_activations() -> None:
+    plain, saving = (
+        estimate_of(replace(MODEL, layers=8, checkpointing=on), "chunked", 1, 1000, True).extra for on in (False, True)
+    )
+    assert saving < 0.5 * plain
+
+
+def test_unknown_implementation_is_named() -> None:
+    with pytest.raises(InputError, match=r"^implementation: 'fast': use one of"):
+        estimate("fast", 1, 64, 4, 2, False)
