@@ -7,11 +7,17 @@ from .backends import available_backends
 from .config import NSAConfig
 from .errors import BackendError, InputError
 from .functional import compress, dense_attention, nsa_attention, select_blocks
+from .layer import NativeSparseAttention
+from .model import PRESETS, ModelConfig, NSATransformer
 
 __all__ = [
+    "PRESETS",
     "BackendError",
     "InputError",
+    "ModelConfig",
     "NSAConfig",
+    "NSATransformer",
+    "NativeSparseAttention",
     "available_backends",
     "compress",
     "dense_attention",
