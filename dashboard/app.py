@@ -19,11 +19,12 @@ def main() -> None:
         {
             "NSA bench": [
                 st.Page("overview.py", title="Overview", icon=":material/rule:", default=True),
-                st.Page("scaling.py", title="Scaling", icon=":material/show_chart:", url_path="scaling"),
-                st.Page("runs.py", title="Runs", icon=":material/list_alt:", url_path="runs"),
+                st.Page("scaling.py", title="Scaling", icon=":material/show_chart:"),
+                st.Page("runs.py", title="Runs", icon=":material/list_alt:"),
             ]
         }
     )
+    st.html("<style>[data-testid=stMainBlockContainer] { padding-top: 3.5rem; }</style>")
     with st.sidebar:
         _database()
     page.run()

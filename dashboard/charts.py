@@ -1,31 +1,24 @@
 """Charts from data frames, shared by the dashboard and the reports. Imports altair and pandas only.
 
 Text and grid take their colour from whoever shows the chart (Streamlit's theme, or a report's); only series and guides
-are coloured here. Series use the Okabe-Ito palette, which colour-blind readers can tell apart; reported results are
-hollow and dashed as well.
+are coloured here. Reported results are hollow and dashed, measured ones filled and solid.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a8f98",
-)  # fmt: skip
-PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-IMPLEMENTATION_COLORS = {"chunked": BLUE, "naive": VERMILLION, "dense": GREEN, "reference": PURPLE, "nsa-vibe": ORANGE}
+from dashboard import series
+from dashboard.series import BLUE, GREY
 
-# Where a fit or a row names its series: rows that agree in all of these are one line of the chart.
-SERIES = (
-    *("run_id", "origin", "implementation", "workload", "pass", "query_heads", "kv_heads", "head_dim", "layers"),
-    *("dtype", "device", "gpu", "metric"),
-)
+Row = dict[str, Any]
+_FIT = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient")
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,7 @@ QUANTITIES = {
     "peak_memory": Quantity("Peak memory allocated", "allocated memory", "MiB"),
     "peak_reserved": Quantity("Peak memory reserved", "reserved memory", "MiB"),
 }
+_SHORT = {name: quantity.short for name, quantity in QUANTITIES.items()}
 
 
 def scaling_chart(
@@ -59,7 +53,7 @@ def scaling_chart(
 
     Args:
         rows: rows of `v_scaling`; other metrics are left out.
-        fits: `orchestrator.analysis.Fit`s or a frame of their fields; those of other metrics and series are left out.
+        fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
         metric: one of QUANTITIES.
         height: of the plot, in pixels.
 
@@ -67,27 +61,28 @@ def scaling_chart(
         ValueError: no row has this metric (and a positive length and value).
     """
     points = _points(rows, metric)
-    if points.empty:
+    if not points:
         raise ValueError(f"metric: {metric!r} has no rows to draw")
-    lines = _lines(points, fits_frame(fits), metric)
-    names = _names(points, lines)
-    points["series"] = points["series_key"].map(names)
-    lines["series"] = lines["series_key"].map(names)
-    domain = list(dict.fromkeys(points.sort_values(["origin", "implementation", "series"])["series"]))
+    lines = _lines(points, _fits(fits))
+    _name(points, lines)
+    ordered = {point["series"]: point for point in sorted(points, key=_order)}
+    domain, implementations = list(ordered), [point["implementation"] for point in ordered.values()]
     quantity = QUANTITIES[metric]
-    x, y = _length_axis(points["seq_len"]), _value_axis(points, quantity)
+    x, y = _length_axis(points), _value_axis(points, quantity)
+    columns = 2 if max(map(len, domain)) < 30 else 1
     color = alt.Color(
         "series:N",
-        scale=alt.Scale(domain=domain, range=_colors(points, domain)),
-        legend=alt.Legend(title=None, orient="bottom", columns=_legend_columns(domain), labelLimit=420, symbolSize=90),
+        scale=alt.Scale(domain=domain, range=series.colors(implementations)),
+        legend=alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=420, symbolSize=90),
     )
+    interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
     layers = [
         *_guides(points, quantity, x, y),
         *_fit_lines(points, lines, x, y, color),
-        alt.Chart(points).mark_rule(strokeWidth=2).encode(x=x, y=_low(y), y2="high:Q", color=color),
-        _marks(points, quantity, x, y, color),
+        interval.encode(x=x, y=_at(y, "low:Q"), y2="high:Q", color=color),
+        *_marks(points, quantity, x, y, color),
     ]
-    return alt.layer(*layers).resolve_scale(shape="independent").properties(height=height)
+    return _layered(layers).resolve_scale(shape="independent").properties(height=height)
 
 
 def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) -> alt.LayerChart:
@@ -96,31 +91,31 @@ def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) 
     Raises:
         ValueError: there is no fit.
     """
-    frame = fits_frame(fits)
-    if frame.empty:
+    rows = _fits(fits)
+    if not rows:
         raise ValueError("fits: there is none to draw")
-    colors = [_base_color(name) for name in frame["implementation"]]
-    frame = frame[["exponent", "ci_low", "ci_high", "r2"]].assign(series=_labels(frame), color=colors)
-    low, high = min(0.5, frame["ci_low"].min() - 0.1), max(2.5, frame["ci_high"].max() + 0.1)
-    x = alt.X(
-        "exponent:Q",
-        title="growth with S: exponent and 95 % interval",
-        scale=alt.Scale(domain=[low, high]),
-        axis=alt.Axis(tickCount=6, grid=False),
-    )
-    y = alt.Y(
-        "series:N", title=None, sort=list(frame["series"]), axis=alt.Axis(labelLimit=320, ticks=False, domain=False)
-    )
+    names = series.labels(rows, _SHORT)
+    frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
+    frame["series"] = [names[series.key(row)] for row in rows]
+    frame["color"] = [series.color(row["implementation"]) for row in rows]
+    domain = [min([0.5, *(r["ci_low"] - 0.1 for r in rows)]), max([2.5, *(r["ci_high"] + 0.1 for r in rows)])]
+    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
+    x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
+    axis = alt.Axis(labelLimit=320, ticks=False, domain=False)
+    y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color = alt.Color("color:N", scale=None)
     marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
-    base = alt.Chart(frame)
     tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "r2")]
-    return alt.layer(
+    layers = [
         alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
         alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
-        base.mark_rule(strokeWidth=3, clip=True).encode(x=alt.X("ci_low:Q"), x2="ci_high:Q", y=y, color=color),
-        base.mark_point(filled=True, size=90, opacity=1).encode(x=x, y=y, color=color, tooltip=["series:N", *tooltip]),
-    ).properties(height=alt.Step(row_height), padding={"top": 22, "left": 5, "right": 5, "bottom": 5})
+        alt.Chart(frame).mark_rule(strokeWidth=3).encode(x=_at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
+        alt.Chart(frame)
+        .mark_point(filled=True, size=90, opacity=1)
+        .encode(x=x, y=y, color=color, tooltip=["series:N", *tooltip]),
+    ]
+    room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
+    return _layered(layers).properties(height=alt.Step(row_height), padding=room)
 
 
 def samples_chart(samples: Sequence[float], unit: str, *, height: int = 120) -> alt.Chart:
@@ -138,15 +133,6 @@ def samples_chart(samples: Sequence[float], unit: str, *, height: int = 120) -> 
     )
 
 
-def fits_frame(fits: Sequence[Any] | pd.DataFrame) -> pd.DataFrame:
-    """Fits as a frame with the columns of SERIES that they carry, `exponent`, `ci_low`, `ci_high`, `n`, `r2` ..."""
-    if isinstance(fits, pd.DataFrame):
-        frame = fits
-    else:
-        frame = pd.DataFrame([asdict(fit) if is_dataclass(fit) and not isinstance(fit, type) else fit for fit in fits])
-    return frame.rename(columns={"pass_": "pass"}).reset_index(drop=True)
-
-
 def length_label(length: float) -> str:
     """A sequence length as people say it: 512, 1K, 64K, 1M; others in full."""
     length = int(length)
@@ -156,138 +142,78 @@ def length_label(length: float) -> str:
     return f"{length:,}"
 
 
-def _points(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
     """The rows of `metric` that a log axis can show, with `y`, `low`, `high` per sequence and their series' key."""
-    keep = (rows["metric"] == metric) & (rows["seq_len"] > 0) & (rows["per_sequence"] > 0)
-    points = rows[keep].copy()
-    share = points["per_sequence"] / points["value"]
-    points["y"] = points["per_sequence"]
-    points["low"] = (points["ci_low"] * share).where(points["ci_low"] > 0, points["y"])
-    points["high"] = (points["ci_high"] * share).where(points["ci_high"] > 0, points["y"])
-    points["length"] = points["seq_len"].map(length_label)
-    points["series_key"] = _keys(points, [name for name in SERIES if name in points])
-    return points.sort_values(["series_key", "seq_len"]).reset_index(drop=True)
+    points = []
+    for row in rows.to_dict("records"):
+        if row["metric"] != metric or not (row["seq_len"] > 0 and row["per_sequence"] > 0):
+            continue
+        share = row["per_sequence"] / row["value"]
+        bounds = (row["ci_low"], row["ci_high"])
+        low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: none was taken
+        shown = {"y": row["per_sequence"], "low": low, "high": high, "length": length_label(row["seq_len"])}
+        points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})
+    return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
 
 
-def _keys(frame: pd.DataFrame, columns: list[str]) -> list[str]:
-    """One text a row from its identity columns; numbers as integers, gaps as nothing, so that frames agree."""
-
-    def text(value: Any) -> str:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return ""
-        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-    return ["|".join(text(value) for value in row) for row in frame[columns].itertuples(index=False)]
+def _fits(fits: Sequence[Any] | pd.DataFrame) -> list[Row]:
+    """Fits as plain rows: what names their series, and their numbers."""
+    if isinstance(fits, pd.DataFrame):
+        return [{str(name): value for name, value in row.items()} for row in fits.to_dict("records")]
+    names = (*series.IDENTITY, "run_name", *_FIT)
+    return [{name: getattr(fit, "pass_" if name == "pass" else name) for name in names} for fit in fits]
 
 
-def _lines(points: pd.DataFrame, fits: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Two ends of each fitted line, with the key of the points' series that it belongs to."""
-    columns = ["series_key", "exponent", "seq_len", "y"]
-    if fits.empty:
-        return pd.DataFrame(columns=columns)
-    shared = [name for name in SERIES if name in fits and name in points]
-    series = points.drop_duplicates("series_key").assign(shared_key=lambda frame: _keys(frame, shared))
-    fits = fits[fits["metric"] == metric].assign(shared_key=lambda frame: _keys(frame, shared))
-    matched = fits[["shared_key", "exponent", "coefficient"]].merge(
-        series[["shared_key", "series_key"]], on="shared_key"
-    )
-    spans = points.groupby("series_key")["seq_len"].agg(["min", "max"])
-    ends = [
-        (key, exponent, length, 10**coefficient * length**exponent)
-        for key, exponent, coefficient in matched[["series_key", "exponent", "coefficient"]].itertuples(index=False)
-        for length in spans.loc[key]
-    ]
-    return pd.DataFrame(ends, columns=columns)
+def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
+    """The two ends of each fitted line of the points' series."""
+    by_key = {series.key(fit): fit for fit in fits}
+    lines = []
+    for key in dict.fromkeys(point["key"] for point in points):
+        if key not in by_key:
+            continue
+        own, fit = [point for point in points if point["key"] == key], by_key[key]
+        for length in (own[0]["seq_len"], own[-1]["seq_len"]):
+            value = 10 ** fit["coefficient"] * length ** fit["exponent"]
+            end = {"exponent": fit["exponent"], "origin": own[0]["origin"], "seq_len": length, "y": value}
+            lines.append({"key": key, **end})
+    return lines
 
 
-def _names(points: pd.DataFrame, lines: pd.DataFrame) -> dict[str, str]:
-    """What each series is called in the legend: what tells it from the others, and its exponent."""
-    series = points.drop_duplicates("series_key")
-    exponents = dict(zip(lines["series_key"], lines["exponent"], strict=True))
-    names = {}
-    for key, label in zip(series["series_key"], _labels(series), strict=True):
-        names[key] = f"{label}  ~ S^{exponents[key]:.2f}" if key in exponents else label
-    return names
+def _name(points: list[Row], lines: list[Row]) -> None:
+    """Give points and lines the name that the legend shows: what tells the series from the others, its exponent."""
+    names = series.labels(points, _SHORT)
+    exponents = {line["key"]: f"  ~ S^{line['exponent']:.2f}" for line in lines}
+    for row in (*points, *lines):
+        row["series"] = names[row["key"]] + exponents.get(row["key"], "")
 
 
-def _labels(series: pd.DataFrame) -> list[str]:
-    """A name a row: its implementation and, where rows would share a name, the coordinates that tell them apart."""
-    labels = series["implementation"].fillna("?").astype(str).reset_index(drop=True)
-    if series["origin"].nunique() > 1:
-        labels += pd.Series([" (reported)" if origin == "reported" else "" for origin in series["origin"]])
-    for column in _coordinates(series):
-        doubled = labels.duplicated(keep=False)
-        longer = labels.where(~doubled | (column == ""), labels + " · " + column)
-        labels = longer if longer.nunique() > labels.nunique() else labels
-    return list(labels)
+def _order(point: Row) -> tuple[str, str, str]:
+    return str(point["origin"]), str(point["implementation"]), point["series"]
 
 
-def _coordinates(series: pd.DataFrame) -> list[pd.Series]:
-    """What can tell series apart, in the order of how much it tells."""
-    names = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")
-    frame = series.assign(
-        shape=_shapes(series),
-        metric=[QUANTITIES[name].short if name in QUANTITIES else name for name in series["metric"]],
-    ).reset_index(drop=True)
-    return [frame[name].fillna("").astype(str) for name in names if name in frame]
-
-
-def _shapes(series: pd.DataFrame) -> list[str]:
-    shapes = []
-    for row in series[["query_heads", "kv_heads", "head_dim", "layers"]].itertuples(index=False):
-        heads = (
-            f"{row.query_heads:g}/{row.kv_heads:g} heads"
-            if pd.notna(row.query_heads) and pd.notna(row.kv_heads)
-            else ""
-        )
-        dim = f"d{row.head_dim:g}" if pd.notna(row.head_dim) else ""
-        layers = f"{row.layers:g} layers" if pd.notna(row.layers) else ""
-        shapes.append(" ".join(filter(None, [layers, heads, dim])))
-    return shapes
-
-
-def _base_color(implementation: object) -> str:
-    """The colour that an implementation has in every chart; grey for those without one."""
-    return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0], GREY)
-
-
-def _colors(points: pd.DataFrame, domain: list[str]) -> list[str]:
-    """A colour a series: its implementation's own where no earlier series has it, else the next free one."""
-    implementations = dict(zip(points["series"], points["implementation"], strict=True))
-    taken: list[str] = []
-    for name in domain:
-        own = _base_color(implementations[name])
-        free = [color for color in PALETTE if color not in taken]
-        taken.append(
-            own if own != GREY and own not in taken else (free[0] if free else PALETTE[len(taken) % len(PALETTE)])
-        )
-    return taken
-
-
-def _legend_columns(domain: Sequence[str]) -> int:
-    return 2 if max(map(len, domain)) < 30 else 1
-
-
-def _length_axis(lengths: pd.Series) -> alt.X:
-    low, high = math.floor(math.log2(lengths.min())), math.ceil(math.log2(lengths.max()))
-    step = 1 if high - low <= 9 else 2
+def _length_axis(points: list[Row]) -> alt.X:
+    lengths = [point["seq_len"] for point in points]
+    first, last = math.floor(math.log2(min(lengths))), math.ceil(math.log2(max(lengths)))
     label = (
         "datum.value >= 1048576 ? datum.value / 1048576 + 'M' :"
         " datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value"
     )
-    room = 2**0.25
+    left, right = 2**0.25, 2**0.5  # room for the points, and for the names of the guides
+    values = [2**k for k in range(first, last + 1, 1 if last - first <= 9 else 2)]
     return alt.X(
         "seq_len:Q",
         title="sequence length S [tokens]",
-        scale=alt.Scale(type="log", base=2, domain=[lengths.min() / room, lengths.max() * room], nice=False),
-        axis=alt.Axis(values=[2**k for k in range(low, high + 1, step)], labelExpr=label, gridOpacity=0.35),
+        scale=alt.Scale(type="log", base=2, domain=[min(lengths) / left, max(lengths) * right], nice=False),
+        axis=alt.Axis(values=values, labelExpr=label, gridOpacity=0.35),
     )
 
 
-def _value_axis(points: pd.DataFrame, quantity: Quantity) -> alt.Y:
-    low, high = points[["low", "y"]].min().min(), points[["high", "y"]].max().max()
-    low, high = min(low, _anchor(points, quantity)) / 1.5, max(high, _anchor(points, quantity)) * 1.5
-    title = f"{quantity.title} per sequence" if (points["batch"].fillna(1) != 1).any() else quantity.title
+def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
+    anchor = _anchor(points, quantity)
+    low = min([anchor, *(min(point["low"], point["y"]) for point in points)]) / 1.5
+    high = max([anchor, *(max(point["high"], point["y"]) for point in points)]) * 1.5
+    batched = any(point["batch"] > 1 for point in points)
+    title = f"{quantity.title} per sequence" if batched else quantity.title
     if quantity.unit == "MiB":
         title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)
         label = (
@@ -302,12 +228,8 @@ def _value_axis(points: pd.DataFrame, quantity: Quantity) -> alt.Y:
         )
     else:
         title, ticks, label = f"{title} [{quantity.unit}]", _decimal_ticks(low, high), "format(datum.value, ',')"
-    return alt.Y(
-        "y:Q",
-        title=title,
-        scale=alt.Scale(type="log", domain=[low, high], nice=False),
-        axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35),
-    )
+    scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    return alt.Y("y:Q", title=title, scale=scale, axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35))
 
 
 def _binary_ticks(low: float, high: float) -> list[float]:
@@ -323,34 +245,30 @@ def _decimal_ticks(low: float, high: float) -> list[float]:
     return [float(f"{tick:.3g}") for tick in ticks if low <= tick <= high]
 
 
-def _low(y: alt.Y) -> alt.Y:
-    low = y.copy()
-    low.shorthand = "low:Q"
-    return low
-
-
-def _guides(points: pd.DataFrame, quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """Lines of the quantity's guide slopes, from beside the first point outwards, so that they cover no series."""
-    first, last = points["seq_len"].min(), points["seq_len"].max()
+    lengths, values = [point["seq_len"] for point in points], [point["y"] for point in points]
+    first, last = min(lengths), max(lengths)
     if first == last:
         return []
     anchor = _anchor(points, quantity)
-    low, high = min(anchor, points["y"].min()), max(anchor, points["y"].max())
+    low, high = min(anchor, *values) / 1.25, max(anchor, *values) * 1.25
     ends, labels = [], []
     for slope, text in quantity.guides:
         stop = _within(anchor, slope, last / first, low, high)
         ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
         labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
     line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
-    style = {"align": "right", "dx": -2, "dy": 12 if quantity.grows else -10}
+    style = {"align": "left", "dx": 5} if quantity.grows else {"align": "right", "dx": -2, "dy": -9}
     text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", **style)
     return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
 
 
-def _anchor(points: pd.DataFrame, quantity: Quantity) -> float:
+def _anchor(points: list[Row], quantity: Quantity) -> float:
     """Where the guides begin, at the shortest length: below what grows, above what falls."""
-    start = points.loc[points["seq_len"] == points["seq_len"].min(), "y"]
-    return start.min() / 1.6 if quantity.grows else start.max() * 1.4
+    first = min(point["seq_len"] for point in points)
+    start = [point["y"] for point in points if point["seq_len"] == first]
+    return min(start) / 1.6 if quantity.grows else max(start) * 1.4
 
 
 def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
@@ -361,43 +279,56 @@ def _within(anchor: float, slope: float, ratio: float, low: float, high: float) 
     return max(1.0, min(ratio, (edge / anchor) ** (1 / slope)))
 
 
-def _fit_lines(points: pd.DataFrame, lines: pd.DataFrame, x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
+def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
     """Fitted lines (dashed where reported); a thin line through the points of a series without a fit."""
-    origins = dict(zip(points["series_key"], points["origin"], strict=True))
-    reported = lines["series_key"].map(origins) == "reported"
-    unfitted = points[~points["series_key"].isin(lines["series_key"])]
-    drawn = ((lines[~reported], {}), (lines[reported], {"strokeDash": [7, 4]}), (unfitted, {"strokeWidth": 1}))
+    fitted = {line["key"] for line in lines}
+    drawn: list[tuple[list[Row], dict[str, Any]]] = [
+        ([line for line in lines if line["origin"] != "reported"], {"strokeWidth": 2.5}),
+        ([line for line in lines if line["origin"] == "reported"], {"strokeWidth": 2.5, "strokeDash": [7, 4]}),
+        ([point for point in points if point["key"] not in fitted], {"strokeWidth": 1}),
+    ]
     return [
-        alt.Chart(frame).mark_line(**{"strokeWidth": 2.5, **style}).encode(x=x, y=y, color=color, detail="series_key:N")
-        for frame, style in drawn
-        if not frame.empty
+        alt.Chart(pd.DataFrame(rows)).mark_line(**style).encode(x=x, y=y, color=color, detail="key:N")
+        for rows, style in drawn
+        if rows
     ]
 
 
-def _marks(points: pd.DataFrame, quantity: Quantity, x: alt.X, y: alt.Y, color: alt.Color) -> alt.LayerChart:
+def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
     """The points: measured ones are filled circles, reported ones hollow diamonds."""
-    names = {
-        "series": "series", "length": "S", "value": f"{quantity.title.lower()} [{quantity.unit}]", "batch": "batch",
-        "ci_low": "95 % from", "ci_high": "95 % to", "workload": "workload", "pass": "pass", "dtype": "dtype",
-        "device": "device", "gpu": "GPU", "origin": "origin", "source": "source", "run_id": "run",
-    }  # fmt: skip
-    shown = [name for name in names if name in points and points[name].notna().any()]
-    numbers = {"value", "ci_low", "ci_high"}
-    tooltip = [
-        alt.Tooltip(f"{name}:Q", title=names[name], format=",.4~g")
-        if name in numbers
-        else alt.Tooltip(f"{name}:N", title=names[name])
-        for name in shown
+    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
+    texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
+    texts |= {
+        "dtype": "dtype",
+        "device": "device",
+        "gpu": "GPU",
+        "origin": "origin",
+        "source": "source",
+        "run_id": "run",
+    }
+    tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
+    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
+    styles: list[tuple[list[Row], dict[str, Any]]] = [
+        ([point for point in points if point["origin"] != "reported"], {"filled": True, "shape": "circle"}),
+        ([point for point in points if point["origin"] == "reported"], {"filled": False, "shape": "diamond"}),
     ]
-    measured, reported = points[points["origin"] != "reported"], points[points["origin"] == "reported"]
-    styles = [
-        (measured, {"filled": True, "shape": "circle"}),
-        (reported, {"filled": False, "shape": "diamond", "strokeWidth": 2}),
+    return [
+        alt.Chart(pd.DataFrame(rows))
+        .mark_point(size=80, opacity=1, strokeWidth=2, **style)
+        .encode(x=x, y=y, color=color, tooltip=tooltip)
+        for rows, style in styles
+        if rows
     ]
-    return alt.layer(
-        *(
-            alt.Chart(frame).mark_point(size=80, opacity=1, **style).encode(x=x, y=y, color=color, tooltip=tooltip)
-            for frame, style in styles
-            if not frame.empty
-        )
-    )
+
+
+def _at(axis: Any, field: str) -> Any:
+    """The same axis for another field."""
+    other = axis.copy()
+    other.shorthand = field
+    return other
+
+
+def _layered(layers: list[alt.Chart]) -> alt.LayerChart:
+    chart = alt.layer(*layers)
+    assert isinstance(chart, alt.LayerChart), "no layer is faceted"
+    return chart

@@ -22,7 +22,7 @@ from orchestrator.store import Store, exporter, queries
 
 CACHE_SECONDS = 2.0
 LIVE_SECONDS = 2.0
-IDLE_SECONDS = 15.0
+IDLE_SECONDS = 5.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +37,7 @@ metrics = _read(queries.metrics)
 artifacts = _read(queries.artifacts)
 events = _read(queries.events)
 scaling = _read(queries.scaling)
+measurements = _read(queries.measurements)
 states = _read(queries.states)
 counts = _read(queries.counts)
 csv = _read(exporter.to_csv)

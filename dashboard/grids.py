@@ -8,6 +8,14 @@ import streamlit as st
 from dashboard import parts
 from orchestrator.states import Origin
 
+_SHOWN = {
+    "time": "Time",
+    "throughput": "Throughput",
+    "peak_extra_memory": "Extra memory",
+    "peak_memory": "Peak memory",
+    "heldout_loss": "Held-out loss",
+}
+
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
     """A grid of runs (`queries.runs`); the id of the one that was clicked."""
@@ -33,18 +41,23 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
         "Started": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone="UTC", help="UTC"),
         "Points": st.column_config.TextColumn(width="medium"),
     }
-    return _clicked(table, frame["run_id"], columns, key)
+    return _clicked(table, [row["run_id"] for row in rows], columns, key)
 
 
-def points(frame: pd.DataFrame, key: str) -> str | None:
-    """A grid of a run's points (`queries.points`); the id of the one that was clicked."""
+def points(frame: pd.DataFrame, numbers: pd.DataFrame, key: str) -> str | None:
+    """A grid of a run's points (`queries.points`, `queries.measurements`); the id of the one that was clicked."""
     rows = frame.to_dict("records")
+    measured = {
+        (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
+    }
+    shown = {title: metric for metric, title in _SHOWN.items() if metric in set(numbers["metric"])}
     table = pd.DataFrame(
         {
             "#": frame["number"],
             "Point": frame["label"],
             "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
-            "Reason, or what it is doing": [row["reason"] or parts.phase(row) for row in rows],
+            **{title: [measured.get((row["point_id"], metric), "") for row in rows] for title, metric in shown.items()},
+            "Reason or progress": [row["reason"] or parts.phase(row) for row in rows],
             "Attempt": frame["attempt"],
             "Took": [parts.duration(row["started_at"], row["ended_at"]) for row in rows],
             "Estimate": [parts.size(row["estimate_bytes"]) for row in rows],
@@ -54,9 +67,9 @@ def points(frame: pd.DataFrame, key: str) -> str | None:
     columns = {
         "#": st.column_config.NumberColumn(width=50),
         "Attempt": st.column_config.NumberColumn(width="small"),
-        "Reason, or what it is doing": st.column_config.TextColumn(width="large"),
+        "Reason or progress": st.column_config.TextColumn(width="medium"),
     }
-    return _clicked(table, frame["point_id"], columns, key)
+    return _clicked(table, [row["point_id"] for row in rows], columns, key)
 
 
 def _took(run: dict) -> str:
@@ -65,9 +78,9 @@ def _took(run: dict) -> str:
     return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"
 
 
-def _clicked(table: pd.DataFrame, ids: pd.Series, columns: dict, key: str) -> str | None:
+def _clicked(table: pd.DataFrame, ids: list[str], columns: dict, key: str) -> str | None:
     event = st.dataframe(
         table, hide_index=True, on_select="rerun", selection_mode="single-row", key=key, column_config=columns
     )
     rows = event["selection"]["rows"]
-    return str(ids.iloc[rows[0]]) if rows and rows[0] < len(ids) else None
+    return ids[rows[0]] if rows and rows[0] < len(ids) else None

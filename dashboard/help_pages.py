@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
+from dashboard import parts
 from orchestrator.errors import UserError
 from orchestrator.gates import GatesError
 from orchestrator.settings import SettingsError
@@ -13,6 +14,7 @@ START = "nsa up"
 SUBMIT = "nsa submit jobs/configs/demo.yaml"
 IMPORT = "nsa import orchestrator/reference_data/*.csv"
 UPGRADE = "nsa db upgrade"
+RETRY_SECONDS = 5.0
 
 
 def explain(err: UserError) -> None:
@@ -23,7 +25,7 @@ def explain(err: UserError) -> None:
         _show(":material/rule:", "The go/no-go rules cannot be used", str(err), ["nsa gate"])
     elif isinstance(err, StoreUnavailable):
         text = "The results are kept, but the database does not answer right now. This page tries again by itself."
-        _show(":material/cloud_off:", "The database cannot be reached", text, ["nsa doctor", "nsa up"], str(err))
+        _show(":material/cloud_off:", "The database cannot be reached", text, ["nsa doctor"], str(err))
     elif isinstance(err, StoreError) and "no such file" in str(err):
         nothing_yet("There is no database yet: the first job makes it.", str(err))
     elif isinstance(err, StoreError) and UPGRADE in str(err):
@@ -43,13 +45,28 @@ def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = 
         st.code(IMPORT, language="bash")
         st.caption("This page fills by itself as points are measured.")
         if detail:
-            st.caption(detail)
+            st.caption(parts.plain(detail))
+    _try_again()
 
 
 def _show(icon: str, title: str, text: str, commands: list[str], detail: str | None = None) -> None:
     with st.container(border=True):
         st.subheader(f"{icon} {title}")
-        st.markdown(text)
+        st.markdown(parts.plain(text))
         st.code("\n".join(commands), language="bash")
         if detail:
-            st.caption(detail)
+            st.caption(parts.plain(detail))
+    _try_again()
+
+
+def _try_again() -> None:
+    """Draw the whole page anew every few seconds, until there is something to show."""
+    drawn: list[bool] = []
+
+    @st.fragment(run_every=RETRY_SECONDS)
+    def again() -> None:
+        if drawn:
+            st.rerun()
+        drawn.append(True)
+
+    again()

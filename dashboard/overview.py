@@ -10,7 +10,7 @@ import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
 from orchestrator.errors import UserError
-from orchestrator.states import Origin, PointState, Result
+from orchestrator.states import Origin, PointState, Result, RunState
 from orchestrator.store import Store
 
 if TYPE_CHECKING:
@@ -28,29 +28,26 @@ def page(store: Store) -> None:
         return
     live = bool(counts["runs_running"])
     if live:
-        _going_on(store)
+        st.fragment(_going_on, run_every=data.LIVE_SECONDS)(store, seen=counts)
     _verdicts(store)
     _latest_runs(store, live)
     _counts(counts)
 
 
-@st.fragment(run_every=data.LIVE_SECONDS)
 @data.part
-def _going_on(store: Store) -> None:
-    """The runs that have not ended, with what they are doing now."""
-    running = data.runs(store, state="running")
-    if running.empty:
-        st.rerun()  # the whole page: there are new results to judge
-    for row in running.to_dict("records"):
+def _going_on(store: Store, *, seen: dict[str, int]) -> None:
+    """The runs that have not ended, with what they are doing now; the whole page is judged anew as points end."""
+    if data.counts(store) != seen:
+        st.rerun()
+    for row in data.runs(store, state=RunState.RUNNING).to_dict("records"):
         with st.container(border=True):
             st.markdown(f"{parts.badge('running', parts.RUN_STATES)} **{parts.plain(row['name'])}** `{row['run_id']}`")
             st.progress(parts.progress(row), text=f"{parts.tally(row)} of {parts.count(row['points'], 'point')}")
-            now = data.points(store, row["run_id"]).query("state == 'running'")
-            for point in now.to_dict("records"):
+            points = data.points(store, row["run_id"])
+            for point in points.loc[points["state"] == PointState.RUNNING].to_dict("records"):
                 st.caption(parts.doing(point))
-            st.page_link(
-                "runs.py", label="Follow this run", icon=":material/open_in_full:", query_params={"run": row["run_id"]}
-            )
+            query = {"run": row["run_id"]}
+            st.page_link("runs.py", label="Follow this run", icon=":material/open_in_full:", query_params=query)
 
 
 def _verdicts(store: Store) -> None:

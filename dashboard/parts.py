@@ -76,9 +76,9 @@ def number(value: float | None, unit: str = "") -> str:
     """A value with four digits that count and its unit ("1" is no unit); a dash for none."""
     if value is None or math.isnan(value):
         return "–"
-    size = abs(value)
-    text = f"{value:,.0f}" if 10_000 <= size < 1e15 else f"{value:.4g}"
-    return f"{text} {unit}" if unit and unit != "1" else text
+    value += 0.0  # no "-0"
+    text = f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{text}\N{NO-BREAK SPACE}{unit}" if unit and unit != "1" else text
 
 
 def size(count: float | None) -> str:
@@ -151,7 +151,7 @@ def plain(text: object) -> str:
     """Text that Markdown shows as it is, on one line; what stands between backticks stays code."""
     pieces = str(text).replace("\n", " ").split("`")
     if len(pieces) % 2 == 0:  # a lone backtick is a character like any other
-        pieces = ["\\`".join(pieces)]
+        return "\\`".join(map(_escape, pieces))
     return "`".join(piece if place % 2 else _escape(piece) for place, piece in enumerate(pieces))
 
 
@@ -171,7 +171,7 @@ def bound(rule: RuleVerdict) -> str:
     if rule.bound is None:
         return "–"
     comparison = {"<=": "≤", ">=": "≥"}.get(rule.comparison or "", "")
-    return f"{comparison} {number(rule.bound, rule.unit)}".strip()
+    return f"{comparison}\N{NO-BREAK SPACE}{number(rule.bound, rule.unit)}".strip()
 
 
 def doing(point: Mapping[str, Any]) -> str:

@@ -9,12 +9,13 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import charts, data, grids, help_pages, parts
-from orchestrator.states import Origin, RunState
+from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
 
 @data.page
 def page(store: Store) -> None:
+    st.query_params.from_dict(st.query_params.to_dict())  # a link within a page leaves the browser's address as it was
     run_id, point_id = st.query_params.get("run"), st.query_params.get("point")
     if point_id and not run_id:
         run_id = point_id.rpartition("/")[0]
@@ -31,10 +32,10 @@ def _list_page(store: Store) -> None:
     if not data.counts(store)["runs"]:
         help_pages.nothing_yet()
         return
-    text, origin, state, kind = _filters(store)
+    filters = _filters(store)
     live = bool(data.counts(store)["runs_running"])
     st.caption("Click a row to open the run.")
-    st.fragment(_list, run_every=data.refresh_seconds(live))(store, text=text, origin=origin, state=state, kind=kind)
+    st.fragment(_list, run_every=data.refresh_seconds(live))(store, *filters)
 
 
 def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | None]:
@@ -48,8 +49,8 @@ def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | No
 
 
 @data.part
-def _list(store: Store, **filters: str | None) -> None:
-    frame = data.runs(store, **filters)
+def _list(store: Store, text: str | None, origin: str | None, state: str | None, kind: str | None) -> None:
+    frame = data.runs(store, text=text, origin=origin, state=state, kind=kind)
     if frame.empty:
         st.info("No run fits these filters.", icon=":material/filter_alt_off:")
         return
@@ -67,7 +68,7 @@ def _run_page(store: Store, run_id: str) -> None:
     st.title(parts.plain(run["name"]))
     live = run["state"] in (RunState.RUNNING, RunState.PENDING)
     st.fragment(_run_now, run_every=data.LIVE_SECONDS if live else None)(store, run_id, live)
-    with st.container(horizontal=True):
+    with st.container(horizontal=True, vertical_alignment="center"):
         st.download_button(
             "Rows as CSV",
             data=lambda: data.csv(store, [run_id]),
@@ -100,13 +101,13 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.warning(parts.plain(run["reason"]), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
-    for point in points[points["state"] == "running"].to_dict("records"):
+    for point in points.loc[points["state"] == "running"].to_dict("records"):
         st.caption(f":material/autorenew: {parts.doing(point)}")
     if points.empty:
         st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
         return
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
-    chosen = grids.points(points, key="points")
+    chosen = grids.points(points, data.measurements(store, run_ids=[run_id]), key="points")
     if chosen is not None:
         _go(run=run_id, point=chosen)
 
@@ -150,7 +151,9 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     live = point["state"] in ("running", "pending")
     st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, point["state"])
     _measured(store, point)
-    environment, config, files = st.tabs(["Environment", "Configuration", "Logs and artifacts"])
+    names = ["Environment", "Configuration", "Logs and artifacts"]
+    first = names[0] if point["state"] == PointState.OK else names[2]
+    environment, config, files = st.tabs(names, default=first)
     with environment:
         if point["environment"]:
             _table({name: _cell(value) for name, value in point["environment"].items()})
@@ -185,7 +188,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
     with left:
         st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
         if metrics.empty:
-            st.caption(f"No numbers: the point is {point['state']}.")
+            st.caption(f"No numbers: only a point that ended ok has some, this one is {point['state']}.")
         else:
             _metrics(metrics)
     with right:
@@ -194,8 +197,9 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": f"`{point['key']}`"}
         facts |= {"Ended": parts.moment(point["ended_at"])}
         _table(facts)
-    sampled = metrics[metrics["samples"].map(len) > 2]
-    for row in sampled.to_dict("records"):
+    for row in metrics.to_dict("records"):
+        if len(row["samples"]) < 3:
+            continue
         st.caption(f"{row['name']}: all {len(row['samples'])} samples")
         st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
 
@@ -216,7 +220,7 @@ def _metrics(frame: pd.DataFrame) -> None:
 
 
 def _interval(low: float, high: float) -> str:
-    return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} to {parts.number(high)}"
+    return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} – {parts.number(high)}"
 
 
 def _artifacts(frame: pd.DataFrame) -> None:

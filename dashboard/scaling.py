@@ -1,7 +1,8 @@
-"""Scaling: memory, time and throughput against sequence length with fitted exponents, ours beside what others report."""
+"""Scaling: memory, time and throughput against sequence length, with fitted exponents; ours beside reported ones."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Choice:
             ("device", self.devices),
         ):
             if wanted:
-                frame = frame[frame[column].isin(wanted)]
+                frame = frame.loc[frame[column].isin(wanted)]
         return frame
 
 
@@ -53,22 +54,41 @@ def page(store: Store) -> None:
     if not choice.run_ids:
         st.info("Choose a run above.", icon=":material/arrow_upward:")
         return
-    live = bool((runs[runs["run_id"].isin(choice.run_ids)]["state"] == "running").any())
-    st.fragment(_results, run_every=data.LIVE_SECONDS if live else None)(store, choice, layout, live)
+    states = data.states(store, run_ids=choice.run_ids)
+    if _waiting(states):
+        st.fragment(_follow, run_every=data.LIVE_SECONDS)(store, choice.run_ids, seen=_waiting(states))
+    _results(store, choice, layout, states)
+
+
+def _waiting(states: pd.DataFrame) -> int:
+    """How many points are still to end."""
+    return len(states.loc[states["state"].isin([PointState.PENDING, PointState.RUNNING])])
+
+
+@data.part
+def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
+    """Watch runs that go on, and draw the page anew when one of their points has ended."""
+    states = data.states(store, run_ids=run_ids)
+    if _waiting(states) != seen:
+        st.rerun()
+    running = states.loc[states["state"] == PointState.RUNNING]
+    st.info(f"Still measuring, {parts.count(seen, 'point')} to go; this page follows.", icon=":material/autorenew:")
+    for point in running.to_dict("records"):
+        st.caption(parts.doing(point))
 
 
 def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
     with st.container(border=True):
         run_ids = _choose_runs(store, runs)
-        rows = data.scaling(store, run_ids=run_ids)
-        with st.container(horizontal=True, gap="large"):
-            passes = _pick("Pass", rows["pass"], _usual_pass(rows))
-            workloads = _pick("Workload", rows["workload"], None)
-            devices = _pick("Device", rows["device"], None)
+        planned = data.states(store, run_ids=run_ids)  # also points that have not ended can be asked for
+        with st.container(horizontal=True, gap="medium"):
+            passes = _pick("Pass", planned, "pass", _usual_pass(planned))
+            workloads = _pick("Workload", planned, "workload")
+            devices = _pick("Device", planned, "device")
             layout = BESIDE
-            if rows["origin"].nunique() > 1:
+            if len(set(planned["origin"])) > 1:
                 layout = st.segmented_control("Reported results", [BESIDE, TOGETHER], default=BESIDE, required=True)
-        implementations = _pick("Implementation", rows["implementation"], _curves(rows))
+        implementations = _pick("Implementation", planned, "implementation", _curves(planned))
     return Choice(tuple(run_ids), passes, workloads, implementations, devices), layout
 
 
@@ -78,67 +98,64 @@ def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     measured = runs[runs["origin"] == Origin.MEASURED]["run_id"].tolist()
     reported = runs[runs["origin"] == Origin.REPORTED]["run_id"].tolist()
     asked = [run_id for run_id in st.query_params.get_all("run") if run_id in names]
-    default_measured = [run_id for run_id in asked if run_id in measured] if asked else _latest(store, runs)
+    default_measured = [run_id for run_id in asked if run_id in measured] if asked else _latest(runs)
     default_reported = [run_id for run_id in asked if run_id in reported] or _curve_of_the_start(store, reported)
     left, right = st.columns(2)
-    ours = left.multiselect("Measured here", measured, default_measured, format_func=names.get, placeholder="none")
+    ours = left.multiselect(
+        "Measured here", measured, default_measured, format_func=names.__getitem__, placeholder="none"
+    )
     theirs = right.multiselect(
-        "Reported by others", reported, default_reported, format_func=names.get, placeholder="none"
+        "Reported by others", reported, default_reported, format_func=names.__getitem__, placeholder="none"
     )
     return [*ours, *theirs]
 
 
-def _latest(store: Store, runs: pd.DataFrame) -> list[str]:
+def _latest(runs: pd.DataFrame) -> list[str]:
     """The newest measured sweep that has results; else the newest that is under way."""
-    sweeps = runs[(runs["origin"] == Origin.MEASURED) & (runs["kind"] == "scaling")]
-    finished = sweeps[sweeps["ok"] > 0]
-    return (finished if len(finished) else sweeps)["run_id"].head(1).tolist()
+    sweeps = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED and run["kind"] == "scaling"]
+    with_results = [run for run in sweeps if run["ok"]]
+    return [run["run_id"] for run in (with_results or sweeps)[:1]]
 
 
 def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
     """The reported runs whose memory of a whole model over three lengths shows where this project began."""
-    fits = data.fits(store, reported)
-    return sorted(fits[(fits["workload"] == "model") & fits["metric"].isin(MEMORY)]["run_id"].unique())
+    fits = data.fits(store, reported).to_dict("records")
+    return sorted({fit["run_id"] for fit in fits if fit["workload"] == "model" and fit["metric"] in MEMORY})
 
 
-def _usual_pass(rows: pd.DataFrame) -> list[str]:
-    return ["forward+backward"] if "forward+backward" in set(rows["pass"]) else []
+def _usual_pass(states: pd.DataFrame) -> list[str]:
+    return ["forward+backward"] if "forward+backward" in set(states["pass"]) else []
 
 
-def _curves(rows: pd.DataFrame) -> list[str]:
-    """The implementations with three lengths or more; a single figure is no curve, but can be chosen."""
-    lengths = rows.groupby("implementation")["seq_len"].nunique()
-    return sorted(lengths[lengths >= 3].index)
+def _curves(states: pd.DataFrame) -> list[str]:
+    """All that we measure; of what is reported those with three lengths, as single figures are no curve."""
+    ours: set[str] = set()
+    lengths: dict[str, set[float]] = defaultdict(set)
+    for point in states.to_dict("records"):
+        if point["origin"] == Origin.MEASURED and point["implementation"]:
+            ours.add(point["implementation"])
+        elif point["state"] == PointState.OK:
+            lengths[point["implementation"]].add(point["seq_len"])
+    return sorted(ours | {name for name, found in lengths.items() if len(found) >= 3})
 
 
-def _pick(label: str, values: pd.Series, default: list[str] | None) -> tuple[str, ...]:
-    options = sorted(values.dropna().unique())
+def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | None = None) -> tuple[str, ...]:
+    options = sorted({value for value in states[column] if isinstance(value, str)})
     if len(options) > 8:
         return tuple(st.multiselect(label, options, default, placeholder="all"))
     return tuple(st.pills(label, options, selection_mode="multi", default=default, help="none chosen: all"))
 
 
-@data.part
-def _results(store: Store, choice: Choice, layout: str, live: bool) -> None:
-    """Everything that changes while a run goes on."""
+def _results(store: Store, choice: Choice, layout: str, states: pd.DataFrame) -> None:
     rows = choice.select(data.scaling(store, run_ids=choice.run_ids))
     fits = choice.select(data.fits(store, choice.run_ids))
-    states = choice.select(data.states(store, run_ids=choice.run_ids))
-    waiting = states["state"].isin([PointState.PENDING, PointState.RUNNING]).sum()
-    if live:
-        st.info(
-            f"Still measuring: {parts.count(int(waiting), 'point')} to go. This page follows.",
-            icon=":material/autorenew:",
-        )
-        if not waiting and choice.run_ids:
-            st.caption("The last points of this selection have ended.")
     if rows.empty:
         st.info("No finished point fits this choice yet.", icon=":material/filter_alt_off:")
     else:
         _exponents(fits)
         _panels(rows, fits, layout)
         _fits_table(fits)
-    _unfinished(states)
+    _unfinished(choice.select(states))
     if not rows.empty:
         _rows(rows)
 
@@ -154,24 +171,25 @@ def _exponents(fits: pd.DataFrame) -> None:
 
 def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str) -> None:
     """A grid of charts: memory, time, throughput; what others report beside ours, or in the same chart."""
-    panels = []
+    panels: list[tuple[str, str, pd.DataFrame]] = []
     for title, metrics in (("Memory", MEMORY), ("Time", ("time",)), ("Throughput", ("throughput",))):
         if layout == TOGETHER:
             panels += [(title, metric, rows) for metric in metrics if metric in set(rows["metric"])][:2]
             continue
         for origin in (Origin.MEASURED, Origin.REPORTED):
-            own = rows[rows["origin"] == origin]
+            own = rows.loc[rows["origin"] == origin]
             metric = next((metric for metric in metrics if metric in set(own["metric"])), None)
             panels += [(f"{title}, {origin}", metric, own)] if metric else []
     for first in range(0, len(panels), 2):
         for column, panel in zip(st.columns(2, gap="medium"), panels[first : first + 2], strict=False):
             with column:
-                _panel(*panel, fits)
+                title, metric, shown = panel
+                _panel(title, metric, shown, fits)
 
 
 def _panel(title: str, metric: str, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
     st.subheader(title)
-    shown = rows[(rows["metric"] == metric) & (rows["per_sequence"] > 0)]
+    shown = rows.loc[(rows["metric"] == metric) & (rows["per_sequence"] > 0)]
     if shown.empty:
         st.caption("Every value is zero, which a logarithmic axis cannot show.")
         return
@@ -182,10 +200,12 @@ def _panel(title: str, metric: str, rows: pd.DataFrame, fits: pd.DataFrame) -> N
 
 def _what(rows: pd.DataFrame) -> str:
     """What a chart's points have in common: run, workload, pass, hardware."""
-    names = ("run_name", "workload", "pass", "dtype", "gpu")
-    values = (sorted(rows[name].dropna().unique()) for name in names)
-    texts = [", ".join(map(str, found)) for found in values if 0 < len(found) <= 3]
-    return parts.plain(" · ".join(texts if rows["gpu"].notna().any() else [*texts, "CPU"]))
+    texts = []
+    for name in ("run_name", "workload", "pass", "dtype", "gpu"):
+        found = sorted({value for value in rows[name] if isinstance(value, str)})
+        texts += [", ".join(found)] if 0 < len(found) <= 3 else []
+    on_cpu = set(rows["device"]) == {"cpu"}
+    return parts.plain(" · ".join([*texts, "CPU"] if on_cpu else texts))
 
 
 def _fits_table(fits: pd.DataFrame) -> None:
@@ -200,9 +220,7 @@ def _fits_table(fits: pd.DataFrame) -> None:
             "Origin": [parts.badge(row["origin"], parts.ORIGINS) for row in rows],
             "Metric": [charts.QUANTITIES[row["metric"]].title for row in rows],
             "Implementation": [parts.plain(row["implementation"]) for row in rows],
-            "Pass": [
-                parts.plain(row["pass_"] or "–") if "pass_" in row else parts.plain(row["pass"] or "–") for row in rows
-            ],
+            "Pass": [parts.plain(row["pass"] or "–") for row in rows],
             "Exponent": [f"**{row['exponent']:.2f}**" for row in rows],
             "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
             "R²": [f"{row['r2']:.3f}" for row in rows],
@@ -219,7 +237,7 @@ def _lengths(lengths: Sequence[Any]) -> str:
 
 def _unfinished(states: pd.DataFrame) -> None:
     """Points without numbers are listed with their state; drawing them would make numbers of them."""
-    missing = states[states["state"].isin(NO_NUMBER)]
+    missing = states.loc[states["state"].isin(NO_NUMBER)]
     if missing.empty:
         return
     st.header("Points without a number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -41,10 +42,18 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return url
 
 
+@pytest.fixture(scope="session")
+def complete_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The complete database, made once; tests take copies."""
+    path = tmp_path_factory.mktemp("complete") / "nsa.db"
+    fill(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-def complete(database: str) -> str:
+def complete(database: str, complete_file: Path) -> str:
     """A finished sweep with failures, and the figures that others report."""
-    fill(database)
+    shutil.copy(complete_file, database.removeprefix("sqlite:///"))
     return database
 
 

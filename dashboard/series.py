@@ -1,0 +1,87 @@
+"""Series of a chart: which rows belong together, what tells them apart, and which colour each has. Pure Python.
+
+The palette is Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+GREY = "#8a8f98"
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+IMPLEMENTATION_COLORS = {"chunked": BLUE, "naive": VERMILLION, "dense": GREEN, "reference": PURPLE, "nsa-vibe": ORANGE}
+
+# Rows, and fits, that agree in all of these are one series.
+IDENTITY = (
+    *("run_id", "origin", "implementation", "workload", "pass", "query_heads", "kv_heads", "head_dim", "layers"),
+    *("dtype", "device", "gpu", "metric"),
+)
+_TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")  # most telling first
+
+
+def key(row: Row) -> str:
+    """The identity of a row's series; 12 and 12.0 are the same, None and NaN too."""
+    return "|".join(_text(row.get(name)) for name in IDENTITY)
+
+
+def labels(rows: Sequence[Row], metric_names: Mapping[str, str]) -> dict[str, str]:
+    """A name for each series (by key): its implementation and, where that is shared, what tells it apart."""
+    series = {key(row): row for row in rows}
+    mixed = len({row["origin"] for row in rows}) > 1
+    names = {
+        one: (_text(row["implementation"]) or "?") + (" (reported)" if mixed and row["origin"] == "reported" else "")
+        for one, row in series.items()
+    }
+    for coordinate in _TELLING:
+        names = _longer(names, {one: _coordinate(row, coordinate, metric_names) for one, row in series.items()})
+    return names
+
+
+def color(implementation: object) -> str:
+    """The colour that an implementation has in every chart; grey for those without one."""
+    return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0], GREY)
+
+
+def colors(implementations: Iterable[object]) -> list[str]:
+    """A colour a series: its implementation's own where no earlier series has it, else the next free one."""
+    taken: list[str] = []
+    for place, implementation in enumerate(implementations):
+        own = color(implementation)
+        free = [candidate for candidate in PALETTE if candidate not in taken]
+        spare = free[0] if free else PALETTE[place % len(PALETTE)]
+        taken.append(own if own != GREY and own not in taken else spare)
+    return taken
+
+
+def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:
+    """Shared names with the additions, if that tells any of them apart."""
+    shared = Counter(names.values())
+    longer = {
+        one: f"{name} · {additions[one]}" if shared[name] > 1 and additions[one] else name
+        for one, name in names.items()
+    }
+    return longer if len(set(longer.values())) > len(set(names.values())) else names
+
+
+def _coordinate(row: Row, name: str, metric_names: Mapping[str, str]) -> str:
+    if name == "metric":
+        return metric_names.get(row["metric"], row["metric"])
+    return _shape(row) if name == "shape" else _text(row.get(name))
+
+
+def _shape(row: Row) -> str:
+    layers, heads, groups, dim = (_text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
+    parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
+    return " ".join(filter(None, parts))
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

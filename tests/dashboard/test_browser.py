@@ -1,0 +1,208 @@
+"""The dashboard as people meet it: `streamlit run` against real results, visited with a real Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
+
+from orchestrator import records as rec
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).resolve().parents[2]
+RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 420, "height": 800}
+PATIENCE_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        found = _launch(playwright)
+        yield found
+        found.close()
+
+
+def _launch(playwright: Playwright) -> Browser:
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    try:
+        return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    except Error as err:
+        pytest.skip(f"no Chromium: {str(err).splitlines()[0]}; install it, or run `playwright install chromium`")
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context(viewport=WIDE)
+    context.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Path:
+    """The dashboard's home, with the complete database."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copy(complete_file, home / "nsa.db")
+    return home
+
+
+@pytest.fixture(scope="module")
+def address(browser: Browser, folder: Path) -> Iterator[str]:
+    """The running dashboard's address (asks for the browser first: without one, nothing is started)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "streamlit", "run", "dashboard/app.py", f"--server.port={port}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    log_file = folder / "dashboard.log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--server.address=127.0.0.1"],
+            cwd=ROOT,
+            env={**environment, "NSA_HOME": str(folder)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await(f"{url}/_stcore/health", process, log_file)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+    assert "Traceback" not in log_file.read_text()
+
+
+def _await(url: str, process: subprocess.Popen, log: Path) -> None:
+    for _ in range(300):
+        try:
+            urllib.request.urlopen(url, timeout=2)
+            return
+        except OSError:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+    raise AssertionError(f"the dashboard did not answer: {log.read_text()}")
+
+
+def visit(page: Page, address: str, title: str) -> None:
+    page.goto(address)
+    settled(page, title)
+
+
+def settled(page: Page, title: str) -> None:
+    """Wait until the page is drawn, and hold it to having no exception on it."""
+    expect(page.get_by_role("heading", name=title, level=1)).to_be_visible()
+    expect(page.get_by_test_id("stApp")).to_have_attribute("data-test-script-state", "notRunning")
+    expect(page.get_by_test_id("stException")).to_have_count(0)
+
+
+def table(page: Page, *words: str):
+    """The static table that holds all these words."""
+    found = page.get_by_test_id("stTable")
+    for word in words:
+        found = found.filter(has_text=word)
+    return found.first
+
+
+def test_every_page_shows_real_results(page: Page, address: str):
+    visit(page, address, "Overview")
+    expect(page.get_by_text("NO-GO").first).to_be_visible()
+    rules = table(page, "agrees with the float64 oracle")
+    expect(rules.get_by_role("row")).to_have_count(5)  # the header and four rules
+    expect(page.get_by_text("UNKNOWN").first).to_be_visible()
+    expect(page.get_by_test_id("stDataFrame").locator("canvas").first).to_be_visible()
+
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Scaling").click()
+    settled(page, "Scaling")
+    charts = page.get_by_test_id("stVegaLiteChart")
+    expect(charts).to_have_count(5)
+    for number in range(5):
+        drawn = charts.nth(number).locator("canvas, svg.marks").first
+        drawn.scroll_into_view_if_needed()
+        expect(drawn).to_be_visible()
+        box = drawn.bounding_box()
+        assert box is not None
+        assert box["width"] > 300
+        assert box["height"] > 100
+    expect(table(page, "95 % interval", "naive")).to_be_visible()
+    expect(table(page, "hang", "skipped", "93.1 GiB")).to_be_visible()
+
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Runs").click()
+    settled(page, "Runs")
+    expect(page.get_by_test_id("stDataFrame").locator("canvas").first).to_be_visible()
+
+    visit(page, f"{address}/runs?run={RUN}", "demo")
+    expect(page.get_by_text("24 ok · 3 failed · 1 skipped of 28 points")).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Rows as CSV").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith("run_id,")
+    assert sum(",hang," in line for line in lines) == 1
+
+
+def test_evidence_leads_to_its_point(page: Page, address: str):
+    visit(page, address, "Overview")
+    link = table(page, "agrees with the float64 oracle").get_by_role("link").last
+    with page.context.expect_page() as opened:
+        link.click()
+    point = opened.value
+    settled(point, "naive forward+backward S=8218")
+    expect(point.get_by_text("RuntimeError: deliberate").first).to_be_visible()
+    point.get_by_text("stderr.txt").first.click()
+    point.get_by_role("link", name="demo").click()
+    settled(point, "demo")
+    expect(point).to_have_url(f"{address}/runs?run={RUN}")
+
+
+def test_a_click_on_a_run_opens_it(page: Page, address: str):
+    visit(page, f"{address}/runs", "Runs")
+    grid = page.get_by_test_id("stDataFrame")
+    expect(grid.locator("canvas").first).to_be_visible()
+    page.wait_for_timeout(500)  # the grid draws itself after it is attached
+    grid.click(position={"x": 15, "y": 55})
+    settled(page, "demo")
+
+
+@pytest.mark.parametrize("path", ["", "scaling", f"runs?run={RUN}"])
+def test_a_narrow_window_scrolls_down_only(page: Page, address: str, path: str):
+    page.set_viewport_size(NARROW)
+    visit(page, f"{address}/{path}", {"": "Overview", "scaling": "Scaling"}.get(path, "demo"))
+    width = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
+    assert width <= NARROW["width"]
+
+
+def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):
+    visit(page, address, "Overview")
+    with Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
+        start = datetime.now(UTC)
+        axes = {"implementation": "chunked", "workload": "attention", "seq_len": 512, "device": "cpu"}
+        store.apply_many(
+            [
+                rec.RunRecord(run_id=HALF, at=start, name="fresh", kind="scaling", spec={}, spec_hash="1"),
+                rec.PointRecord(
+                    run_id=HALF, point_id=f"{HALF}/0", index=0, key="k", label="fresh point", config={}, axes=axes
+                ),
+                rec.StartRecord(run_id=HALF, point_id=f"{HALF}/0", attempt=1),
+            ]
+        )
+        store.beat(HALF, f"{HALF}/0", datetime.now(UTC), "timing", 7, 10)
+        expect(page.get_by_text("timing 7/10")).to_be_visible()
+        end = rec.OutcomeRecord(run_id=HALF, point_id=f"{HALF}/0", attempt=1, state=PointState.CRASH, reason="signal 9")
+        store.apply_many([end, rec.RunEndRecord(run_id=HALF, state=RunState.DONE)])
+    expect(page.get_by_text("1 of 1 points ended hang, crash").first).to_be_visible()
+    expect(page.get_by_text("timing 7/10")).to_have_count(0)
+    settled(page, "Overview")

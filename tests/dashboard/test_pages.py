@@ -1,0 +1,246 @@
+"""Each page, run by Streamlit's own test harness, on every kind of database; none may show an exception."""
+
+from __future__ import annotations
+
+import sqlite3
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from orchestrator.records import OutcomeRecord, StartRecord
+from orchestrator.states import PointState
+from orchestrator.store import Store, upgrade
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
+PAGES = ("overview", "scaling", "runs")
+
+
+def show(page: str, **query: str) -> AppTest:
+    """The page as drawn on a first visit."""
+    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
+    if page != "overview":
+        app.switch_page(f"{page}.py")
+    for name, value in query.items():
+        app.query_params[name] = value
+    return check(app.run())
+
+
+def check(app: AppTest) -> AppTest:
+    assert not app.exception, [(found.message, found.stack_trace) for found in app.exception]
+    return app
+
+
+def text(app: AppTest) -> str:
+    """All that the page says."""
+    kinds = (app.title, app.header, app.subheader, app.markdown, app.caption, app.info, app.warning, app.code)
+    said = [str(element.value) for kind in kinds for element in kind]
+    tables = [table.value.to_csv() for table in (*app.table, *app.dataframe)]
+    return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_empty_database_says_how_to_begin(page: str, database: str):
+    upgrade(database)
+    said = text(show(page))
+    assert "No results yet" in said
+    assert "nsa submit jobs/configs/demo.yaml" in said
+    assert "nsa import" in said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_database_that_is_not_there_yet_says_how_to_begin(page: str, database: str, tmp_path: Path):
+    said = text(show(page))
+    assert "nsa up" in said
+    assert not (tmp_path / "nsa.db").exists()  # a look does not make one
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_unreachable_database_says_so(page: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NSA_DATABASE_URL", "postgresql://nsa:secret@127.0.0.1:1/nsa")
+    said = text(show(page))
+    assert "cannot be reached" in said
+    assert "nsa doctor" in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_old_schema_asks_for_the_upgrade(page: str, complete: str, tmp_path: Path):
+    with sqlite3.connect(tmp_path / "nsa.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+    assert "nsa db upgrade" in text(show(page))
+
+
+def test_a_file_that_is_no_database_is_explained(database: str, tmp_path: Path):
+    (tmp_path / "nsa.db").write_text("no database " * 1000)
+    assert "NSA_DATABASE_URL" in text(show("overview"))
+
+
+def test_a_wrong_setting_is_explained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NSA_DASHBOARD_PORT", "http")
+    assert "NSA_DASHBOARD_PORT" in text(show("overview"))
+
+
+def test_wrong_rules_leave_the_rest_of_the_overview(complete: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "gates.yaml").write_text("targets: [{name: x}]")
+    monkeypatch.setenv("NSA_GATES", str(tmp_path / "gates.yaml"))
+    said = text(show("overview"))
+    assert "rules cannot be used" in said
+    assert "Latest runs" in said
+
+
+def test_a_database_that_goes_away_is_noticed(complete: str, tmp_path: Path):
+    assert "Latest runs" in text(show("overview"))
+    for file in tmp_path.glob("nsa.db*"):
+        file.unlink()
+    assert "No results yet" in text(show("overview"))
+
+
+def test_the_overview_judges_each_target_with_its_rules(complete: str):
+    app = show("overview")
+    said = text(app)
+    assert "NO-GO] Native sparse attention" in said
+    assert "UNKNOWN] The 125M model" in said
+    rules = app.table[0].value
+    assert list(rules.columns) == ["Result", "Rule", "Value", "Bound", "Margin", "Why", "Evidence"]
+    memory = rules[rules["Rule"].str.contains("memory beyond the inputs")].iloc[0]
+    assert "GO" in memory["Result"]
+    assert "1.15" in memory["Bound"]
+    assert f"runs?run={RUN}&point={RUN}%2F" in memory["Evidence"]
+    failures = rules[rules["Rule"].str.contains("hung")].iloc[0]
+    assert "NO-GO" in failures["Result"]
+    assert "check_circle" in memory["Result"]  # told by an icon and a word, not by colour alone
+    assert "cancel" in failures["Result"]
+
+
+def test_the_overview_shows_runs_and_counts(complete: str):
+    app = show("overview")
+    latest = app.dataframe[0].value
+    assert latest["Id"].tolist() == [RUN]
+    assert latest["Points"].tolist() == ["24 ok · 3 failed · 1 skipped"]
+    assert {metric.label: metric.value for metric in app.metric}["Points failed"] == "11"
+    assert "nsa.db" in "".join(caption.value for caption in app.sidebar.caption)
+
+
+def test_the_overview_follows_a_run(half_finished: str):
+    app = show("overview")
+    said = text(app)
+    assert "2 ok · 1 running · 2 pending" in said or "2 ok · 1 running · 2 pending" in str(app.get("progress"))
+    assert "timing 3/10" in said
+    assert "without evidence" in "".join(expander.label for expander in app.expander)
+
+
+def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: str):
+    app = show("scaling")
+    assert [picked.value for picked in app.multiselect[:2]] == [[RUN], ["reported-002_0efc432e4c57f734"]]
+    titles = [subheader.value for subheader in app.subheader]
+    assert titles == ["Memory, measured", "Memory, reported", "Time, measured", "Throughput, measured"]
+    assert len(app.get("vega_lite_chart")) == 5
+    fits = next(table.value for table in app.table if "Exponent" in table.value.columns)
+    ours = fits[fits["Origin"].str.contains("measured")].set_index(["Metric", "Implementation"])["Exponent"]
+    assert float(ours["Peak memory beyond inputs", "naive"].strip("*")) == pytest.approx(2, abs=0.05)
+    assert float(ours["Peak memory beyond inputs", "chunked"].strip("*")) == pytest.approx(1, abs=0.05)
+    assert fits["95 % interval"].str.contains(" to ").all()
+    assert fits["Origin"].str.contains("reported").any()
+
+
+def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
+    app = show("scaling")
+    missing = next(table.value for table in app.table if "State" in table.value.columns)
+    states = "".join(missing["State"])
+    assert all(state in states for state in ("oom", "hang", "error", "skipped"))
+    assert missing["Why"].str.contains("93.1 GiB").any()
+    numbers = next(frame.value for frame in app.dataframe if "per_sequence" in frame.value or "value" in frame.value)
+    assert 65536 not in set(numbers["seq_len"])
+
+
+def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
+    app = show("scaling")
+    app.multiselect[0].set_value([]).run()
+    assert [subheader.value for subheader in check(app).subheader] == ["Memory, reported"]
+    app.multiselect[1].set_value([]).run()
+    assert "Choose a run" in text(check(app))
+    app = show("scaling")
+    layout = next(control for control in app.segmented_control if control.label == "Reported results")
+    layout.set_value("In one chart").run()
+    assert [subheader.value for subheader in check(app).subheader][:2] == ["Memory", "Memory"]
+
+
+def test_scaling_shows_the_run_that_a_link_names(complete: str):
+    app = show("scaling", run="reported-peers-H200")
+    assert app.multiselect[0].value == []
+    assert app.multiselect[1].value == ["reported-peers-H200"]
+    assert "Time, reported" in text(app)
+
+
+def test_scaling_of_a_run_that_goes_on(half_finished: str):
+    said = text(show("scaling"))
+    assert "3 points to go" in said
+    assert "three sequence lengths" in said
+
+
+def test_runs_can_be_found(complete: str):
+    app = show("runs")
+    assert len(app.dataframe[0].value) == 7
+    app.text_input[0].set_value("report 002").run()
+    assert check(app).dataframe[0].value["Run"].tolist() == ["report 002"]
+    app.selectbox[0].set_value("measured").run()
+    assert "No run fits" in text(check(app))
+
+
+def test_a_run_in_detail(complete: str):
+    app = show("runs", run=RUN)
+    points = app.dataframe[0].value
+    assert len(points) == 28
+    assert points["State"].str.contains("hang").sum() == 1
+    assert points["Time"].str.contains("ms").sum() == 24  # and none where a point failed
+    said = text(app)
+    assert "c0ffee" in said
+    assert "with uncommitted changes" in said
+    assert "the database was away" in said
+    assert len(app.get("download_button")) == 1
+
+
+def test_a_finished_point_in_detail(complete: str):
+    said = text(show("runs", run=RUN, point=f"{RUN}/14"))
+    assert "peak_extra_memory" in said
+    assert "slc: chunked" in said
+    assert "2.13.0" in said  # the environment
+    assert "warm" in said  # its log
+
+
+def test_a_failed_point_in_detail(complete: str):
+    said = text(show("runs", point=f"{RUN}/25"))
+    assert "no progress for 120 s" in said
+    assert "RuntimeError: deliberate" in said  # the end of its stderr
+    assert "No numbers" in said
+
+
+@pytest.mark.parametrize("query", [{"run": "nothing"}, {"run": RUN, "point": "nothing/1"}])
+def test_a_link_to_nothing_is_explained(complete: str, query: dict[str, str]):
+    assert "There is no" in text(show("runs", **query))
+
+
+def test_a_run_that_goes_on_shows_how_far_it_is(half_finished: str):
+    said = text(show("runs", run=HALF))
+    assert "timing 3/10" in said
+    assert "pending" in said
+    assert "running" in text(show("runs", run=HALF, point=f"{HALF}/2"))
+
+
+def test_a_point_that_ends_shows_on_the_next_look(half_finished: str):
+    app = show("runs", run=HALF)
+    with Store.open(half_finished) as store:
+        at = datetime.now(UTC) + timedelta(seconds=1)
+        end = OutcomeRecord(
+            run_id=HALF, point_id=f"{HALF}/2", attempt=1, state=PointState.OOM, reason="too large", at=at
+        )
+        store.apply_many([end, StartRecord(run_id=HALF, point_id=f"{HALF}/3", attempt=1, at=at)])
+    import streamlit as st
+
+    st.cache_data.clear()  # as its time to live does
+    states: pd.Series = check(app.run()).dataframe[0].value["State"]
+    assert states.str.contains("oom").sum() == 1

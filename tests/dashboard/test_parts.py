@@ -1,0 +1,61 @@
+"""How numbers, times, links and text are shown."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pandas as pd
+import pytest
+
+from dashboard import parts
+from orchestrator.states import PointState, Result, RunState
+
+NBSP = "\N{NO-BREAK SPACE}"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (3.14159, "ms", f"3.142{NBSP}ms"),
+        (123456.7, "tok/s", f"123,457{NBSP}tok/s"),
+        (1e-7, "1", "1e-07"),
+        (-0.0, "points", f"0{NBSP}points"),
+        (None, "ms", "–"),
+        (float("nan"), "ms", "–"),
+    ],
+)
+def test_numbers(value: float | None, unit: str, text: str):
+    assert parts.number(value, unit) == text
+
+
+def test_every_state_has_a_look():
+    assert set(parts.POINT_STATES) == set(PointState)
+    assert set(parts.RUN_STATES) == set(RunState)
+    assert set(parts.RESULTS) == set(Result)
+
+
+def test_durations_and_moments():
+    start = datetime(2026, 11, 21, tzinfo=UTC)
+    assert parts.duration(start, start + timedelta(seconds=75)) == "1 min 15 s"
+    assert parts.duration(start, start + timedelta(hours=2, minutes=5)) == "2 h 05 min"
+    assert parts.duration(pd.NaT, start) == "–"
+    assert parts.moment(pd.NaT) == "–"
+    assert parts.ago(datetime.now(UTC) - timedelta(minutes=5)) == "5 minutes ago"
+
+
+def test_sizes():
+    assert parts.size(93.1 * 2**30) == "93.1 GiB"
+    assert parts.size(512) == "512 bytes"
+    assert parts.size(float("nan")) == "–"
+
+
+def test_evidence_links_to_points():
+    text = parts.evidence([f"run-1/{n}" for n in range(8)])
+    assert text.startswith("[#0](runs?run=run-1&point=run-1%2F0) [#1]")
+    assert text.endswith("+2")
+
+
+def test_text_is_shown_as_it_is():
+    assert parts.plain("a*b_c $x$ [1](2)") == r"a\*b\_c \$x\$ \[1\](2)"
+    assert parts.plain("run `nsa show a_b` :red[x]") == r"run `nsa show a_b` \:red\[x\]"
+    assert parts.plain("a lone ` and\na line") == r"a lone \` and a line"
