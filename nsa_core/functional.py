@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
-from .backends import Backend, dense, resolve
+from .backends import Backend, FusedBackend, dense, resolve
 from .config import NSAConfig
 from .errors import InputError
 from .routes import Branch
@@ -179,12 +179,36 @@ def _attend(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend]
 ) -> Tensor:
     assert operands.gates is not None
+    first, *others = set(backends.values())
+    if not others and isinstance(first, FusedBackend):
+        return _attend_at_once(operands, config, scale, branches, first)
     gate = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
     parts = (_branch(branch, operands, gate[branch], config, scale, backends) for branch in branches)
     out = next(parts)
     for part in parts:
         out += part
     return out
+
+
+def _attend_at_once(
+    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend
+) -> Tensor:
+    assert operands.gates is not None
+    k_cmp, v_cmp = operands.k_cmp, operands.v_cmp
+    if k_cmp is None and branches != ("win",):
+        k_cmp = compress(operands.keys[0], config)
+    if v_cmp is None and "cmp" in branches:
+        v_cmp = compress(operands.values[0], config)
+    pairs: dict[Branch, tuple[Tensor, Tensor]] = dict(
+        zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True)
+    )
+    if k_cmp is not None and v_cmp is not None:
+        pairs["cmp"] = k_cmp, v_cmp
+    computed: dict[Branch, tuple[Tensor, Tensor]] = {branch: pairs[branch] for branch in branches}
+    gates = operands.gates
+    if len(branches) < len(BRANCHES):
+        gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
+    return backend.attend(operands.q, computed, k_cmp, gates, config, operands.offset, scale)
 
 
 def _branch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .. import reference
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
-from . import chunked, naive
+from . import chunked, naive, triton
 
 
 class Backend(Protocol):
@@ -48,7 +48,31 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: Mapping[str, Backend] = MappingProxyType({"reference": reference, "naive": naive, "chunked": chunked})
+@runtime_checkable
+class FusedBackend(Backend, Protocol):
+    """A backend that can also compute all branches at once, sharing what they have in common."""
+
+    def attend(
+        self,
+        q: Tensor,
+        pairs: Mapping[Branch, tuple[Tensor, Tensor]],
+        k_cmp: Tensor | None,
+        gates: Tensor,
+        config: NSAConfig,
+        offset: int,
+        scale: float,
+    ) -> Tensor:
+        """The gated sum of the branches in `pairs`, each with its keys and values (compressed ones for cmp).
+
+        gates [B,S,Hq,len(pairs)] has the columns in the order of `pairs`; k_cmp [B,N,Hkv,Dk] is there whenever blocks
+        have to be selected.
+        """
+        ...
+
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {"reference": reference, "naive": naive, "chunked": chunked, "triton": triton}
+)
 
 
 def available_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:

@@ -1,0 +1,91 @@
+"""Every branch by the project's Triton kernels, forward and backward.
+
+The kernels are imported when they first run: without Triton this backend says so, and the others work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..config import NSAConfig
+from ..routes import Branch, note
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this backend cannot run there, or None. On the CPU it runs in Triton's interpreter alone, for tests."""
+    if find_spec("triton") is None:
+        return 'it needs Triton: pip install "nsa-bench[gpu]"'
+    if dtype not in _DTYPES:
+        return f"it computes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda":
+        return None
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
+
+
+def compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
+) -> Tensor:
+    """Compressed branch."""
+    return _one("cmp", q, k_cmp, v_cmp, gate, None, config, offset, scale)
+
+
+def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks by exact top-k, a chunk of queries at a time."""
+    note("select", "triton")
+    with torch.no_grad():
+        return _kernels().select(q, k_cmp, config, offset, scale)
+
+
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+) -> Tensor:
+    """Selected branch; a block meets all queries that chose it."""
+    return _one("slc", q, k, v, gate, blocks, config, k.shape[1] - q.shape[1], scale)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Window branch."""
+    return _one("win", q, k, v, gate, None, NSAConfig(window=window), k.shape[1] - q.shape[1], scale)
+
+
+def attend(
+    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], k_cmp: Tensor | None, gates: Tensor, config: NSAConfig,
+    offset: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
+    kernels, blocks = _kernels(), None
+    if "slc" in pairs and "cmp" not in pairs:
+        assert k_cmp is not None
+        blocks = select(q, k_cmp, config, offset, scale)
+    elif "slc" in pairs:
+        note("select", "triton")
+    for branch in pairs:
+        note(branch, "triton")
+    plan = kernels.Plan(config, tuple(pairs), offset, scale)
+    return kernels.attend(q, gates, blocks, list(pairs.values()), plan)
+
+
+def _one(
+    branch: Branch, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, config: NSAConfig,
+    offset: int, scale: float,
+) -> Tensor:  # fmt: skip
+    note(branch, "triton")
+    kernels = _kernels()
+    plan = kernels.Plan(config, (branch,), offset, scale)
+    return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
+
+
+def _kernels() -> ModuleType:
+    from ..kernels import attention
+
+    return attention

@@ -1,0 +1,90 @@
+# pyright: reportMissingImports=false
+"""How kernels are started, and the tile sizes that they are started with.
+
+Every launch goes through `launch`, so that the ahead-of-time check can record what would run and compile it without a
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for: kernel, run-time arguments by name, compile-time constants, options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+_recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_kernel_recorder", default=None)
+
+
+@contextmanager
+def record() -> Iterator[list[Launch]]:
+    """Collect launches instead of running them. What the kernels would have written stays unwritten."""
+    seen: list[Launch] = []
+    token = _recorder.set(seen.append)
+    try:
+        yield seen
+    finally:
+        _recorder.reset(token)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
+) -> None:
+    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing."""
+    if min(grid) == 0:
+        return
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder(Launch(kernel, arguments, constants, tile.warps, tile.stages))
+        return
+    kernel[grid](**arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A pinned configuration.
+
+    Attributes:
+        rows: rows of a tile: queries times heads of a group [M].
+        keys: keys of a tile [BN].
+        warps, stages: warps of a program; depth of its software pipeline.
+    """
+
+    rows: int = 128
+    keys: int = 64
+    warps: int = 4
+    stages: int = 1
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that holds `dim`: what Triton's ranges and products take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def arch(x: Tensor) -> int:
+    """Compute capability as 80, 90, ...; 80 where there is no device (interpreter, ahead-of-time check)."""
+    if not x.is_cuda:
+        return 80
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor

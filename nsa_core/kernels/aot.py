@@ -1,0 +1,172 @@
+# pyright: reportMissingImports=false
+"""Compiles every kernel, as the operator would launch it, for devices that are not here, and says what it takes.
+
+    python -m nsa_core.kernels.aot [--full] [--arch 80 90]
+
+The operator runs on small CPU tensors with its launches recorded instead of run, so that what is compiled are the
+pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
+memory than a block may have, or spills more than `SPILL` bytes a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..config import NSAConfig
+from . import _launch, attention, scores, selected, span
+from ._launch import Launch
+
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
+SPILL = 64
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator to compile: heads, head dims and dtype."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {_NAMES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread."""
+
+    case: Case
+    kernel: str
+    arch: int
+    shared: int
+    registers: int
+    spills: int
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= SHARED[self.arch] and self.spills <= SPILL
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+REPRESENTATIVE = (Case(12, 2, 64, 64, _BF16), Case(32, 8, 128, 128, _BF16))
+FULL = (
+    *(Case(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
+    *(Case(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
+    *(Case(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
+)
+
+
+def launches(case: Case, arch: int) -> list[Launch]:
+    """One launch of each kernel and set of constants that forward and backward of `case` make, in order."""
+    batch, tokens, config = 1, 2048, NSAConfig()
+    q = torch.zeros(batch, tokens, case.heads, case.dim, dtype=case.dtype)
+    k = torch.zeros(batch, tokens, case.kv_heads, case.dim, dtype=case.dtype)
+    v = torch.zeros(batch, tokens, case.kv_heads, case.value_dim, dtype=case.dtype)
+    gates = torch.zeros(batch, tokens, case.heads, 3, dtype=case.dtype)
+    compressed = k[:, : config.cmp_tokens(tokens)], v[:, : config.cmp_tokens(tokens)]
+    plan = attention.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
+    leaves = [x.requires_grad_() for x in (q, gates)]
+    with (
+        patch.object(span, "arch", lambda x: arch),
+        patch.object(selected, "arch", lambda x: arch),
+        _launch.record() as seen,
+    ):
+        blocks = torch.zeros(batch, tokens, case.kv_heads, config.slc_count, dtype=torch.int32)
+        with patch.object(scores.torch, "empty", _zeros):
+            out = attention.attend(q, gates, None, [compressed, (k, v), (k, v)], plan)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+    del blocks
+    return list(
+        {(launch.kernel.__name__, launch.kernel.__module__, str(launch.constants)): launch for launch in seen}.values()
+    )
+
+
+def _zeros(*size: int, **options: object) -> Tensor:
+    return torch.zeros(*size, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
+    """Compile one launch as Triton's own run-time would, pointers and sizes divisible by 16 known as such."""
+    names = [name for name in launch.kernel.arg_names if name in launch.arguments]
+    signature = {name: _type(launch.arguments[name]) for name in names} | dict.fromkeys(launch.constants, "constexpr")
+    signature = {name: signature[name] for name in launch.kernel.arg_names}
+    sixteen = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): sixteen for i, name in enumerate(launch.kernel.arg_names) if _divisible(launch.arguments.get(name))
+    }
+    source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, spills = _resources(compiled.asm["cubin"])
+    name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
+    return Usage(case, name, arch, compiled.metadata.shared, registers, spills)
+
+
+def _type(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"*{_NAMES[value.dtype]}"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def _divisible(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory a thread, as cuobjdump reads them."""
+    tool = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
+    assert found is not None, text.stdout + text.stderr
+    return int(found[1]), int(found[2])
+
+
+def usages(cases: Iterable[Case], archs: Iterable[int]) -> Iterator[Usage]:
+    for arch in archs:
+        done: set[tuple[str, str]] = set()
+        for case in cases:
+            for launch in launches(case, arch):
+                key = launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, case.dtype))
+                if key not in done:
+                    done.add(key)
+                    yield compile_for(case, launch, arch)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the kernels without a device.")
+    parser.add_argument("--full", action="store_true", help="all head dims, groups and dtypes")
+    parser.add_argument("--arch", type=int, nargs="+", default=sorted(SHARED), help="compute capabilities")
+    options = parser.parse_args()
+    bad = 0
+    for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
+        bad += not use.fits
+        line = f"sm{use.arch} {use.case!s:22} {use.kernel:24} shared {use.shared:7} regs {use.registers:4}"
+        print(f"{line} spills {use.spills:5} {'' if use.fits else 'TOO MUCH'}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.exit(main())

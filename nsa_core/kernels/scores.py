@@ -1,0 +1,161 @@
+# pyright: reportMissingImports=false
+"""Importance of selection blocks and the exact choice of the best (Eq. 8 to 12), a chunk of queries at a time.
+
+The score of block b is Σ over its taps τ of w(τ) · Σ over the group's heads of p[b·r + τ], r = slc_block / cmp_stride:
+compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. One product a tap, with the keys read r apart,
+needs neither a buffer of token probabilities nor a shuffle between neighbouring columns. All blocks of all rows sum in
+the same order, so equal importance gives equal bits.
+
+The choice compares 64-bit keys: the score's bits, which ascend as floats >= 0 do, above the inverted index. Keys are
+distinct, so ties go to the lower index, and the order in which blocks are looked at does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..config import NSAConfig
+from ._launch import LOG2_E, Tile, ceil_div, launch, padded
+from .span import _load
+
+_BUFFER = 64 << 20  # bytes of one chunk's scores
+
+
+@triton.jit
+def _importance(
+    Q, K, LSE, SCORES, S, N, offset, first, rows, blocks, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    CMP_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """SCORES [B·HKV,rows,blocks] of queries first .. first+rows-1; tiles wholly in the future are left unwritten."""
+    G: tl.constexpr = HQ // HKV
+    R: tl.constexpr = SLC_BLOCK // STRIDE
+    BEFORE: tl.constexpr = CMP_BLOCK // STRIDE - 1
+    i, j = tl.program_id(0) * M, tl.program_id(1) * BN
+    if j * SLC_BLOCK <= offset + first + tl.minimum(i + M, rows) - 1:
+        kvh, b = tl.program_id(2) % HKV, tl.program_id(2) // HKV
+        r, d, block = i + tl.arange(0, M), tl.arange(0, DP), j + tl.arange(0, BN)
+        t, ok = offset + first + r, r < rows
+        row = (b.to(tl.int64) * S + first + i) * HQ + kvh * G
+        K += (b.to(tl.int64) * N * HKV + kvh) * D
+        score = tl.zeros([M, BN], tl.float32)
+        for h in range(G):
+            q = _load(Q + (row + h) * D, r - i, HQ * D, d, D, DP, ok, True)
+            lse = tl.load(LSE + row + h + (r - i) * HQ, mask=ok, other=float("inf"))
+            for tap in tl.static_range(-BEFORE, R):
+                begin = tap * STRIDE if tap > 0 else 0
+                end = tap * STRIDE + CMP_BLOCK if tap * STRIDE + CMP_BLOCK < SLC_BLOCK else SLC_BLOCK
+                n = block * R + tap
+                k = _load(K, n.to(tl.int64), HKV * D, d, D, DP, (n >= 0) & (n < N), True)
+                p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
+                seen = (n * STRIDE + (CMP_BLOCK - 1))[None, :] <= t[:, None]
+                score += tl.where(seen & (n >= 0)[None, :], p, 0.0) * ((end - begin) / STRIDE)
+        at = SCORES + (tl.program_id(2).to(tl.int64) * rows + r)[:, None] * blocks + block[None, :]
+        tl.store(at, score, mask=ok[:, None] & (block < blocks)[None, :])
+
+
+@triton.jit
+def _keys(SCORES, n, own, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """64-bit keys of blocks n: score, inf where forced, above the inverted index; -1 for blocks after the own one."""
+    LAST: tl.constexpr = 0x7FFFFFFF
+    score = tl.load(SCORES + n, mask=n <= own, other=0.0)
+    score = tl.where((n < INIT) | (n > own - LOCAL), float("inf"), score)
+    keys = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (LAST - n).to(tl.int64)
+    return tl.where(n <= own, keys, -1)
+
+
+@triton.jit
+def _choose(
+    SCORES, CHOSEN, S, offset, first, rows, blocks,
+    HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    SLC_BLOCK: tl.constexpr, STEPS: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """CHOSEN [B,S,HKV,COUNT] of ROWS queries: the forced blocks, then the best, ascending, padded with -1.
+
+    Block n is a member of group n % 32. The largest key of each group is held; a turn takes the largest of these 32 and
+    looks through the winner's group alone for the one that follows. Several queries a program hide each other's waits.
+    """
+    LAST: tl.constexpr = 0x7FFFFFFF
+    r, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    own = tl.where(r < rows, (offset + first + r) // SLC_BLOCK, -1)
+    SCORES += (head.to(tl.int64) * rows + r[:, None]) * blocks
+    group, slot = tl.arange(0, 32)[None, :], tl.arange(0, COUNT_P)[None, :]
+    largest = tl.full([ROWS, 32], -1, tl.int64)
+    for j in range(0, tl.max(own, 0) + 1, 32 * STEPS):
+        for step in tl.static_range(STEPS):
+            largest = tl.maximum(largest, _keys(SCORES, j + step * 32 + group, own[:, None], INIT, LOCAL))
+    index = tl.full([ROWS, COUNT_P], LAST, tl.int32)
+    for turn in range(COUNT):
+        best = tl.max(largest, 1)[:, None]
+        n = LAST - (best & LAST).to(tl.int32)
+        index = tl.where((slot == turn) & (best >= 0), n, index)
+        keys = _keys(SCORES, n % 32 + 32 * tl.arange(0, MEMBERS)[None, :], own[:, None], INIT, LOCAL)
+        following = tl.max(tl.where(keys < best, keys, -1), 1)[:, None]
+        largest = tl.where(group == n % 32, following, largest)
+    # Every index goes where its rank says; what remains is padding.
+    rank = tl.sum((index[:, None, :] < index[:, :, None]).to(tl.int32), 2)
+    found = tl.sum((index < LAST).to(tl.int32), 1)[:, None]
+    b, kvh = head // HKV, head % HKV
+    at = CHOSEN + ((b.to(tl.int64) * S + first + r[:, None]) * HKV + kvh) * COUNT
+    ok = (r < rows)[:, None]
+    tl.store(at + rank, index, mask=ok & (index < LAST))
+    tl.store(at + slot, tl.full([ROWS, COUNT_P], -1, tl.int32), mask=ok & (slot >= found) & (slot < COUNT))
+
+
+def select(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks, int32 [B,S,HKV,slc_count].
+
+    Args:
+        q: [B,S,HQ,D]. k_cmp: [B,N,HKV,D].
+        lse: of the compressed scores, float32 [B,S,HQ], base 2, from span.forward.
+    """
+    (batch, rows, _, _), kv_heads = q.shape, k_cmp.shape[2]
+    blocks = config.slc_blocks(offset + rows)
+    chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
+    step = min(rows, max(1, _BUFFER // (4 * batch * kv_heads * blocks)))
+    buffer = torch.empty(batch * kv_heads * step * blocks, dtype=torch.float32, device=q.device)
+    for first in range(0, rows, step):
+        part = min(step, rows - first)
+        _score_chunk(q, k_cmp, lse, buffer, config, offset, scale, first, part)
+        _choose_chunk(buffer, chosen, config, offset, first, part)
+    return chosen
+
+
+def _score_chunk(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, scores: Tensor, config: NSAConfig, offset: int, scale: float,
+    first: int, rows: int,
+) -> None:  # fmt: skip
+    tile, dim = _importance_tile(q), q.shape[-1]
+    blocks = config.slc_blocks(offset + first + rows)
+    pointers = dict(Q=q, K=k_cmp, LSE=lse, SCORES=scores)
+    numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=offset, first=first, rows=rows, blocks=blocks)
+    heads = dict(HQ=q.shape[2], HKV=k_cmp.shape[2], D=dim, DP=padded(dim), M=tile.rows, BN=tile.keys)
+    sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
+    grid = (ceil_div(rows, tile.rows), ceil_div(blocks, tile.keys), q.shape[0] * k_cmp.shape[2])
+    launch(_importance, grid, pointers | numbers | dict(scale2=scale * LOG2_E), heads | sizes, tile)
+
+
+def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int, first: int, rows: int) -> None:
+    batch, length, kv_heads, count = chosen.shape
+    blocks = config.slc_blocks(offset + first + rows)
+    pointers = dict(SCORES=scores, CHOSEN=chosen)
+    numbers = dict(S=length, offset=offset, first=first, rows=rows, blocks=blocks)
+    sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
+    members = _power(ceil_div(config.slc_blocks(offset + length), 32))
+    constants = sizes | dict(SLC_BLOCK=config.slc_block, STEPS=min(8, members), MEMBERS=members, ROWS=4)
+    launch(_choose, (ceil_div(rows, 4), batch * kv_heads), pointers | numbers, constants, Tile(warps=1))
+
+
+def _power(x: int) -> int:
+    """The power of two that holds x."""
+    return 1 << (x - 1).bit_length()
+
+
+def _importance_tile(q: Tensor) -> Tile:
+    if q.itemsize == 4:
+        return Tile(32, 32, 4)
+    wide = padded(q.shape[-1])
+    return Tile(64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 4, 1)

@@ -1,0 +1,229 @@
+# pyright: reportMissingImports=false
+"""Selected attention with the keys outside: a block stays in place and meets all queries that chose it.
+
+Reading each query's blocks anew moves n·slc_block keys a query; here a block is read once a work item and its queries,
+the rows of all heads of the group, fill whole tiles. The price is a slot for each (query, rank): the forward writes
+normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
+sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..config import NSAConfig
+from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded
+from .inverse import Inverse
+from .span import _load, _widest
+
+
+@triton.jit
+def _work(ITEMS, PIECES, BOUNDS, item, KEYS, CAP: tl.constexpr):
+    """(block's key, first entry, end of entries) of a work item; the key is KEYS and both bounds 0 for none."""
+    key = tl.load(ITEMS + item)
+    piece = item - tl.load(PIECES + key)
+    begin = tl.load(BOUNDS + key) + piece * CAP
+    end = tl.minimum(begin + CAP, tl.load(BOUNDS + tl.minimum(key + 1, KEYS)))
+    none = key >= KEYS
+    return key, tl.where(none, 0, begin), tl.where(none, 0, end)
+
+
+@triton.jit
+def _selected_forward(
+    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS, S, T, offset, first_row, blocks, keys, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """OPART [rows,HKV,COUNT,G,DV] and LPART [rows,HKV,COUNT,G] of one work item: softmax over this block alone."""
+    G: tl.constexpr = HQ // HKV
+    BQ: tl.constexpr = M // G
+    key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, CAP)
+    if begin < end:
+        n0, head = key % blocks * SB, key // blocks
+        kvh, b = head % HKV, head // HKV
+        n, r = tl.arange(0, SBP), tl.arange(0, M)
+        d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+        n_ok = (n < SB) & (n0 + n < T)
+        start = (b.to(tl.int64) * T + n0) * HKV + kvh
+        k = _load(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
+        v = _load(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
+        qi, h = r // G, r % G
+        for i in tl.range(begin, end, BQ):
+            ok = (qi < BQ) & (i + qi < end)
+            entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
+            row = first_row + entry // (HKV * COUNT)
+            q = _load(Q, row.to(tl.int64) * HQ + kvh * G + h, D, d, D, DP, ok, True)
+            t = offset + row % S
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+            s = tl.where(((n0 + n)[None, :] <= t[:, None]) & n_ok[None, :], s, float("-inf"))
+            m = tl.maximum(tl.max(s, 1), -1e30)
+            p = tl.exp2(s - m[:, None])
+            l = tl.sum(p, 1)
+            o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
+            slot = entry.to(tl.int64) * G + h
+            at = OPART + slot[:, None] * DV + dv[None, :]
+            tl.store(at, o.to(OPART.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
+            tl.store(LPART + slot, m + tl.log2(l), mask=ok)
+
+
+@triton.jit
+def _selected_backward(
+    Q, K, V, DO, LSE, DELTA, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    S, T, offset, first_row, blocks, keys, scale2, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """DQPART [rows,HKV,COUNT,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
+    G: tl.constexpr = HQ // HKV
+    BQ: tl.constexpr = M // G
+    item = tl.program_id(0)
+    key, begin, end = _work(ITEMS, PIECES, BOUNDS, item, keys, CAP)
+    if begin < end:
+        n0, head = key % blocks * SB, key // blocks
+        kvh, b = head % HKV, head // HKV
+        n, r = tl.arange(0, SBP), tl.arange(0, M)
+        d, e = tl.arange(0, DP), tl.arange(0, DVP)
+        n_ok = (n < SB) & (n0 + n < T)
+        start = (b.to(tl.int64) * T + n0) * HKV + kvh
+        k = _load(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
+        v = _load(V + start * DV, n, HKV * DV, e, DV, DVP, n_ok, True)
+        dk = tl.zeros([SBP, DP], tl.float32)
+        dv = tl.zeros([SBP, DVP], tl.float32)
+        qi, h = r // G, r % G
+        for i in tl.range(begin, end, BQ):
+            ok = (qi < BQ) & (i + qi < end)
+            entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
+            row = first_row + entry // (HKV * COUNT)
+            at = row.to(tl.int64) * HQ + kvh * G + h
+            q = _load(Q, at, D, d, D, DP, ok, True)
+            do = _load(DO, at, DV, e, DV, DVP, ok, True)
+            lse = tl.load(LSE + at, mask=ok, other=float("inf"))
+            delta = tl.load(DELTA + at, mask=ok, other=0.0)
+            t = offset + row % S
+            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
+            p = tl.where(((n0 + n)[:, None] <= t[None, :]) & n_ok[:, None], p, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
+            to = DQPART + (entry.to(tl.int64) * G + h)[:, None] * D + d[None, :]
+            tl.store(to, dq.to(DQPART.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+        place = item.to(tl.int64) * SB + n
+        inside = (n < SB)[:, None]
+        tl.store(DKPART + place[:, None] * D + d[None, :], dk * scale, mask=inside & (d < D)[None, :])
+        tl.store(DVPART + place[:, None] * DV + e[None, :], dv, mask=inside & (e < DV)[None, :])
+
+
+@triton.jit
+def _sum_items(
+    PARTS, TOTAL, PIECES, T, blocks,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """TOTAL [B,T,HKV,D] += the parts of one block's work items, UNROLL at a time, for ROWS of the block's tokens."""
+    key = tl.program_id(0)
+    begin, end = tl.load(PIECES + key), tl.load(PIECES + key + 1)
+    if begin < end:
+        n0, head = key % blocks * SB, key // blocks
+        kvh, b = head % HKV, head // HKV
+        n, d, u = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, UNROLL)
+        inside = ((n < SB) & (n0 + n < T))[:, None] & (d < D)[None, :]
+        at = TOTAL + ((b.to(tl.int64) * T + n0 + n) * HKV + kvh)[:, None] * D + d[None, :]
+        total = tl.load(at, mask=inside, other=0.0)
+        within = (u[:, None, None] * SB + n[None, :, None]) * D + d[None, None, :]
+        for item in range(begin, end, UNROLL):
+            there = (item + u < end)[:, None, None] & inside[None, :, :]
+            parts = tl.load(PARTS + tl.cast(item, tl.int64) * (SB * D) + within, mask=there, other=0.0)
+            total += tl.sum(parts, 0)
+        tl.store(at, total, mask=inside)
+
+
+def slot_rows(q: Tensor, dim: int, count: int) -> int:
+    """Query rows (batch and sequence flattened) of a chunk: slots take four times q's bytes, within bounds."""
+    row = q.shape[2] * count * dim * q.itemsize
+    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 1 << 30)
+    return max(1, min(q.shape[0] * q.shape[1], budget // row))
+
+
+def item_entries(q: Tensor, kv_heads: int, count: int, rows: int) -> int:
+    """Entries of a work item: about 2048 items a chunk, each of at least 1024 rows of q."""
+    group = q.shape[2] // kv_heads
+    return max(ceil_div(1024, group), ceil_div(rows * kv_heads * count, 2048))
+
+
+def forward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, parts: Tensor, lse_parts: Tensor, inverse: Inverse, chunk: int,
+    config: NSAConfig, offset: int, scale: float,
+) -> None:  # fmt: skip
+    """Fills the slots of one chunk of queries: parts [rows,HKV,n,G,DV] in q's dtype, lse_parts float32 [rows,HKV,n,G].
+
+    Slots whose rank chose no block stay unwritten.
+    """
+    tile = _forward_tile(q, v)
+    pointers = dict(Q=q, K=k, V=v, OPART=parts, LPART=lse_parts) | _index(inverse, chunk, config)
+    numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E)
+    launch(_selected_forward, (inverse.limit,), pointers | numbers, _constants(q, k, v, tile, config, inverse), tile)
+
+
+def backward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq_parts: Tensor,
+    totals: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig,
+    offset: int, scale: float,
+) -> None:  # fmt: skip
+    """Fills the slots dq_parts [rows,HKV,n,G,D] of one chunk and adds to the totals of dk and dv.
+
+    Args:
+        do, lse, delta: as in span.backward_q.
+        totals: float32 [B,T,HKV,D] and [B,T,HKV,DV], zeros before the first chunk.
+        scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
+    """
+    tile = _backward_tile(q, v)
+    pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DQPART=dq_parts, DKPART=scratch[0], DVPART=scratch[1])
+    numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E, scale=scale)
+    constants = _constants(q, k, v, tile, config, inverse)
+    launch(_selected_backward, (inverse.limit,), pointers | _index(inverse, chunk, config) | numbers, constants, tile)
+    for part, total in zip(scratch, totals, strict=True):
+        dim = total.shape[-1]
+        arguments = dict(PARTS=part, TOTAL=total, PIECES=inverse.pieces[chunk], T=k.shape[1], blocks=inverse.blocks)
+        sizes = dict(HKV=k.shape[2], D=dim, DP=padded(dim), SB=config.slc_block, ROWS=8, UNROLL=8)
+        grid = inverse.keys, ceil_div(config.slc_block, 8)
+        launch(_sum_items, grid, arguments, sizes, Tile(warps=4))
+
+
+def _index(inverse: Inverse, chunk: int, config: NSAConfig) -> dict[str, Tensor]:
+    bounds = inverse.bounds[chunk * (inverse.keys + 1) :]
+    return dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
+
+
+def _numbers(q: Tensor, k: Tensor, inverse: Inverse, chunk: int, offset: int) -> dict[str, int]:
+    sizes = dict(S=q.shape[1], T=k.shape[1], offset=offset, first_row=chunk * inverse.rows)
+    return sizes | dict(blocks=inverse.blocks, keys=inverse.keys)
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, config: NSAConfig, inverse: Inverse) -> dict[str, int]:
+    dim, value_dim = q.shape[-1], v.shape[-1]
+    heads = dict(HQ=q.shape[2], HKV=k.shape[2], D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
+    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), COUNT=config.slc_count, CAP=inverse.cap)
+    return heads | block | dict(M=tile.rows)
+
+
+def _forward_tile(q: Tensor, v: Tensor) -> Tile:
+    if q.itemsize == 4:
+        return Tile(32, warps=4)
+    wide = _widest(q, v)
+    if wide > 128:
+        return Tile(64, warps=8)
+    return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
+
+
+def _backward_tile(q: Tensor, v: Tensor) -> Tile:
+    if q.itemsize == 4:
+        return Tile(32, warps=4)
+    wide = _widest(q, v)
+    if wide > 128:
+        return Tile(32, warps=8)
+    if arch(q) < 90:
+        return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
+    return Tile(64, warps=4, stages=1 if wide <= 64 else 2)

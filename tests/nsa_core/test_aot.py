@@ -1,0 +1,33 @@
+"""Every kernel compiles for sm80, without a GPU, within its shared memory and without spills."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+KERNELS = {
+    "span._span_forward",
+    "span._span_backward_q",
+    "span._span_backward_kv",
+    "scores._importance",
+    "scores._choose",
+    "selected._selected_forward",
+    "selected._selected_backward",
+    "selected._sum_items",
+    "merge._merge",
+    "merge._gate",
+    "merge._prepare",
+    "merge._sum_dq",
+}
+
+
+def test_every_kernel_fits_the_device():
+    """In a process of its own: kernels imported for the interpreter cannot be compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "nsa_core.kernels.aot", "--arch", "80"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {word for line in done.stdout.splitlines() for word in line.split() if "._" in word} == KERNELS
