@@ -35,7 +35,7 @@ class Quantity:
         return self.guides[-1][0] > 0
 
 
-_RATE = ((0.0, "linear cost"), (-1.0, "S² cost"))
+_RATE = ((0.0, "linear"), (-1.0, "S²"))
 QUANTITIES = {
     "time": Quantity("Time", "time", "ms"),
     "throughput": Quantity("Throughput", "throughput", "tok/s", _RATE),
@@ -259,8 +259,7 @@ def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[a
         ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
         labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
     line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
-    style = {"align": "left", "dx": 5} if quantity.grows else {"align": "right", "dx": -2, "dy": -9}
-    text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", **style)
+    text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", align="left", dx=5)
     return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from dashboard import charts, data, help_pages, parts
+from dashboard import charts, data, help_pages, parts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
 MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved")
-CHART_HEIGHT = 460  # with its axes and legend
+CHART_HEIGHT, LEGEND_ROW = 390, 26  # pixels; a chart grows with its legend
 BESIDE, TOGETHER = "Beside", "In one chart"
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 
@@ -29,6 +29,7 @@ class Choice:
     workloads: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
 
     def select(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The rows (of points, numbers or fits) that were chosen."""
@@ -40,6 +41,8 @@ class Choice:
         ):
             if wanted:
                 frame = frame.loc[frame[column].isin(wanted)]
+        if self.shapes:
+            frame = frame.loc[[series.shape(row) in self.shapes for row in _records(frame)]]
         return frame
 
 
@@ -88,8 +91,9 @@ def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
             layout = BESIDE
             if len(set(planned["origin"])) > 1:
                 layout = st.segmented_control("Reported results", [BESIDE, TOGETHER], default=BESIDE, required=True)
+        shapes = _pick_shapes(planned)
         implementations = _pick("Implementation", planned, "implementation", _curves(planned))
-    return Choice(tuple(run_ids), passes, workloads, implementations, devices), layout
+    return Choice(tuple(run_ids), passes, workloads, implementations, devices, shapes), layout
 
 
 def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
@@ -139,6 +143,19 @@ def _curves(states: pd.DataFrame) -> list[str]:
     return sorted(ours | {name for name, found in lengths.items() if len(found) >= 3})
 
 
+def _pick_shapes(states: pd.DataFrame) -> tuple[str, ...]:
+    """Which sizes to show: all where there are two (ours and a reported one), else one: many lines hide each other."""
+    options = sorted({shape for row in _records(states) if (shape := series.shape(row))})
+    if len(options) < 2:
+        return ()
+    default = options[:1] if len(options) > 2 else None
+    return tuple(st.pills("Shape", options, selection_mode="multi", default=default, help="none chosen: all"))
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | None = None) -> tuple[str, ...]:
     options = sorted({value for value in states[column] if isinstance(value, str)})
     if len(options) > 8:
@@ -174,7 +191,8 @@ def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str) -> None:
     panels: list[tuple[str, str, pd.DataFrame]] = []
     for title, metrics in (("Memory", MEMORY), ("Time", ("time",)), ("Throughput", ("throughput",))):
         if layout == TOGETHER:
-            panels += [(title, metric, rows) for metric in metrics if metric in set(rows["metric"])][:2]
+            known = [metric for metric in metrics if metric in set(rows["metric"])][:2]
+            panels += [(charts.QUANTITIES[metric].title, metric, rows) for metric in known]
             continue
         for origin in (Origin.MEASURED, Origin.REPORTED):
             own = rows.loc[rows["origin"] == origin]
@@ -194,7 +212,8 @@ def _panel(title: str, metric: str, rows: pd.DataFrame, fits: pd.DataFrame) -> N
         st.caption("Every value is zero, which a logarithmic axis cannot show.")
         return
     st.caption(_what(shown))
-    chart = charts.scaling_chart(shown, fits, metric, height=CHART_HEIGHT)
+    lines = len({series.key(row) for row in _records(shown)})
+    chart = charts.scaling_chart(shown, fits, metric, height=CHART_HEIGHT + LEGEND_ROW * lines)
     st.altair_chart(chart, alt=f"{title}: {charts.QUANTITIES[metric].title} against sequence length")
 
 

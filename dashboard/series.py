@@ -43,9 +43,16 @@ def labels(rows: Sequence[Row], metric_names: Mapping[str, str]) -> dict[str, st
     return names
 
 
+def shape(row: Row) -> str:
+    """The size of what ran: layers, query/kv heads, head dimension, as far as they are known."""
+    layers, heads, groups, dim = (_text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
+    parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
+    return " ".join(filter(None, parts))
+
+
 def color(implementation: object) -> str:
     """The colour that an implementation has in every chart; grey for those without one."""
-    return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0], GREY)
+    return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0].rstrip(","), GREY)
 
 
 def colors(implementations: Iterable[object]) -> list[str]:
@@ -72,13 +79,7 @@ def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:
 def _coordinate(row: Row, name: str, metric_names: Mapping[str, str]) -> str:
     if name == "metric":
         return metric_names.get(row["metric"], row["metric"])
-    return _shape(row) if name == "shape" else _text(row.get(name))
-
-
-def _shape(row: Row) -> str:
-    layers, heads, groups, dim = (_text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
-    parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
-    return " ".join(filter(None, parts))
+    return shape(row) if name == "shape" else _text(row.get(name))
 
 
 def _text(value: Any) -> str:

@@ -139,12 +139,16 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
     titles = [subheader.value for subheader in app.subheader]
     assert titles == ["Memory, measured", "Memory, reported", "Time, measured", "Throughput, measured"]
     assert len(app.get("vega_lite_chart")) == 5
-    fits = next(table.value for table in app.table if "Exponent" in table.value.columns)
+    fits = _fits(app)
     ours = fits[fits["Origin"].str.contains("measured")].set_index(["Metric", "Implementation"])["Exponent"]
     assert float(ours["Peak memory beyond inputs", "naive"].strip("*")) == pytest.approx(2, abs=0.05)
     assert float(ours["Peak memory beyond inputs", "chunked"].strip("*")) == pytest.approx(1, abs=0.05)
     assert fits["95 % interval"].str.contains(" to ").all()
     assert fits["Origin"].str.contains("reported").any()
+
+
+def _fits(app: AppTest) -> pd.DataFrame:
+    return next(table.value for table in app.table if "Exponent" in table.value.columns)
 
 
 def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
@@ -166,7 +170,7 @@ def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
     app = show("scaling")
     layout = next(control for control in app.segmented_control if control.label == "Reported results")
     layout.set_value("In one chart").run()
-    assert [subheader.value for subheader in check(app).subheader][:2] == ["Memory", "Memory"]
+    assert [subheader.value for subheader in check(app).subheader][1] == "Peak memory allocated"
 
 
 def test_scaling_shows_the_run_that_a_link_names(complete: str):
@@ -174,6 +178,11 @@ def test_scaling_shows_the_run_that_a_link_names(complete: str):
     assert app.multiselect[0].value == []
     assert app.multiselect[1].value == ["reported-peers-H200"]
     assert "Time, reported" in text(app)
+    shapes = next(control for control in app.pills if control.label == "Shape")
+    assert shapes.value == ["12/2 heads d64"]  # of three: all at once would hide each other
+    shown = len(_fits(app))
+    shapes.set_value(["12/2 heads d64", "64/4 heads d128"]).run()
+    assert len(_fits(check(app))) > shown
 
 
 def test_scaling_of_a_run_that_goes_on(half_finished: str):
