@@ -144,11 +144,16 @@ def _curves(states: pd.DataFrame) -> list[str]:
 
 
 def _pick_shapes(states: pd.DataFrame) -> tuple[str, ...]:
-    """Which sizes to show: all where there are two (ours and a reported one), else one: many lines hide each other."""
-    options = sorted({shape for row in _records(states) if (shape := series.shape(row))})
+    """Which sizes to show: all, but one of a sweep over three or more, whose lines would hide each other."""
+    sweeps: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in _records(states):
+        if shape := series.shape(row):
+            sweeps[row["run_id"], row["workload"]].add(shape)
+    options = sorted(set().union(*sweeps.values()))
     if len(options) < 2:
         return ()
-    default = options[:1] if len(options) > 2 else None
+    shown = set().union(*(shapes if len(shapes) < 3 else sorted(shapes)[:1] for shapes in sweeps.values()))
+    default = sorted(shown) if len(shown) < len(options) else None
     return tuple(st.pills("Shape", options, selection_mode="multi", default=default, help="none chosen: all"))
 
 
