@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# Two stamps: running jobs needs less than developing.
+RUN    := $(VENV)/.run
+DEV    := $(VENV)/.dev
 
 # An environment given from outside must not lead a job elsewhere than the commands below look.
 RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
@@ -14,27 +16,32 @@ DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
 
-env: $(STAMP)  ## make the environment in .venv
+env: $(DEV)  ## make the environment in .venv
 
-$(STAMP): pyproject.toml constraints.txt docker/install.sh
+$(RUN): pyproject.toml constraints.txt docker/install.sh
 	@echo "installing into $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make env PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@bash docker/install.sh $(BIN)/python
+	@touch $@
+
+$(DEV): $(RUN)
 	@bash docker/install.sh $(BIN)/python dev
 	@touch $@
 
-demo: env  ## local Ray, the demo benchmark as a Ray job, reported results beside it, verdict, dashboard
+demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, reported results beside it, verdict, dashboard
 	@$(BIN)/nsa up
 	@$(BIN)/ray job submit --address $(RAY_DASHBOARD) --working-dir . -- python -m jobs jobs/configs/demo.yaml
 	@$(BIN)/nsa import orchestrator/reference_data/*.csv
-	@$(BIN)/nsa report last --out var/demo-report.md
 	@$(BIN)/nsa report last
+	@$(BIN)/nsa report last --out var/demo-report.html
+	@echo
 	@$(BIN)/nsa gate || test $$? -ne 2
 	@echo
-	@echo "Report:    var/demo-report.md"
+	@echo "Report:    var/demo-report.html"
 	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"
 
-up: env  ## start the local Ray cluster and the dashboard
+up: $(RUN)  ## start the local Ray cluster and the dashboard
 	@$(BIN)/nsa up
 
 down:  ## stop what demo or up started

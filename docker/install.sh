@@ -9,7 +9,7 @@ python=${1:?usage: install.sh PYTHON [EXTRA ...]}
 shift
 extras=$(IFS=,; echo "$*")
 here=$(cd "$(dirname "$0")/.." && pwd)
-pip() { "$python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { "$python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if ! "$python" -c 'import torch' 2>/dev/null; then
   pip install --no-deps "torch==$(sed -n 's/^torch==//p' "$here/constraints.txt")"

@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-_ROOT = Path(__file__).resolve().parents[1]
+from orchestrator.settings import CHECKOUT
+
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 OUTPUT_LIMIT = 1 << 20  # bytes of a point's stdout or stderr that are brought home (its end)
@@ -145,7 +146,7 @@ class Child:
 
 def _environment(threads: int, gpus: str | None) -> dict[str, str]:
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order: what we sample is what the child uses

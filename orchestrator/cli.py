@@ -229,7 +229,7 @@ def gate(
     target: Annotated[str | None, typer.Option(help="only this target")] = None,
 ) -> None:
     """Judge stored results, with reasons. Exit 0: all targets GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
-    from orchestrator import console
+    from orchestrator import console, summary
     from orchestrator.gates import evaluate, load_gates, save_verdicts
     from orchestrator.lookup import find_runs
 
@@ -239,7 +239,7 @@ def gate(
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
         if not (runs or gates or target):  # the standing rules on all that is stored: what v_gate shows
             save_verdicts(store, None, verdicts)
-    console.verdicts(verdicts)
+    summary.print_verdicts(verdicts, console.out)
     results = {v.result for v in verdicts}
     raise typer.Exit(1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0)
 

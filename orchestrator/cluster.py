@@ -16,8 +16,7 @@ from jobs.point import Machine
 from jobs.spec import JobSpec, Resources
 from orchestrator import supervisor
 from orchestrator.executors import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.provenance import ROOT
-from orchestrator.settings import Settings
+from orchestrator.settings import CHECKOUT, Settings
 from orchestrator.states import PointState
 from orchestrator.supervisor import Assignment, Conditions, ProbeError, Update
 
@@ -195,7 +194,7 @@ def _connect(settings: Settings) -> None:
     if address != "auto" and not _listens(address):
         raise unreachable
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # there the job's working_dir reaches the workers
-    env = None if in_job else {"working_dir": str(ROOT)}
+    env = None if in_job else {"working_dir": str(CHECKOUT)}
     try:
         ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:

@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.doctor import Finding, Health, SettingRow
-from orchestrator.gates import TargetVerdict
 from orchestrator.services import ServiceStatus
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
-_COLOUR |= {"GO": "bold green", "NO-GO": "bold red", "UNKNOWN": "bold yellow", "missing": "yellow", "broken": "red"}
+_COLOUR |= {"missing": "yellow", "broken": "red"}
 
-out = Console(highlight=False, soft_wrap=not Console().is_terminal)
+_WIDTH_OF_A_PIPE = 200  # tables in a file or a pipe are not squeezed into 80 columns
+
+out = Console(highlight=False, width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
 
 
 def settings(rows: Sequence[SettingRow]) -> None:
@@ -87,17 +88,6 @@ def artifacts(files: pd.DataFrame) -> None:
         out.print(f["content"] or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
         out.print("this point has no artifacts")
-
-
-def verdicts(targets: Sequence[TargetVerdict]) -> None:
-    for target in targets:
-        out.print(Text.assemble((f"{target.result}", _COLOUR[str(target.result)]), f"  {target.name}: {target.title}"))
-        table = _table(None, "rule", "result", "value", "bound", "margin", "reason")
-        for r in target.rules:
-            unit = "" if r.unit in (None, "1") else f" {r.unit}"
-            value = "" if r.value is None else f"{r.value:.4g}{unit}"
-            table.add_row(r.rule, _state(str(r.result)), value, r.limit, _text(r.margin), r.reason)
-        out.print(table)
 
 
 def _table(title: str | None, *columns: str) -> Table:

@@ -9,17 +9,23 @@ import subprocess
 from pathlib import Path
 
 from jobs.spec import JobSpec
+from orchestrator.settings import CHECKOUT
 
-ROOT = Path(__file__).resolve().parents[1]
 _SOURCES = ("nsa_core", "jobs")
 
 
-def git_state(root: Path = ROOT) -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of `root`: from NSA_GIT_COMMIT and NSA_GIT_DIRTY where the submitter set them (the copy
-    that Ray unpacks has no .git), else from git; (None, None) where neither knows."""
+def git_state(root: Path = CHECKOUT) -> tuple[str | None, bool | None]:
+    """Commit and dirty flag of the sources in `root`; (None, None) where nobody knows.
+
+    The copy that Ray unpacks has no .git. There the submitter says it (NSA_GIT_COMMIT, NSA_GIT_DIRTY), or the cluster's
+    own checkout does (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
+    """
     if commit := os.environ.get("NSA_GIT_COMMIT"):
         dirty = os.environ.get("NSA_GIT_DIRTY")
         return commit, None if not dirty else dirty.lower() not in ("0", "false", "no")
+    beside = os.environ.get("NSA_CHECKOUT")
+    if beside and Path(beside) != root and code_hash(Path(beside)) == code_hash(root):
+        return git_state(Path(beside))
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root.resolve():
         return None, None
@@ -27,7 +33,7 @@ def git_state(root: Path = ROOT) -> tuple[str | None, bool | None]:
     return commit or None, None if changes is None else bool(changes)
 
 
-def code_hash(root: Path = ROOT) -> str:
+def code_hash(root: Path = CHECKOUT) -> str:
     """Hash of the sources that a measurement depends on (nsa_core and jobs), 16 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from orchestrator.errors import UserError
-from orchestrator.settings import Settings
+from orchestrator.settings import CHECKOUT, Settings
 
 _READY_S = 60.0
 _STOP_S = 40.0
@@ -100,6 +100,7 @@ def service_env(settings: Settings) -> dict[str, str]:
         "NSA_HOME": str(settings.home.resolve()),
         "NSA_DATABASE_URL": settings.database,
         "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
+        "NSA_CHECKOUT": str(CHECKOUT),
         **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
     }
 
@@ -115,7 +116,7 @@ def _ray(settings: Settings, num_cpus: int | None, num_gpus: int | None) -> Serv
 
 
 def _dashboard(settings: Settings) -> Service:
-    app = Path(__file__).resolve().parents[1] / "dashboard" / "app.py"
+    app = CHECKOUT / "dashboard" / "app.py"
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     command += ["--server.address=127.0.0.1", f"--server.port={settings.dashboard_port}"]
     command += ["--browser.gatherUsageStats=false"]
@@ -137,7 +138,7 @@ def _start(settings: Settings, service: Service) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=service_env(settings),
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=CHECKOUT,
             start_new_session=True,
         )
     record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}

@@ -11,7 +11,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from orchestrator.errors import UserError
 
-_CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""The sources that run: a checkout, or the copy of one that Ray unpacked."""
 
 
 class SettingsError(UserError):
@@ -20,20 +21,18 @@ class SettingsError(UserError):
 
 def default_home() -> Path:
     """`var/` in the checkout; `~/.nsa` for code that Ray unpacked into a folder that will be deleted."""
-    unpacked = any(part.startswith("_ray_pkg_") for part in _CHECKOUT.parts)
-    installed = not (_CHECKOUT / "pyproject.toml").exists()
-    return Path.home() / ".nsa" if unpacked or installed else _CHECKOUT / "var"
+    unpacked = any(part.startswith("_ray_pkg_") for part in CHECKOUT.parts)
+    installed = not (CHECKOUT / "pyproject.toml").exists()
+    return Path.home() / ".nsa" if unpacked or installed else CHECKOUT / "var"
 
 
 class Settings(BaseSettings):
     """Environment variables `NSA_<FIELD>`; unset ones derive from `NSA_HOME`."""
 
-    model_config = SettingsConfigDict(env_prefix="NSA_", env_file=_CHECKOUT / ".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="NSA_", env_file=CHECKOUT / ".env", extra="ignore", frozen=True)
 
     home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
-    database_url: str | None = Field(
-        default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
-    )
+    database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
     artifacts: Path | None = Field(default=None, description="folder of journals and artifacts, a folder a run")
     ray_address: str | None = Field(
         default=None, description="Ray cluster to connect to (host:port); None: this machine"

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 from orchestrator.errors import UserError
 from orchestrator.provenance import git_state
 from orchestrator.services import answers
-from orchestrator.settings import Settings
+from orchestrator.settings import CHECKOUT, Settings
 
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
 T = TypeVar("T")
-CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 class SubmissionError(UserError):

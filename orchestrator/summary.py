@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,12 @@ from rich.table import Table
 from orchestrator.states import PointState, Result
 
 if TYPE_CHECKING:
+    from orchestrator.analysis import Fit
+    from orchestrator.gates import TargetVerdict
     from orchestrator.store import Store
+
+_HEADLINE = ("time", "peak_extra_memory")
+_STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
 
 
 def print_states(states: Counter[PointState], console: Console) -> None:
@@ -30,31 +36,43 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     from orchestrator.gates import evaluate, load_gates, save_verdicts
     from orchestrator.store import queries
 
-    fits = scaling_fits(queries.scaling(store, run_ids=[run_id]))
-    table = _table(
-        "Growth with sequence length S: metric ~ S^exponent", "series", "metric", "exponent", "95 %", "points"
-    )
+    fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in _HEADLINE]
+    if fits:
+        print_fits(fits, console)
+    verdicts = evaluate(store, load_gates(gates_file), run_ids=[run_id])
+    save_verdicts(store, run_id, verdicts)
+    print_verdicts(verdicts, console, brief=True)
+
+
+def print_fits(fits: Sequence[Fit], console: Console) -> None:
+    """How each series grows, a row a series and metric."""
+    title = "Growth with sequence length S: metric ~ S^exponent"
+    table = _table(title, "series", "metric", "exponent", "95 % interval", "S")
     for fit in fits:
         series = " ".join(filter(None, (fit.implementation, fit.workload, fit.pass_)))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
-        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, str(fit.n))
-    if fits:
-        console.print(table)
-    verdicts = evaluate(store, load_gates(gates_file), run_ids=[run_id])
-    save_verdicts(store, run_id, verdicts)
+        lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
+        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, lengths)
+    console.print(table)
+
+
+def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console, *, brief: bool = False) -> None:
+    """Each target's verdict, then a line a rule: result, value against bound, margin, reason.
+
+    `brief` leaves out the rules of a target that has no evidence at all.
+    """
     for target in verdicts:
-        console.print(f"{target.result}  {target.name}: {target.title}", style="bold", markup=False)
-        if all(rule.result is Result.UNKNOWN for rule in target.rules):
+        console.print(f"{target.result}  {target.name}: {target.title}", style=_STYLE[target.result], markup=False)
+        if brief and all(rule.result is Result.UNKNOWN for rule in target.rules):
             console.print("  no rule has evidence in this run; nsa gate says what each needs")
             continue
         for rule in target.rules:
-            value = "" if rule.value is None else f" {rule.value:.4g}"
-            unit = "" if rule.unit in (None, "1") or not value else f" {rule.unit}"
-            console.print(f"  {rule.result:<7} {rule.rule}:{value}{unit} {rule.reason}", markup=False)
+            judged = "" if rule.value is None else f"{rule.value:.4g} (bound {rule.limit}, margin {rule.margin:.4g}): "
+            console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=True)
     return table
