@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -55,15 +56,13 @@ def color(implementation: object) -> str:
     return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0].rstrip(","), GREY)
 
 
-def colors(implementations: Iterable[object]) -> list[str]:
-    """A colour a series: its implementation's own where no earlier series has it, else the next free one."""
-    taken: list[str] = []
-    for place, implementation in enumerate(implementations):
-        own = color(implementation)
-        free = [candidate for candidate in PALETTE if candidate not in taken]
-        spare = free[0] if free else PALETTE[place % len(PALETTE)]
-        taken.append(own if own != GREY and own not in taken else spare)
-    return taken
+def colors(implementations: Sequence[object]) -> list[str]:
+    """A colour a series: an implementation's first series has its own colour, the others share out what is left."""
+    owners = {own: place for place, name in reversed(list(enumerate(implementations))) if (own := color(name)) != GREY}
+    spare = [candidate for candidate in PALETTE if candidate not in owners] or list(PALETTE)
+    places = {place: own for own, place in owners.items()}
+    free = cycle(spare)
+    return [places.get(place) or next(free) for place in range(len(implementations))]
 
 
 def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:

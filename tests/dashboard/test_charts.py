@@ -10,6 +10,7 @@ import pytest
 import vl_convert
 
 from dashboard import charts
+from dashboard.series import IMPLEMENTATION_COLORS, colors
 from orchestrator.analysis import fits_frame, scaling_fits
 from orchestrator.store import Store, queries
 
@@ -131,3 +132,10 @@ def test_nothing_to_draw_is_said(rows: pd.DataFrame):
 )
 def test_lengths_read_as_people_say_them(length: int, label: str):
     assert charts.length_label(length) == label
+
+
+def test_an_implementation_keeps_its_colour_beside_others():
+    twice = ["chunked", "chunked", "naive", "dense, PyTorch cuDNN", "other"]
+    found = colors(twice)
+    assert [found[0], found[2], found[3]] == [IMPLEMENTATION_COLORS[name] for name in ("chunked", "naive", "dense")]
+    assert len(set(found)) == 5
