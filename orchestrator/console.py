@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator.doctor import Finding, Health, SettingRow
 from orchestrator.services import ServiceStatus
+from orchestrator.summary import wide_console
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLOUR |= {"missing": "yellow", "broken": "red"}
 
-_WIDTH_OF_A_PIPE = 200  # tables in a file or a pipe are not squeezed into 80 columns
-
-out = Console(highlight=False, width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
+out = wide_console()
 
 
 def settings(rows: Sequence[SettingRow]) -> None:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
-
 from jobs.point import Machine
 from jobs.spec import JobSpec, SpecError, load_spec, parse_spec
 from orchestrator import plan, provenance, summary
@@ -271,7 +269,7 @@ def _announce(
 
 
 def _close(order: Order, state: RunState, states: Counter[PointState], store: Store | None) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = summary.wide_console()
     summary.print_states(states, console)
     if store is None:
         console.print(f"not in the database; store the results with: nsa import {order.folder / NAME}", markup=False)

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 _HEADLINE = ("time", "peak_extra_memory")
 _STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
+_WIDTH_OF_A_PIPE = 200
+
+
+def wide_console() -> Console:
+    """Standard output, whose tables are not squeezed into 80 columns where it is a file or a pipe."""
+    return Console(highlight=False, width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
 
 
 def print_states(states: Counter[PointState], console: Console) -> None:
