@@ -14,7 +14,9 @@ from jobs.measure import nvml
 from jobs.measure.machine import cpu_name, installed
 
 _PACKAGES = ("torch", "triton", "numpy", "flash-attn", "flash-attn-4", "ray", "nvidia-ml-py")
-_VARIABLES = re.compile(r"^(NSA|CUDA|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|NCCL|OMP|MKL|CUBLAS)_|^NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)$")
+_VARIABLES = re.compile(
+    r"^(NSA|CUDA|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|NCCL|OMP|MKL|CUBLAS)_|^NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)$"
+)
 _SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|URL|CREDENTIAL", re.IGNORECASE)
 
 
