@@ -98,7 +98,8 @@ def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) 
     frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
     frame["series"] = [names[series.key(row)] for row in rows]
     frame["color"] = [series.color(row["implementation"]) for row in rows]
-    domain = [min([0.5, *(r["ci_low"] - 0.1 for r in rows)]), max([2.5, *(r["ci_high"] + 0.1 for r in rows)])]
+    # An interval of few points can be wider than any plot: the axis follows the exponents, and the interval is cut.
+    domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
     title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
     x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
     axis = alt.Axis(labelLimit=320, ticks=False, domain=False)
@@ -109,7 +110,9 @@ def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) 
     layers = [
         alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
         alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
-        alt.Chart(frame).mark_rule(strokeWidth=3).encode(x=_at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
+        alt.Chart(frame)
+        .mark_rule(strokeWidth=3, clip=True)
+        .encode(x=_at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
         alt.Chart(frame)
         .mark_point(filled=True, size=90, opacity=1)
         .encode(x=x, y=y, color=color, tooltip=["series:N", *tooltip]),
@@ -118,14 +121,19 @@ def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) 
     return _layered(layers).properties(height=alt.Step(row_height), padding=room)
 
 
-def samples_chart(samples: Sequence[float], unit: str, *, height: int = 120) -> alt.Chart:
+def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
     """Every timed repeat in the order taken: drift, outliers and warm-up show at once."""
     frame = pd.DataFrame({"repeat": range(1, len(samples) + 1), "value": list(samples)})
     return (
         alt.Chart(frame)
         .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
         .encode(
-            x=alt.X("repeat:Q", title="repeat", axis=alt.Axis(tickMinStep=1, format="d", grid=False)),
+            x=alt.X(
+                "repeat:Q",
+                title="repeat",
+                scale=alt.Scale(zero=False, nice=False),
+                axis=alt.Axis(tickMinStep=1, format="d", grid=False),
+            ),
             y=alt.Y("value:Q", title=unit, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
             tooltip=["repeat:Q", alt.Tooltip("value:Q", format=",.4~g", title=unit)],
         )

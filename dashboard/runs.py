@@ -182,26 +182,22 @@ def _point_now(store: Store, point_id: str, state: str) -> None:
 
 
 def _measured(store: Store, point: dict[str, Any]) -> None:
-    """The point's numbers, beside what was predicted and what really ran."""
+    """The point's numbers, and what really ran to get them."""
     metrics = data.metrics(store, point["point_id"])
-    left, right = st.columns([3, 2])
-    with left:
-        st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
-        if metrics.empty:
-            st.caption(f"No numbers: only a point that ended ok has some, this one is {point['state']}.")
-        else:
-            _metrics(metrics)
-    with right:
-        st.subheader("What ran")
-        facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
-        facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": f"`{point['key']}`"}
-        facts |= {"Ended": parts.moment(point["ended_at"])}
-        _table(facts)
+    st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
+    if metrics.empty:
+        st.caption(f"No numbers: only a point that ended ok has some, this one is {point['state']}.")
+    else:
+        _metrics(metrics)
     for row in metrics.to_dict("records"):
-        if len(row["samples"]) < 3:
+        if len(row["samples"]) < 3 or row["name"] == "throughput":  # throughput is time, turned over
             continue
         st.caption(f"{row['name']}: all {len(row['samples'])} samples")
         st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
+    st.subheader("What ran")
+    facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
+    facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": f"`{point['key']}`"}
+    _table(facts | {"Ended": parts.moment(point["ended_at"])})
 
 
 def _metrics(frame: pd.DataFrame) -> None:

@@ -187,7 +187,9 @@ def _exponents(fits: pd.DataFrame) -> None:
     if fits.empty:
         st.caption("An exponent needs three sequence lengths of one implementation; there are not that many yet.")
         return
-    ordered = fits.sort_values(["origin", "metric", "implementation", "run_id"])
+    with_extra = list(fits.loc[fits["metric"] == MEMORY[0]]["run_id"])  # one kind of memory a run; the table has all
+    shown = fits.loc[~(fits["metric"].isin(MEMORY[1:]) & fits["run_id"].isin(with_extra))]
+    ordered = shown.sort_values(["origin", "metric", "implementation", "run_id"])
     st.altair_chart(charts.exponent_chart(ordered), alt="Fitted exponents beside linear and quadratic growth")
 
 
