@@ -1,0 +1,92 @@
+"""`nsa up`, then both ways to submit, then `logs` and `cancel`, as a user types them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.store import Store, queries
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+DRILL = "jobs/configs/drill.yaml"
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a shell in which `nsa up` was typed."""
+    home = tmp_path_factory.mktemp("nsa")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
+    env = clean | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "NSA_HOME": str(home),
+        "NSA_RAY_DASHBOARD": f"http://127.0.0.1:{_free_port()}",
+        "NSA_DASHBOARD_PORT": str(_free_port()),
+    }
+    up = _run(env, "nsa", "up", "--num-cpus", "2")
+    try:
+        assert up.returncode == 0, up.stdout + up.stderr
+        yield env
+    finally:
+        assert _run(env, "nsa", "down").returncode == 0
+
+
+def test_ray_job_submit_needs_no_setting_of_its_own(env: dict[str, str]) -> None:
+    command = ["ray", "job", "submit", "--address", env["NSA_RAY_DASHBOARD"], "--working-dir", "."]
+    done = _run(env, *command, "--", "python", "-m", "jobs", DRILL, "--set", "behaviours=[ok]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = _last(env)
+    assert run["state"] == "done"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode == 0:
+        assert run["git_commit"] == head.stdout.strip()  # of the checkout beside the copy that Ray unpacked
+
+
+def test_nsa_submit_does_the_same_and_its_log_stays(env: dict[str, str]) -> None:
+    done = _run(env, "nsa", "submit", DRILL, "--set", "behaviours=[ok, raise]")
+    assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
+    assert "raised on purpose" in done.stdout
+    run = _last(env)
+    assert (run["ok"], run["failed"]) == (1, 1)
+    assert "raised on purpose" in _run(env, "nsa", "logs", "last").stdout
+    assert "Traceback" in _run(env, "nsa", "logs", "last", "--point", "1").stdout  # the point's own, kept with it
+
+
+def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
+    before = _last(env)["run_id"]
+    done = _run(env, "nsa", "submit", "--no-wait", DRILL, "--set", "behaviours=[timeout, ok]", "--set", "slow_s=60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _until(lambda: _last(env)["run_id"] != before and _last(env)["running"] > 0)
+    assert "stopping" in _run(env, "nsa", "cancel", "last").stdout
+    _until(lambda: _last(env)["state"] == "cancelled")
+    assert _last(env)["cancelled"] >= 1
+
+
+def _run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
+
+
+def _last(env: dict[str, str]) -> dict:
+    with Store.open(f"sqlite:///{env['NSA_HOME']}/nsa.db", readonly=True) as store:
+        return queries.runs(store, limit=1).to_dict("records")[0]
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
