@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs once, when Postgres makes its data folder: the owner of the tables, and a role that can only read them.
+# Runs once, when Postgres makes its data folder: the dashboard's role, which reads whatever the migration makes later.
 set -euo pipefail
 psql -v ON_ERROR_STOP=1 --username "$POSTGRES_USER" --dbname "$POSTGRES_DB" \
-  -v reader_password="$NSA_READER_PASSWORD" -f /docker-entrypoint-initdb.d/reader.psql
+  -v password="$NSA_DASHBOARD_PASSWORD" -f /docker-entrypoint-initdb.d/roles.psql

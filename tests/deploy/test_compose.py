@@ -50,7 +50,7 @@ def test_images_are_pinned() -> None:
 
 def test_secrets_come_from_the_environment_and_are_demanded() -> None:
     text = FILE.read_text()
-    for secret in ("RAY_AUTH_TOKEN", "POSTGRES_PASSWORD", "NSA_READER_PASSWORD"):
+    for secret in ("RAY_AUTH_TOKEN", "POSTGRES_PASSWORD", "NSA_DASHBOARD_PASSWORD"):
         assert f"${{{secret}:?" in text
         assert f"{secret}=\n" in (ROOT / ".env.example").read_text()
 
@@ -59,8 +59,8 @@ def test_ray_demands_its_token_everywhere() -> None:
     assert all(SERVICES[name]["environment"]["RAY_AUTH_MODE"] == "token" for name in ("ray-head", "gpu-worker"))
 
 
-def test_the_dashboard_connects_as_the_reader() -> None:
-    assert "://nsa_reader:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
+def test_the_dashboard_connects_as_its_role_that_only_reads() -> None:
+    assert "://nsa_dashboard:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
 
 
 def test_the_image_copies_only_files_that_exist() -> None:

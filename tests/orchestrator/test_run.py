@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -243,7 +244,7 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
     text = path.read_text().replace("heartbeat_s: 1.5, point_s: 4", "heartbeat_s: 60, point_s: 600")
     path.write_text(text)
     driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
-    child = _child_in_third_point(driver)
+    child = _child_in_third_point(driver, home)
     driver.kill()
     driver.wait()
     assert psutil.wait_procs([child], timeout=10)[1] == []
@@ -270,18 +271,19 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
     assert "settled: 1 error, 1 ok" in told
 
 
-def _child_in_third_point(driver: subprocess.Popen[str]) -> psutil.Process:
-    """The worker process, once the driver says that two points have ended and a third one is on."""
+def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.Process:
+    """The worker process, once the driver says that two points have ended and the journal that a third one is on."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("[2/4]"):
             break
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for process in psutil.Process(driver.pid).children():
-            if "orchestrator.worker" in " ".join(process.cmdline()):
-                time.sleep(1)  # past its start-up
-                return process
+        begun = any(isinstance(r, StartRecord) and r.point_id.endswith("/2") for r in records(home))
+        for process in psutil.Process(driver.pid).children() if begun else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the child of the point before, just ending
+                if "orchestrator.worker" in " ".join(process.cmdline()):
+                    return process
         time.sleep(0.05)
     raise AssertionError("no third point")
 
