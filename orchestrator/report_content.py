@@ -14,7 +14,8 @@ from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
-_SHAPE = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "seq_len", "metric"]
+_SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "batch", "seq_len", "metric"]
+_HEADLINE = ("time", "peak_extra_memory", "peak_memory")  # what PyTorch merely reserves depends on the points before
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Content:
         scaling: their rows of v_scaling.
         metrics: their rows of v_metrics.
         fits: the fitted exponents.
-        peers: reported rows of the same shape, length, pass and metric, beside each of our rows of the same shape.
+        peers: reported rows beside each of our rows of the same shape, batch, length, pass and metric.
         environments: the distinct environments of the points, as flat text pairs.
         verdicts: the go/no-go rules, judged on these runs.
     """
@@ -49,6 +50,7 @@ class Content:
 def collect(store: Store, run_ids: Sequence[str]) -> Content:
     """Gather the facts of these runs. Raises StoreUnavailable, GatesError."""
     scaling = queries.scaling(store, run_ids=run_ids)
+    scaling = scaling.loc[scaling["metric"].isin([*_HEADLINE, "throughput"])]
     points = queries.states(store, run_ids=run_ids)
     return Content(
         runs=[run for run_id in run_ids if (run := queries.run(store, run_id)) is not None],
@@ -63,11 +65,13 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
 
 
 def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame:
-    """Our measured rows with every reported row of the same shape, per sequence."""
+    """Our measured rows with every reported row of the same shape and batch; dense attention beside dense only."""
     ours = scaling[(scaling["origin"] == Origin.MEASURED) & scaling["metric"].isin(["time", "peak_extra_memory"])]
-    columns = [*_SHAPE, "implementation", "gpu", "batch", "unit", "per_sequence"]
-    pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SHAPE, suffixes=("", "_reported"))
-    return pairs.sort_values([*_SHAPE, "implementation", "per_sequence_reported"])
+    columns = [*_SAME, "implementation", "gpu", "unit", "value"]
+    pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
+    theirs_is_dense = pairs["implementation_reported"].astype(str).str.startswith("dense")
+    pairs = pairs.loc[(pairs["implementation"] != "dense") | theirs_is_dense]
+    return pairs.sort_values([*_SAME, "implementation", "value_reported"])
 
 
 def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:

@@ -132,7 +132,7 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
     told = [bool(s.throttle & sum(_THROTTLE)) for s in samples if s.throttle is not None]
     if told:
         share = 100 * sum(told) / len(told)
-        metrics.append(Metric("gpu_throttled", "%", share, method=f"share of {len(told)} NVML samples with a throttle"))
+        metrics.append(Metric("gpu_throttled", "%", share, method="share of NVML samples with a throttle"))
     return TelemetrySummary(tuple(m for m in metrics if m is not None), _text(samples, problem))
 
 
@@ -147,7 +147,7 @@ def _metric(name: str, unit: str, values: Sequence[float | None]) -> Metric | No
 
 def _peak(name: str, unit: str, values: Sequence[float | None]) -> Metric | None:
     known = [float(v) for v in values if v is not None]
-    return Metric(name, unit, max(known), method=f"highest of {len(known)} NVML samples") if known else None
+    return Metric(name, unit, max(known), method="highest of the NVML samples while the point ran") if known else None
 
 
 def _text(samples: Sequence[Sample], problem: str | None) -> str:

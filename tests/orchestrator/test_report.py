@@ -45,11 +45,18 @@ def test_markdown_tells_everything(filled: Store):
     assert "nan" not in text.lower()
 
 
-def test_reported_peers_of_the_same_shape_stand_beside(filled: Store):
-    text = report(filled, [RUN])
-    row = "| chunked | forward+backward | 12/2 d64 | 8,192 | time [ms] | 16 on NVIDIA H200 | 1.689 on H200 |"
-    assert f"{row} Scalable-Flash-NSA | 9.47 |" in text
-    assert "32/8 d128" not in text
+def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: Store, sweep):
+    import_file(sqlite_store, DATA / "peers_h200.csv")  # 8,192 tokens in a batch of 4, 32,768 alone
+    laws = {"chunked": 1.0, "dense": 2.0}
+    sqlite_store.apply_many(sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200"))
+    table = report(sqlite_store, [RUN]).partition("## Beside reported figures")[2].partition("\n## ")[0]
+    ours = "| chunked | forward+backward | 12/2 d64 | 32,768 | 1 | time [ms] | 64 on NVIDIA H200"
+    assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
+    assert "| 8,192 |" not in table  # a batch of one is not a quarter of a batch of four
+    assert "32/8 d128" not in table
+    dense = [line for line in table.splitlines() if line.startswith("| dense ")]
+    assert dense
+    assert all("dense, " in line for line in dense)
 
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
