@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_secon
 MISTAKES = [
     # spec, what is laid over it, the line that must come
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
+    (SCALING, {"kind": "point"}, r"kind: 'point' is no job kind; use one of drill, scaling, train"),
+    (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
     (SCALING, {"lengths": []}, r"lengths: \[\]: .*at least 1"),
@@ -94,6 +97,15 @@ def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Mach
     assert len({point.label for point in points}) == len(points)
     assert {point.axes.device for point in points} == {machine.device}
     assert len({point.key("code", machine) for point in points}) == len(points)
+
+
+def test_a_kind_that_cannot_be_imported_stops_only_its_own_specs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jobs.train", None)  # its import raises ImportError
+    assert _load(tmp_path, SCALING).kind == "scaling"
+    with pytest.raises(ImportError, match=r"jobs\.train"):
+        _load(tmp_path, TRAIN)
 
 
 def test_overrides_reach_into_sections(tmp_path: Path) -> None:
