@@ -14,9 +14,9 @@ from jobs.measure import nvml
 from jobs.point import Machine
 
 _CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_MEMORY = (  # limit and usage of version 2, then of version 1
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+_CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the part of the usage that the kernel gives back when asked
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
@@ -53,16 +53,18 @@ def _card() -> dict[str, str]:
 
 
 def host_memory() -> int:
-    """Bytes that a process may still take here: what the host has available, or its control group's room if less."""
+    """Bytes that a process may still take here: what the host has available, or its control group's room if less.
+
+    A control group's usage counts cached files; those not in use make room, and count as free (as they do on the host).
+    """
     available = psutil.virtual_memory().available
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, usage, stat, cached in _CGROUP_MEMORY:
         try:
             room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
+            lines = (_CGROUP / stat).read_text().splitlines()
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
+        room += sum(int(line.split()[1]) for line in lines if line.startswith(f"{cached} "))
         available = min(available, max(room, 0))
     return available
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from jobs.measure import machine
 from jobs.measure.clock import Plan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.flops import training_flops_per_token, visited_keys
@@ -76,14 +78,35 @@ def test_shared_storage_counts_once() -> None:
 
 
 def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
-    machine = probe("cpu")
-    assert machine.device == "cpu"
-    assert machine.memory_bytes > 2**28
-    assert machine.fingerprint["torch"] == torch.__version__
+    found = probe("cpu")
+    assert found.device == "cpu"
+    assert found.memory_bytes > 2**28
+    assert found.fingerprint["torch"] == torch.__version__
     if not torch.cuda.is_available():
         assert probe("auto").device == "cpu"
         with pytest.raises(ValueError, match="device: 'cuda': no CUDA device is visible here; use device: cpu"):
             probe("cuda")
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "cached"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_control_groups_limit_counts_and_its_cached_files_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, usage: str, cached: str
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    without = machine.host_memory()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / usage).write_text("900\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 100\n{cached} 700\nactive_file 100\n")
+    assert machine.host_memory() == 800 < without
+    (tmp_path / limit).write_text("max\n")
+    assert machine.host_memory() > 2**20
 
 
 def test_the_environment_tells_what_steers_a_result_and_keeps_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
