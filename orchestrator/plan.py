@@ -48,7 +48,7 @@ class PointHistory:
 class History:
     """What a journal adds up to."""
 
-    run: RunRecord | None = None
+    run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
 
 
@@ -103,15 +103,18 @@ def read_history(run_id: str, folder: Path) -> History:
         runs = f"the latest are {', '.join(known)}" if known else "there is none yet"
         raise PlanError(f"--resume: {run_id!r}: no such run in {folder}; {runs}; give one of them")
     found = history(journal.read(path))
-    if found.run is None:
+    if found is None:
         raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
     return found
 
 
-def history(records: Iterable[Record]) -> History:
-    """What records add up to, in their order."""
-    found = History()
-    for record in records:
+def history(records: Iterable[Record]) -> History | None:
+    """What the records of a run add up to, in their order; None where there is none."""
+    begun, *rest = [*records] or [None]
+    if not isinstance(begun, RunRecord):
+        return None
+    found = History(begun)
+    for record in rest:
         if isinstance(record, RunRecord):
             found.run = record
         elif isinstance(record, PointRecord):

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,9 +26,10 @@ from orchestrator.database import StoreError, check_url, hide_password
 from orchestrator.display import LogWatcher, watcher
 from orchestrator.errors import UserError
 from orchestrator.executors import Executor, ExecutorGone, LocalExecutor
+from orchestrator.gate_rules import load_gates
 from orchestrator.journal import NAME, Journal
 from orchestrator.recorder import Recorder
-from orchestrator.records import PointRecord, RunEndRecord, RunRecord
+from orchestrator.records import PointRecord, RunRecord
 from orchestrator.scheduler import Scheduler
 from orchestrator.settings import Settings, load_settings
 from orchestrator.states import PointState, RunState
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(err).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:  # before the first point; from then on it is a reason to cancel
+        return CANCELLED
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Order:
     spec: JobSpec
     settings: Settings
     run_id: str
-    history: plan.History | None  # of the run to be taken up again
+    resumed: bool
 
     @property
     def folder(self) -> Path:
@@ -102,27 +105,28 @@ def _order(args: argparse.Namespace) -> Order:
         except (UserError, SpecError, StoreError) as err:
             mistakes.extend(str(err).splitlines())
 
-    spec = settings = history = None
+    spec = settings = None
     with noting():
         settings = load_settings()
         check_url(settings.database)
+    if settings:
+        with noting():
+            load_gates(settings.gates)  # the verdict at the end must not fail on them
     with noting():
         spec = load_spec(args.spec, args.set) if args.spec else None
     if settings and args.resume:
         with noting():
-            history = plan.read_history(args.resume, settings.artifacts_dir)
-            spec = _spec_of(args.resume, history, spec)
+            spec = _spec_of(args.resume, plan.read_history(args.resume, settings.artifacts_dir).run, spec)
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
-    return Order(spec, settings, args.resume or plan.new_run_id(spec.name), history)
+    return Order(spec, settings, args.resume or plan.new_run_id(spec.name), resumed=bool(args.resume))
 
 
-def _spec_of(run_id: str, history: plan.History, given: JobSpec | None) -> JobSpec:
+def _spec_of(run_id: str, begun: RunRecord, given: JobSpec | None) -> JobSpec:
     """The spec of the run that is taken up again; one that is given must be the same."""
-    assert history.run is not None, "read_history sees to it"
     if given is None:
-        return parse_spec(history.run.spec)
-    if provenance.spec_hash(given) != history.run.spec_hash:
+        return parse_spec(begun.spec)
+    if provenance.spec_hash(given) != begun.spec_hash:
         raise UserError(
             f"--resume: {run_id!r}: its spec differs from the one given; leave SPEC out, or start a new run"
         )
@@ -152,28 +156,35 @@ def _dry_run(order: Order) -> int:
 
 def _run(order: Order, args: argparse.Namespace) -> int:
     executor = _executor(order, args.local)
-    with _open_store(order.settings) as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(_open_store(order.settings))
+        # A run that is taken up again is ours from here on: what its journal says must hold until we write to it, and
+        # the probe may wait long, even for the driver that still measures the run. A new one makes no file before it.
+        journal = stack.enter_context(Journal(order.folder / NAME)) if order.resumed else None
         machine = executor.probe()
         points = order.spec.points(machine)
-        run = _run_record(order)
-        if order.history is None:
-            todo = plan.new_plan(run, points, machine)
+        if journal is None:
+            journal = stack.enter_context(Journal(order.folder / NAME))
+            todo = plan.new_plan(_run_record(order), points, machine)
         else:
-            todo = plan.resumed_plan(run, points, machine, order.history, again=args.retry_failed)
-        with _stopping() as stopped:
-            return _measure(order, executor, store, machine, todo, stopped)
+            history = plan.read_history(order.run_id, order.settings.artifacts_dir)
+            run = _run_record(order, resumed=history.run.resumed + 1)
+            todo = plan.resumed_plan(run, points, machine, history, again=args.retry_failed)
+        stopped = stack.enter_context(_stopping())
+        return _measure(order, executor, store, journal, machine, todo, stopped)
 
 
 def _measure(
     order: Order,
     executor: Executor,
     store: Store | None,
+    journal: Journal,
     machine: Machine,
     todo: plan.Plan,
     stopped: Callable[[], str | None],
 ) -> int:
     folder, slots = order.folder, executor.slots(machine)
-    with Journal(folder / NAME) as journal, watcher(todo.labels, todo.settled.total()) as watching:
+    with watcher(todo.labels, todo.settled.total()) as watching:
         _announce(order, machine, todo, slots, store, watching)
         recorder = Recorder(order.run_id, journal, store, watching.tell)
         recorder.write(todo.records)
@@ -183,8 +194,7 @@ def _measure(
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
         except Exception as err:
-            reason = f"{type(err).__name__}: {err}"
-            recorder.write([RunEndRecord(run_id=order.run_id, state=RunState.FAILED, reason=reason)])
+            scheduler.give_up(order.run_id, f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
                 raise
             state = RunState.FAILED
@@ -223,9 +233,8 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
         yield store
 
 
-def _run_record(order: Order) -> RunRecord:
+def _run_record(order: Order, resumed: int = 0) -> RunRecord:
     commit, dirty = provenance.git_state()
-    before = order.history.run if order.history else None
     return RunRecord(
         run_id=order.run_id,
         name=order.spec.name,
@@ -238,7 +247,7 @@ def _run_record(order: Order) -> RunRecord:
         submission_id=provenance.submission_id(),
         host=socket.gethostname(),
         artifacts=str(order.folder),
-        resumed=before.resumed + 1 if before else 0,
+        resumed=resumed,
     )
 
 
@@ -274,7 +283,10 @@ def _close(order: Order, state: RunState, states: Counter[PointState], store: St
     if store is None:
         console.print(f"not in the database; store the results with: nsa import {order.folder / NAME}", markup=False)
     elif state is not RunState.CANCELLED:
-        summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+        try:
+            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+        except UserError as err:  # the results are stored; how the run ended does not depend on their judgement
+            console.print(f"no verdict now: {err}; judge later: nsa gate {order.run_id}", markup=False)
     console.print(f"run {order.run_id}: {state}", markup=False)
 
 

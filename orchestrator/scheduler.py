@@ -76,6 +76,10 @@ class Scheduler:
         self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
         return RunState.DONE
 
+    def give_up(self, run_id: str, reason: str) -> None:
+        """Record that the run cannot go on: nothing stays `running` that nobody follows any more."""
+        self._end(run_id, RunState.FAILED, PointState.LOST, reason)
+
     def _hand_out(self) -> None:
         size = 1
         if self._conditions.warm:  # one slot gets all; several get ever smaller shares, so that they end together
@@ -132,15 +136,18 @@ class Scheduler:
 
     def _cancel(self, run_id: str, reason: str) -> None:
         """Recorded before the processes are ended: whoever stops a job does not wait for long."""
+        left = self._end(run_id, RunState.CANCELLED, PointState.CANCELLED, reason)
+        self._executor.cancel()
+        self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
+
+    def _end(self, run_id: str, run: RunState, point: PointState, reason: str) -> int:
+        """End the run, and as `point` what it still owes; how many points that are."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [
-            OutcomeRecord(
-                run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=PointState.CANCELLED, reason=reason
-            )
+            OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)
             for a in left
         ]
-        records: list[Record] = [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=reason)]
+        records: list[Record] = [*outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
         self._recorder.write(records)
-        self.states[PointState.CANCELLED] += len(left)
-        self._executor.cancel()
-        self._watcher.tell(f"cancelled ({reason}): {len(left)} points not measured")
+        self.states[point] += len(left)
+        return len(left)

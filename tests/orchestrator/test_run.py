@@ -17,10 +17,11 @@ import pytest
 
 from jobs.point import Machine
 from orchestrator import journal, run
-from orchestrator.executors import LocalExecutor
+from orchestrator.executors import ExecutorGone, LocalExecutor
+from orchestrator.journal import Journal
 from orchestrator.records import OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
 from orchestrator.states import PointState
-from orchestrator.store import Store, importer, queries
+from orchestrator.store import Store, StoreUnavailable, importer, queries
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = """
@@ -104,6 +105,7 @@ def text(workers: int = 1, isolation: str = "process", more: str = "") -> str:
         (text(), {"NSA_DATABASE_URL": "mysql://x/y"}, ["NSA_DATABASE_URL"]),
         ("kind: nonsense\n", {"NSA_DATABASE_URL": "sqlite://"}, ["NSA_DATABASE_URL", "kind"]),
         (text(), {"NSA_DASHBOARD_PORT": "x"}, ["NSA_DASHBOARD_PORT"]),
+        (text(), {"NSA_GATES": "missing.yaml"}, ["gates: 'missing.yaml'"]),
     ],
 )
 def test_every_mistake_is_a_line_and_nothing_is_made(
@@ -314,7 +316,42 @@ def test_a_run_is_not_resumed_with_another_spec(home, spec, capsys, quick_probe)
     assert "its spec differs" in capsys.readouterr().err
 
 
-# Cancelling
+def test_a_run_that_another_driver_measures_is_left_alone(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    """Before the wait for a free slot: the other driver may be what it waits for, and changes what is to be done."""
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    before = records(home)
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: pytest.fail("waited for a slot"))
+    with Journal(home / "artifacts" / only_run(home) / journal.NAME):
+        assert run.main(["--local", "--resume", only_run(home)]) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+    assert records(home) == before
+
+
+# Ending early
+
+
+def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    def gone(self: LocalExecutor, timeout: float) -> list:
+        raise ExecutorGone("the cluster went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalExecutor, "poll", gone)
+        assert run.main([str(spec("value = 1.0", "pass")), "--local"]) == 1
+    row, points = stored(home, only_run(home))
+    assert (row["state"], list(points["state"])) == ("failed", ["lost", "lost"])
+    assert f"--resume {only_run(home)}" in capsys.readouterr().out
+    assert run.main(["--local", "--resume", only_run(home)]) == 0
+    row, points = stored(home, only_run(home))
+    assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
+
+
+def test_a_verdict_that_cannot_be_given_does_not_fail_the_run(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    def away(*_: object) -> None:
+        raise StoreUnavailable("NSA_DATABASE_URL: cannot be reached")
+
+    monkeypatch.setattr(run.summary, "print_evaluation", away)
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    assert "judge later: nsa gate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
