@@ -321,7 +321,8 @@ def _attention_call(case: Case, device: torch.device) -> tuple[Callable[[], obje
         del inputs["gates"]
     if not case.backward:
         return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]
-    towards = torch.randn_like(inputs["q"]).detach()
+    generator = torch.Generator(device).manual_seed(case.seed + 1)
+    towards = torch.randn(inputs["q"].shape, generator=generator, dtype=case.torch_dtype, device=device)
 
     def call() -> object:
         out = check.attend(inputs, case.model.nsa, case.implementation)

@@ -172,6 +172,28 @@ def test_a_wrong_selection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         measure(point.config, _quiet)
 
 
+def test_a_selection_that_is_wrong_far_into_the_sequence_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = chunked.select
+
+    def last_seen(*args: Any) -> torch.Tensor:
+        blocks = right(*args)
+        blocks[:, 64:, :, 1] = blocks[:, 64:, :, 2] - 1  # a neighbour of the local blocks, whatever its score
+        return blocks
+
+    monkeypatch.setattr(chunked, "select", last_seen)
+    point = _spec(implementations=["chunked"], passes=["forward"]).points(CPU)[0]
+    with pytest.raises(WrongResult, match="selects other blocks than the oracle"):
+        measure(point.config, _quiet)
+
+
+def test_a_model_with_a_learned_compression_is_measured() -> None:
+    nsa = NSA | {"compress": "mlp"}
+    spec = _spec(workload="model", shape=None, nsa=nsa, preset="tiny", implementations=["chunked"])
+    for point in spec.points(CPU):
+        found = _values(_measure(point))
+        assert found["oracle_error"] <= found["oracle_error_bound"]
+
+
 def test_the_estimate_error_is_relative_to_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     point = _spec(implementations=["dense"], passes=["forward"]).points(CPU)[0]
     measured = _values(_measure(point))["peak_extra_memory"] * 2**20
