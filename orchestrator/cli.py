@@ -11,7 +11,7 @@ import typer
 
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, load_settings
-from orchestrator.states import Result
+from orchestrator.states import Origin, Result, RunState
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -136,8 +136,8 @@ def submit(
 @app.command()
 def runs(
     kind: Annotated[str | None, typer.Option(help="only this job kind")] = None,
-    state: Annotated[str | None, typer.Option(help="only this state")] = None,
-    origin: Annotated[str | None, typer.Option(help="measured or reported")] = None,
+    state: Annotated[RunState | None, typer.Option(help="only this state")] = None,
+    origin: Annotated[Origin | None, typer.Option(help="only these")] = None,
     limit: Annotated[int, typer.Option(min=1, help="most to show")] = 20,
 ) -> None:
     """List runs, newest first."""

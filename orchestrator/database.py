@@ -41,7 +41,7 @@ def check_url(url: str) -> str:
 
 def hide_password(text: str) -> str:
     """`text` with the passwords of the URLs in it replaced by ***."""
-    text = re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
+    text = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)  # to the last @: one in the password may be unescaped
     return re.sub(r"(password=)[^&\s]+", r"\1***", text)
 
 

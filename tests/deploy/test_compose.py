@@ -36,6 +36,11 @@ def test_has_a_health_check(name: str) -> None:
     assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
 
 
+def test_postgres_is_healthy_only_once_it_answers_over_tcp() -> None:
+    """While it makes its data folder, the image's temporary server answers on the socket alone."""
+    assert "--host=127.0.0.1" in SERVICES["postgres"]["healthcheck"]["test"]
+
+
 @pytest.mark.parametrize("name", sorted(SERVICES))
 def test_ports_are_bound_to_loopback_unless_told_otherwise(name: str) -> None:
     for port in SERVICES[name].get("ports", []):

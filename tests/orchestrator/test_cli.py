@@ -10,10 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from orchestrator import cli
-from orchestrator.records import RunRecord
+from orchestrator import cli, journal, plan
+from orchestrator.database import hide_password
+from orchestrator.journal import Journal
+from orchestrator.records import RunRecord, StartRecord
 from orchestrator.states import PointState
-from orchestrator.store import Store
+from orchestrator.store import Store, queries
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -119,6 +121,40 @@ class TestWithResults:
         out = nsa("show", "r2").out
         assert out.count("cancelled by nsa cancel") == 4
 
+    def test_cancel_leaves_a_living_driver_alone(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+        path = self.unfinished(home, sweep)
+        with Journal(path):
+            done = nsa("cancel", "r2")
+        assert (done.code, "its driver is alive" in done.err) == (2, True)
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            assert set(queries.points(store, "r2")["state"]) == {"pending"}
+
+    def test_cancel_is_journalled_so_that_resuming_and_importing_agree(
+        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
+    ) -> None:
+        path = self.unfinished(home, sweep)
+        assert "marked 4 unfinished points" in nsa("cancel", "r2").out
+        found = plan.history(journal.read(path))
+        assert found is not None
+        assert {(point.state, point.attempt) for point in found.points.values()} == {(PointState.CANCELLED, 0)}
+        assert nsa("import", str(path)).code == 0
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
+            begun = StartRecord(run_id="r2", point_id="r2/0", attempt=1)
+            store.apply(begun)  # a resumed run's first attempt shows at once
+            assert queries.points(store, "r2")["state"].tolist() == ["running"] + ["cancelled"] * 3
+
+    @staticmethod
+    def unfinished(home: Path, sweep: Callable[..., list]) -> Path:
+        """The journal of a stored run whose driver died before its first point."""
+        path = home / "artifacts" / "r2" / "journal.jsonl"
+        records = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+        records[0] = records[0].model_copy(update={"artifacts": str(path.parent)})
+        with Journal(path) as kept, Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            kept.append(records)
+            store.apply_many(records)
+        return path
+
     def test_logs_of_a_local_run_explain_themselves(self, nsa: Nsa) -> None:
         done = nsa("logs", "last")
         assert done.code == 2
@@ -162,6 +198,17 @@ def test_a_wrong_database_url_is_one_line_without_the_password(nsa: Nsa, monkeyp
     assert done.err.startswith("error: NSA_DATABASE_URL")
     assert "secret" not in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+def test_a_password_with_an_unescaped_at_sign_is_hidden_whole() -> None:
+    assert hide_password("postgresql://me:s3cr@et@host/db down") == "postgresql://me:***@host/db down"
+
+
+def test_an_unknown_state_is_refused(nsa: Nsa) -> None:
+    done = nsa("runs", "--state", "finished")
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert "cancelled" in done.err  # what there is
 
 
 def test_a_wrong_setting_names_its_variable(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
