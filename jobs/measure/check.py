@@ -102,7 +102,8 @@ def check_attention(
 ) -> Agreement:
     """Compare the operator with the oracle. At most two kv heads, one block more than a query selects.
 
-    A learned compression is a layer's, and check_model's to test: the mean stands in for it. An agreement is remembered, so that a warm process checks each configuration once.
+    A learned compression is a layer's, and check_model's to test: the mean stands in for it. An agreement is
+    remembered, so that a warm process checks each configuration once.
 
     Raises:
         WrongResult: its selection, output or a gradient is further off than the bound.
