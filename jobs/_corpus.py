@@ -24,7 +24,7 @@ class Corpus:
     Attributes:
         train: [bytes] to learn from.
         heldout: [bytes] of files that training never sees.
-        files: how many files, both parts together.
+        files: how many files were read, both parts together.
         sha256: of both parts, for the record.
     """
 
@@ -50,7 +50,8 @@ class Corpus:
 def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
     """Read all files below `path` (or the one file there); Python's standard library where it is None.
 
-    Which files are held out depends on their names alone. Of a single file, the end is held out.
+    Which files are held out depends on their contents alone, so that copies of a file are on the same side. Of a single
+    file, the end is held out.
 
     Args:
         heldout: share of the files (of the bytes of a single file) to hold out.
@@ -62,16 +63,17 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     files = _files(root, "*.py" if path is None else "*")
-    read = 0
+    read = count = 0
     for file in files:
-        content = file.read_bytes()[: _MOST_BYTES - read] + b"\0"
-        read += len(content)
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES - read) + b"\0"
+        read, count = read + len(content), count + 1
         if len(files) == 1:
             split = int(len(content) * (1 - heldout))
             parts[False] += content[:split]
             parts[True] += content[split:]
         else:
-            parts[_is_heldout(file.relative_to(root).as_posix(), heldout)] += content
+            parts[_is_heldout(content, heldout)] += content
         if read >= _MOST_BYTES:
             break
     for is_heldout, content in parts.items():
@@ -83,7 +85,7 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
             )
     digest = hashlib.sha256(parts[False] + parts[True]).hexdigest()
     train, held = (torch.frombuffer(parts[key], dtype=torch.uint8) for key in (False, True))
-    return Corpus(train, held, len(files), digest)
+    return Corpus(train, held, count, digest)
 
 
 def _files(root: Path, pattern: str) -> list[Path]:
@@ -97,8 +99,8 @@ def _files(root: Path, pattern: str) -> list[Path]:
     )
 
 
-def _is_heldout(name: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < share * 2**32
+def _is_heldout(content: bytes, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") < share * 2**32
 
 
 def _windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

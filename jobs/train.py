@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jobs._corpus import Corpus, load_corpus
 from jobs._fields import NSA, Count, Preset, Unique, does_not_fit, threads
+from jobs.measure import check
 from jobs.measure.clock import synchronize
 from jobs.measure.environment import environment
 from jobs.measure.flops import BF16_PEAKS, training_flops_per_token
@@ -212,7 +213,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     """Train as the point's configuration says.
 
     Raises:
-        Diverged: the loss became infinite or NaN.
+        WrongResult: the attention disagrees with the oracle.
+        Diverged: a loss became infinite or NaN.
         Ineffective: checkpointing was asked for and did not happen.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
@@ -223,11 +225,21 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     data = DataSpec.model_validate(config["data"])
     corpus = load_corpus(data.path, data.heldout, config["seq_len"])
     trainer = _Trainer(config, corpus, device)
+    model = trainer.model.config
+    beat("check")
+    agreement = check.check_attention(
+        _implementation(model),
+        model.nsa,
+        check.Shape(model.heads, model.kv_heads, model.head_dim),
+        _compute_dtype(config["precision"]),
+        device,
+        backward=True,
+        seed=config["seed"],
+    )
     beat("heldout loss before")
     run = trainer.run(data.heldout_batches, beat)
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
-    model = trainer.model.config
     about = {
         "corpus": {"files": corpus.files, "train_bytes": len(corpus.train), "heldout_bytes": len(corpus.heldout)}
         | {"sha256": corpus.sha256},
@@ -235,6 +247,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         "checkpointing": trainer.model.checkpointing_effective,
     }
     metrics = [*_speed(config, model, run, device), *_quality(run), *_memory(config, model, peak)]
+    metrics += agreement.metrics()
     return Measurement(tuple(metrics), trainer.route, environment(device) | {"training": about}, peak.files)
 
 
@@ -284,8 +297,7 @@ class _Trainer:
             else:
                 losses.append(self.step())
             seconds.append(time.perf_counter() - start)
-            if not math.isfinite(losses[-1]):
-                raise Diverged(f"loss {losses[-1]} at step {done + 1}; lower optimizer.learning_rate")
+            _check_finite(losses[-1], f"at step {done + 1}")
         if self.model.config.checkpointing and not self.model.checkpointing_effective:
             raise Ineffective("checkpointing: it was asked for, and the model did not do it")
         return _Run(losses, seconds, before, self._heldout_loss(heldout, beat))
@@ -312,6 +324,7 @@ class _Trainer:
             with self._precision():
                 total += self.model(tokens.to(self.device), targets.to(self.device)).item()
         self.model.train()
+        _check_finite(total, "on held-out text")
         return total / len(batches)
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -320,6 +333,11 @@ class _Trainer:
     def _set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+
+def _check_finite(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(f"loss {loss} {where}; lower optimizer.learning_rate")
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:

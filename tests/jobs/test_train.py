@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs._corpus import load_corpus
+from jobs.measure import check
+from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement
 from jobs.train import Diverged, OptimizerSpec, Spec, learning_rate, measure
+from nsa_core.backends import chunked
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -60,6 +64,7 @@ def test_the_loss_falls_on_text_that_was_never_seen(text: Path) -> None:
         assert found["planned_time"] == pytest.approx(1000 * 192 / found["throughput"] / 3600)
         assert found["throughput_needed"] == pytest.approx(1000 * 192 / 7200)
         assert found["peak_memory"] > 4 * 4 * result.environment["training"]["parameters"] / 2**20 * 0.7
+        assert 0 < found["oracle_error"] <= found["oracle_error_bound"]
         assert "mfu" not in found, "the peak of this processor is not known"
         curve = next(m.samples for m in result.metrics if m.name == "loss")
         assert len(curve) == 25
@@ -93,6 +98,25 @@ def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:
         _train(wild)
 
 
+def test_a_last_step_that_ruins_the_model_is_found_by_the_heldout_loss(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.train.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3)
+    with pytest.raises(Diverged, match=r"loss nan on held-out text; lower optimizer\.learning_rate"):
+        _train(_spec(text, steps=5))
+
+
+def test_attention_that_is_wrong_is_not_trained_with(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = chunked.window
+    monkeypatch.setattr(chunked, "window", lambda *args: right(*args) * 1.01)
+    check.check_attention.cache_clear()
+    phases: list[str] = []
+    config = _spec(text).points(CPU)[0].config
+    with pytest.raises(WrongResult, match="chunked: "):
+        measure(config, lambda phase, done=0, total=0: phases.append(phase))
+    assert "train" not in phases
+
+
 def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
     spec = OptimizerSpec(learning_rate=1.0, warmup_steps=4, final_fraction=0.1)
     rates = [learning_rate(spec, step, 20) for step in range(20)]
@@ -101,7 +125,7 @@ def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_held_out_files_are_held_out_and_the_split_depends_on_names_alone(text: Path) -> None:
+def test_held_out_files_are_held_out_and_the_split_depends_on_contents_alone(text: Path) -> None:
     corpus = load_corpus(text, 0.2, 48)
     train, heldout = bytes(corpus.train.tolist()), bytes(corpus.heldout.tolist())
     assert corpus.files == 40
@@ -110,6 +134,16 @@ def test_held_out_files_are_held_out_and_the_split_depends_on_names_alone(text: 
     lines = {line for line in heldout.split(b"\0") if line}
     assert not lines & set(train.split(b"\0"))
     assert load_corpus(text, 0.2, 48).sha256 == corpus.sha256
+
+
+def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -> None:
+    for file in text.iterdir():
+        for copy in ("a", "b"):
+            (tmp_path / f"{copy} {file.name}").write_bytes(file.read_bytes())
+    corpus = load_corpus(tmp_path, 0.2, 48)
+    sides = [set(bytes(part.tolist()).split(b"\0")[:-1]) for part in (corpus.train, corpus.heldout)]
+    assert corpus.files == 80
+    assert not sides[0] & sides[1]
 
 
 def test_targets_are_the_tokens_one_later(text: Path) -> None:
