@@ -33,10 +33,15 @@ def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def visited_keys(config: ModelConfig, seq_len: int) -> float:
-    """Keys that a query attends to on average: t+1 of dense attention, the three branches' of NSA."""
+    """Keys that a query attends to on average: t+1 of dense attention, the three branches' of NSA.
+
+    The query's own block is taken to be among the selected ones, and counts up to the query.
+    """
     if config.attention == "dense":
         return (seq_len + 1) / 2
     nsa = config.nsa
     reach = nsa.slc_count * nsa.slc_block
-    total = sum(nsa.cmp_tokens(t) + min(t, reach) + min(t, nsa.window) for t in range(1, seq_len + 1))
+    total = sum(
+        nsa.cmp_tokens(t) + min(t, reach - -t % nsa.slc_block) + min(t, nsa.window) for t in range(1, seq_len + 1)
+    )
     return total / seq_len

@@ -127,3 +127,7 @@ def test_flops_follow_the_weights_and_the_keys_that_are_visited() -> None:
     small = NSAConfig(cmp_block=4, cmp_stride=4, slc_block=4, slc_count=3, window=2)
     # Position t of 0..7 sees (t+1)//4 compressed tokens, all t+1 <= 12 selected ones and at most 2 of the window.
     assert visited_keys(ModelConfig(**shape, nsa=small), 8) == pytest.approx((6 + 36 + 15) / 8)
+    # With two blocks, positions 8..11 see one whole block and 1..4 tokens of their own.
+    fewer = NSAConfig(cmp_block=4, cmp_stride=4, slc_block=4, slc_count=2, init_blocks=0, local_blocks=1, window=1)
+    selected = 36 + (5 + 6 + 7 + 8)
+    assert visited_keys(ModelConfig(**shape, nsa=fewer), 12) == pytest.approx((15 + selected + 12) / 12)
