@@ -94,11 +94,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A value that may be the worst, the points that it rests on, what it is in words."""
+    """A value that may be the worst, the points that it rests on, what it is in words; of a fit its interval."""
 
     value: float
     points: list[str]
     what: str
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,18 @@ def _judge_bounded(
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
     worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
     margin = bound - worst.value if comparison == "<=" else worst.value - bound
-    result = Result.NO_GO if margin < 0 else Result.UNKNOWN if found.lacking else Result.GO
-    reason = f"{worst.what}; run {run.run_id}" + (f"; {found.lacking}: {rule.measure}" if found.lacking else "")
+    lacking = f"{found.lacking}: {rule.measure}" if found.lacking else _undecided(found.candidates, comparison, bound)
+    result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
+    reason = f"{worst.what}; run {run.run_id}" + (f"; {lacking}" if lacking else "")
     return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+
+
+def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> str:
+    """Why the fits do not decide: an interval that reaches past the bound; "" where none does."""
+    for low, high in (each.interval for each in candidates if each.interval):
+        if high > bound if comparison == "<=" else low < bound:
+            return f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths"
+    return ""
 
 
 def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None) -> tuple[str, float]:
@@ -225,7 +235,12 @@ def _exponents(rule: ExponentRule, run: _Run) -> _Found:
     rows = run.of(rule.metric, rule.where)
     fits = scaling_fits(pd.DataFrame(rows)) if rows else []
     fits = [fit for fit in fits if len(fit.lengths) >= rule.min_lengths]
-    return _Found([_Candidate(fit.exponent, list(fit.point_ids), _growth(fit, len(fits))) for fit in fits])
+    return _Found(
+        [
+            _Candidate(fit.exponent, list(fit.point_ids), _growth(fit, len(fits)), (fit.ci_low, fit.ci_high))
+            for fit in fits
+        ]
+    )
 
 
 def _growth(fit: Fit, number: int) -> str:
@@ -275,11 +290,11 @@ def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: 
     if not rule.every:
         return ""
     points = [point for point in run.points if all(each.matches(point) for each in filters)]
-    without = [point for point in points if point["state"] == PointState.OK and point["point_id"] not in have]
-    if without:
-        return f"{len(without)} measured point(s) lack it, e.g. {without[0]['label']}"
-    waiting = [point for point in points if not PointState(point["state"]).ended]
-    return f"{len(waiting)} point(s) have not ended" if waiting else ""
+    # A point that failed says nothing of the value either; only what was never to be measured is left out.
+    without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
+    if not without:
+        return ""
+    return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
 
 
 def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
@@ -289,13 +304,15 @@ def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
     if run is None:
         return replace(verdict, reason=f"not measured: no points ({rule.where}); {rule.measure}")
     bad = [point for point in points if point["state"] in rule.none_of]
-    ended = [point for point in points if PointState(point["state"]).ended]
-    wanted = max(len(points), rule.min_points)
+    # Skipped points prove nothing and were not to; cancelled ones were, so they leave the question open.
+    due = [point for point in points if point["state"] != PointState.SKIPPED]
+    ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
+    wanted = max(len(due), rule.min_points)
     reason = f"{len(bad)} of {len(points)} points ended {', '.join(rule.none_of)}"
     if bad:
         reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
     elif len(ended) < wanted:
-        reason += f"; {len(ended)} of {wanted} have ended: {rule.measure}"
+        reason += f"; {len(ended)} of {wanted} were run to their end: {rule.measure}"
     result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < wanted else Result.GO
     return replace(
         verdict,

@@ -50,7 +50,7 @@ def by_rule(verdict: TargetVerdict) -> dict:
 
 
 def test_a_good_demo_is_go_with_values_margins_and_evidence(store: Store, sweep):
-    store.apply_many(with_bound(sweep(failures={PointState.SKIPPED: "needs 93 GiB", PointState.OOM: "out of memory"})))
+    store.apply_many(with_bound(sweep(failures={PointState.SKIPPED: "needs 93 GiB"})))
     verdict = linear(store)
     assert verdict.result is GO
     rules = by_rule(verdict)
@@ -117,7 +117,7 @@ def test_a_point_without_its_check_leaves_correctness_open(sqlite_store: Store, 
     sqlite_store.apply_many([bare if record is last else record for record in records])
     judged = by_rule(linear(sqlite_store))["correctness"]
     assert judged.result is UNKNOWN
-    assert "1 measured point(s) lack it, e.g. naive S=4096" in judged.reason
+    assert "1 point(s) lack it, e.g. naive S=4096 (ok)" in judged.reason
 
 
 def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep):
@@ -126,7 +126,45 @@ def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep)
     sqlite_store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2, at=records[-1].at))
     judged = by_rule(linear(sqlite_store))["no-failures"]
     assert (judged.result, judged.value) == (UNKNOWN, 0)
-    assert "7 of 8 have ended" in judged.reason
+    assert "7 of 8 were run to their end" in judged.reason
+
+
+@pytest.mark.parametrize("state", [PointState.ERROR, PointState.CRASH, PointState.CANCELLED, PointState.OOM])
+def test_a_point_that_failed_is_not_taken_for_correct(sqlite_store: Store, sweep, state: PointState):
+    """A wrong result ends as `error`, without numbers: the good points alone would always be correct."""
+    sqlite_store.apply_many(with_bound(sweep(failures={state: "WrongResult"})))
+    judged = by_rule(linear(sqlite_store))["correctness"]
+    assert judged.result is UNKNOWN
+    assert f"1 point(s) lack it, e.g. naive S=65544 ({state})" in judged.reason
+
+
+def test_points_that_were_cancelled_or_skipped_are_no_evidence_of_health(sqlite_store: Store, sweep, tmp_path: Path):
+    gates = gates_of(tmp_path, {"kind": "states", "none_of": ["hang"]})
+    sqlite_store.apply_many(sweep("cut", failures={PointState.CANCELLED: "SIGTERM"}))
+    (judged,) = evaluate(sqlite_store, gates, ["cut"])[0].rules
+    assert (judged.result, "8 of 9 were run to their end" in judged.reason) == (UNKNOWN, True)
+    sqlite_store.apply_many(sweep("empty", laws={"chunked": 1.0}, lengths=(), failures={PointState.SKIPPED: "big"}))
+    assert evaluate(sqlite_store, gates, ["empty"])[0].result is UNKNOWN
+    sqlite_store.apply_many(sweep("full", failures={PointState.SKIPPED: "big"}))
+    assert evaluate(sqlite_store, gates, ["full"])[0].result is GO
+
+
+def test_a_fit_whose_interval_reaches_past_the_bound_decides_nothing(sqlite_store: Store, sweep, tmp_path: Path):
+    noisy = {f"{RUN}/0": 3.0, f"{RUN}/1": 9.0, f"{RUN}/2": 11.0}  # MiB at 512, 1024, 2048: a slope of 0.94 +- 4
+    records = [
+        record.model_copy(
+            update={"metrics": (MetricData(name="peak_extra_memory", unit="MiB", value=noisy[record.point_id]),)}
+        )
+        if isinstance(record, OutcomeRecord)
+        else record
+        for record in sweep(laws={"chunked": 1.0}, lengths=(512, 1024, 2048))
+    ]
+    sqlite_store.apply_many(records)
+    grows = {"kind": "exponent", "metric": "peak_extra_memory"}
+    gates = gates_of(tmp_path, {**grows, "at_most": 1.1}, {**grows, "at_least": 0.9}, {**grows, "at_most": 0.9})
+    at_most, at_least, failed = evaluate(sqlite_store, gates)[0].rules
+    assert [at_most.result, at_least.result, failed.result] == [UNKNOWN, UNKNOWN, NO_GO]
+    assert "reaches past the bound" in at_most.reason
 
 
 def test_the_newest_run_with_evidence_counts(sqlite_store: Store, sweep):
@@ -277,10 +315,15 @@ def test_another_model_on_the_card_is_no_evidence_for_this_one(sqlite_store: Sto
     sqlite_store.apply_many(records)
     (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
     assert by_rule(verdict)["throughput"].result is UNKNOWN
-    deep = [
-        record.model_copy(update={"axes": {**record.axes, "layers": 12}}) if isinstance(record, PointRecord) else record
+    for shape, result in (({"layers": 12, "batch": 16}, UNKNOWN), ({"layers": 12, "batch": 2}, GO)):
+        sqlite_store.apply_many(with_axes(records, shape))
+        (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
+        assert by_rule(verdict)["throughput"].result is result, shape
+
+
+def with_axes(records: list[Record], axes: dict) -> list[Record]:
+    """The records with other axes of their points."""
+    return [
+        record.model_copy(update={"axes": {**record.axes, **axes}}) if isinstance(record, PointRecord) else record
         for record in records
     ]
-    sqlite_store.apply_many(deep)
-    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
-    assert by_rule(verdict)["throughput"].result is GO
