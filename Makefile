@@ -11,7 +11,7 @@ RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo up down test lint format check clean
+.PHONY: help env demo up down test aot lint format check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -49,6 +49,9 @@ down:  ## stop what demo or up started
 
 test: env  ## the whole test suite (CPU)
 	$(BIN)/python -m pytest
+
+aot: env  ## compile every kernel for sm80 and sm90, without a GPU (needs triton >= 3.6)
+	$(BIN)/python -m nsa_core.kernels.aot --full
 
 lint: env  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

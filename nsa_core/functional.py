@@ -194,21 +194,17 @@ def _attend_at_once(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend
 ) -> Tensor:
     assert operands.gates is not None
-    k_cmp, v_cmp = operands.k_cmp, operands.v_cmp
-    if k_cmp is None and branches != ("win",):
-        k_cmp = compress(operands.keys[0], config)
-    if v_cmp is None and "cmp" in branches:
-        v_cmp = compress(operands.values[0], config)
     pairs: dict[Branch, tuple[Tensor, Tensor]] = dict(
         zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True)
     )
-    if k_cmp is not None and v_cmp is not None:
-        pairs["cmp"] = k_cmp, v_cmp
-    computed: dict[Branch, tuple[Tensor, Tensor]] = {branch: pairs[branch] for branch in branches}
     gates = operands.gates
     if len(branches) < len(BRANCHES):
         gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
-    return backend.attend(operands.q, computed, k_cmp, gates, config, operands.offset, scale)
+    compressed = operands.k_cmp, operands.v_cmp
+    needed = compressed if "cmp" in branches else compressed[: "slc" in branches]
+    if config.compress != "mean" and any(x is None for x in needed):
+        compress(operands.keys[0], config)  # raises: a learned compression is not made here
+    return backend.attend(operands.q, pairs, compressed, gates, config, branches, operands.offset, scale)
 
 
 def _branch(

@@ -56,16 +56,16 @@ class FusedBackend(Backend, Protocol):
         self,
         q: Tensor,
         pairs: Mapping[Branch, tuple[Tensor, Tensor]],
-        k_cmp: Tensor | None,
+        compressed: tuple[Tensor | None, Tensor | None],
         gates: Tensor,
         config: NSAConfig,
+        branches: tuple[Branch, ...],
         offset: int,
         scale: float,
     ) -> Tensor:
-        """The gated sum of the branches in `pairs`, each with its keys and values (compressed ones for cmp).
+        """The gated sum of `branches`, whose columns gates [B,S,Hq,len(branches)] has in this order.
 
-        gates [B,S,Hq,len(pairs)] has the columns in the order of `pairs`; k_cmp [B,N,Hkv,Dk] is there whenever blocks
-        have to be selected.
+        `pairs` has the keys and values of all three branches; `compressed` replaces the mean compression of cmp's.
         """
         ...
 

@@ -59,20 +59,25 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 
 def attend(
-    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], k_cmp: Tensor | None, gates: Tensor, config: NSAConfig,
-    offset: int, scale: float,
+    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
+    gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
-    kernels, blocks = _kernels(), None
-    if "slc" in pairs and "cmp" not in pairs:
-        assert k_cmp is not None
-        blocks = select(q, k_cmp, config, offset, scale)
-    elif "slc" in pairs:
+    kernels, blocks, computed = _kernels(), None, dict(pairs)
+    if branches != ("win",):
+        k_cmp, v_cmp = compressed
+        if k_cmp is None or (v_cmp is None and "cmp" in branches):
+            made = kernels.compress(*pairs["cmp"], config)
+            k_cmp, v_cmp = (made[0] if k_cmp is None else k_cmp), (made[1] if v_cmp is None else v_cmp)
+        computed["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
+    if "slc" in branches and "cmp" not in branches:
+        blocks = select(q, computed["cmp"][0], config, offset, scale)
+    elif "slc" in branches:
         note("select", "triton")
-    for branch in pairs:
+    for branch in branches:
         note(branch, "triton")
-    plan = kernels.Plan(config, tuple(pairs), offset, scale)
-    return kernels.attend(q, gates, blocks, list(pairs.values()), plan)
+    plan = kernels.Plan(config, branches, offset, scale)
+    return kernels.attend(q, gates, blocks, [computed[branch] for branch in branches], plan)
 
 
 def _one(

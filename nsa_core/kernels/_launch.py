@@ -47,14 +47,39 @@ def record() -> Iterator[list[Launch]]:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
 ) -> None:
-    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing."""
+    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; the first argument is a tensor.
+
+    Triton's own launch looks at every argument anew, which takes longer than many of these kernels. What it compiled is
+    kept by what it looks at: constants, types, and whether pointers and sizes are multiples of 16 or 1.
+    """
     if min(grid) == 0:
         return
     recorder = _recorder.get()
     if recorder is not None:
         recorder(Launch(kernel, arguments, constants, tile.warps, tile.stages))
         return
-    kernel[grid](**arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    device = next(iter(arguments.values())).get_device()
+    key = kernel, device, tile, *constants.items(), *map(_trait, arguments.values())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = kernel[grid](**arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        if compiled is not None:  # the interpreter has nothing to keep
+            _compiled[key] = compiled
+        return
+    values = arguments | constants
+    compiled[(*grid, 1, 1)[:3]](*[values[name] for name in kernel.arg_names])
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _trait(x: Any) -> Any:
+    """What a compiled kernel depends on of a run-time argument."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return x % 16 == 0, x == 1, -(1 << 31) <= x < 1 << 31
+    return None
 
 
 @dataclass(frozen=True)
@@ -88,3 +113,8 @@ def arch(x: Tensor) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(x.device)
     return 10 * major + minor
+
+
+def widest(q: Tensor, v: Tensor) -> int:
+    """The wider of the padded head dims of q [.., D] and v [.., DV]."""
+    return max(padded(q.shape[-1]), padded(v.shape[-1]))

@@ -32,7 +32,7 @@ from . import _launch, attention, scores, selected, span
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
-SPILL = 64
+SPILL = 128
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -82,19 +82,16 @@ def launches(case: Case, arch: int) -> list[Launch]:
     k = torch.zeros(batch, tokens, case.kv_heads, case.dim, dtype=case.dtype)
     v = torch.zeros(batch, tokens, case.kv_heads, case.value_dim, dtype=case.dtype)
     gates = torch.zeros(batch, tokens, case.heads, 3, dtype=case.dtype)
-    compressed = k[:, : config.cmp_tokens(tokens)], v[:, : config.cmp_tokens(tokens)]
     plan = attention.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
-    leaves = [x.requires_grad_() for x in (q, gates)]
+    leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     with (
         patch.object(span, "arch", lambda x: arch),
         patch.object(selected, "arch", lambda x: arch),
         _launch.record() as seen,
+        patch.object(scores.torch, "empty", _zeros),
     ):
-        blocks = torch.zeros(batch, tokens, case.kv_heads, config.slc_count, dtype=torch.int32)
-        with patch.object(scores.torch, "empty", _zeros):
-            out = attention.attend(q, gates, None, [compressed, (k, v), (k, v)], plan)
-            torch.autograd.grad(out, leaves, torch.zeros_like(out))
-    del blocks
+        out = attention.attend(q, gates, None, [attention.compress(k, v, config), (k, v), (k, v)], plan)
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
     return list(
         {(launch.kernel.__name__, launch.kernel.__module__, str(launch.constants)): launch for launch in seen}.values()
     )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch.autograd.function import once_differentiable
 from ..config import NSAConfig
 from ..routes import Branch
 from . import inverse, merge, scores, selected, span
+from .compress import compress
 from .inverse import Inverse
-from .span import Span
+from .ranges import Span
+
+__all__ = ["Plan", "attend", "compress", "select"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,17 @@ class Plan:
     offset: int
     scale: float
 
-    def span(self, branch: Branch) -> Span:
+    def causal_rows(self, q: Tensor) -> int:
+        """Rows of q that select every block up to their own: their selected attention is causal attention."""
+        return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), q.shape[1])
+
+    def span(self, branch: Branch, q: Tensor) -> Span | None:
+        """Which keys the queries see, or None where they have to be looked up in the selected blocks."""
         if branch == "cmp":
             return Span(self.config.cmp_block, self.config.cmp_stride)
-        return Span(window=self.config.window)
+        if branch == "win":
+            return Span(window=self.config.window)
+        return Span() if self.causal_rows(q) == q.shape[1] else None
 
 
 def attend(
@@ -53,6 +63,8 @@ def attend(
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
+    if plan.scale <= 0:  # the kernels take the largest score before they scale it
+        q, plan = q * _sign(plan.scale), replace(plan, scale=abs(plan.scale) or 1.0)
     flat = [x.contiguous() for pair in pairs for x in pair]
     out = _Attend.apply(plan, blocks, q.contiguous(), gates.contiguous(), *flat)
     assert isinstance(out, Tensor)
@@ -61,9 +73,15 @@ def attend(
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count]."""
+    if scale <= 0:
+        q, scale = q * _sign(scale), abs(scale) or 1.0
     q, k_cmp = q.contiguous(), k_cmp.contiguous()
     _, lse = span.forward(q, k_cmp, None, Span(config.cmp_block, config.cmp_stride), offset, scale)
     return scores.select(q, k_cmp, lse, config, offset, scale)
+
+
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
 
 
 class _Attend(torch.autograd.Function):
@@ -73,16 +91,15 @@ class _Attend(torch.autograd.Function):
         lses: list[Tensor] = []
         index = None
         for branch, (k, v) in zip(plan.branches, _pairs(flat), strict=True):
-            if branch == "slc":
+            keys = plan.span(branch, q)
+            if keys is not None:
+                o, lse = span.forward(q, k, v, keys, plan.offset, plan.scale)
+                assert o is not None
+            else:
                 if blocks is None:
-                    k_cmp = flat[2 * plan.branches.index("cmp")]
-                    lse = lses[plan.branches.index("cmp")]
-                    blocks = scores.select(q, k_cmp, lse, plan.config, plan.offset, plan.scale)
+                    blocks = _select(q, flat, lses, plan)
                 index = _invert(q, k, v, blocks, plan)
                 o, lse = _selected_forward(q, k, v, blocks, index, plan)
-            else:
-                o, lse = span.forward(q, k, v, plan.span(branch), plan.offset, plan.scale)
-                assert o is not None
             outputs.append(o)
             lses.append(lse)
         ctx.plan, ctx.index = plan, index
@@ -101,18 +118,21 @@ class _Attend(torch.autograd.Function):
         dqs: list[Tensor] = []
         pairs = dict(zip(plan.branches, _pairs(flat), strict=True))
         for branch in sorted(plan.branches, key="slc".__eq__):  # selected last: its kernel sums the gradients of q
-            way, (k, v) = plan.branches.index(branch), pairs[branch]
+            way, (k, v), keys = plan.branches.index(branch), pairs[branch], plan.span(branch, q)
             given = q, k, v, do, folded[way], deltas[way]
-            if branch == "slc":
+            if keys is not None:
+                grads[branch] = span.backward_kv(*given, keys, plan.offset, plan.scale)
+                dqs.append(span.backward_q(*given, keys, plan.offset, plan.scale))
+            else:
                 dq, dk, dv = _selected_backward(*given, blocks, ctx.index, dqs, plan)
                 grads[branch], dqs = (dk, dv), [dq]
-            else:
-                where = plan.span(branch), plan.offset, plan.scale
-                grads[branch] = span.backward_kv(*given, *where)
-                dqs.append(span.backward_q(*given, *where))
-        dq = dqs[0] if len(dqs) == 1 else dqs[0] + dqs[1]
-        grads_in_order = (x for branch in plan.branches for x in grads[branch])
-        return None, None, dq, dgates, *grads_in_order
+        return None, None, sum(dqs[1:], dqs[0]), dgates, *(x for branch in plan.branches for x in grads[branch])
+
+
+def _select(q: Tensor, flat: tuple[Tensor, ...], lses: list[Tensor], plan: Plan) -> Tensor:
+    """The selected blocks of all rows that have a choice, by the softmax of the compressed branch."""
+    cmp = plan.branches.index("cmp")
+    return scores.select(q, flat[2 * cmp], lses[cmp], plan.config, plan.offset, plan.scale, plan.causal_rows(q))
 
 
 def _pairs(flat: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -123,19 +143,20 @@ def _invert(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, plan: Plan) -> Inve
     kv_heads, count = blocks.shape[2:]
     rows = selected.slot_rows(q, max(q.shape[-1], v.shape[-1]), count)
     cap = selected.item_entries(q, kv_heads, count, rows)
-    return inverse.invert(blocks, plan.config.slc_blocks(k.shape[1]), rows, cap)
+    return inverse.invert(blocks, plan.config.slc_blocks(k.shape[1]), rows, cap, plan.causal_rows(q))
 
 
 def _selected_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, index: Inverse, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    skip = plan.causal_rows(q)
+    o, lse = span.forward(q, k, v, Span(), plan.offset, plan.scale, skip)
+    assert o is not None
     parts = q.new_empty(index.rows, q.shape[2] * blocks.shape[3], v.shape[-1])
     lse_parts = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
     for chunk, (first, rows) in enumerate(_row_chunks(q, index)):
         selected.forward_chunk(q, k, v, parts, lse_parts, index, chunk, plan.config, plan.offset, plan.scale)
-        merge.merge_slots(parts, lse_parts, blocks, first, rows, o, lse)
+        merge.merge_slots(parts, lse_parts, blocks, first, rows, skip, o, lse)
     return o, lse
 
 
@@ -144,15 +165,17 @@ def _selected_backward(
     others: list[Tensor], plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, with those of the other branches added, of k and of v."""
-    out = others[0] if others else torch.empty_like(q)
+    out, skip = others[0] if others else torch.empty_like(q), plan.causal_rows(q)
+    head = span.backward_q(q, k, v, do, lse, delta, Span(), plan.offset, plan.scale, skip)
     totals = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    span.backward_kv_into(q, k, v, do, lse, delta, totals, plan.offset, plan.scale, skip)
     dk_scratch, dv_scratch = (totals[0].new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in (k, v))
     scratch = dk_scratch, dv_scratch
     parts = q.new_empty(index.rows, q.shape[2] * blocks.shape[3], q.shape[-1])
     for chunk, (first, rows) in enumerate(_row_chunks(q, index)):
         where = plan.config, plan.offset, plan.scale
         selected.backward_chunk(q, k, v, do, lse, delta, parts, totals, scratch, index, chunk, *where)
-        merge.sum_dq(parts, blocks, first, rows, others, out)
+        merge.sum_dq(parts, blocks, head, first, rows, others, out)
     return out, totals[0].to(k.dtype), totals[1].to(v.dtype)
 
 

@@ -10,9 +10,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ._launch import ceil_div
+from ._launch import Tile, ceil_div, launch
+
+_PROGRAM = 256
+_TILE = Tile(warps=4)
+
+
+@triton.jit
+def _sort_keys(
+    CHOSEN, KEYS, total, S, rows, blocks, keys, skip, HKV: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """KEYS of the entries of CHOSEN [B,S,HKV,COUNT]: chunk, batch, kv head, block; padding is last in its chunk."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    block = tl.load(CHOSEN + i, mask=i < total, other=-1)
+    row, kvh = i // (HKV * COUNT), i // COUNT % HKV
+    place = (row // S * HKV + kvh) * blocks + block
+    place = tl.where((block < 0) | (row % S < skip), keys, place)
+    tl.store(KEYS + i, row // rows * (keys + 1) + place, mask=i < total)
+
+
+@triton.jit
+def _count(
+    SORTED, BOUNDS, PIECES, total, keys, last, STEPS: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """BOUNDS [last + 1]: the first entry of every key; PIECES [chunks,keys+2]: 0, each key's work items, 0."""
+    key = tl.program_id(0) * N + tl.arange(0, N)
+    begin = _first(SORTED, key, total, STEPS)
+    pieces = tl.cdiv(_first(SORTED, key + 1, total, STEPS) - begin, CAP)
+    tl.store(BOUNDS + key, begin, mask=key <= last)
+    chunk, place = key // (keys + 1), key % (keys + 1)
+    at = PIECES + chunk * (keys + 2) + place
+    tl.store(at + 1, tl.where(place < keys, pieces, 0), mask=key < last)
+    tl.store(at, 0, mask=(key < last) & (place == 0))
+
+
+@triton.jit
+def _first(SORTED, key, total, STEPS: tl.constexpr):
+    """Index of the first of `total` ascending numbers that is not below key; STEPS halvings."""
+    low, high = key * 0, key * 0 + total
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        below = (low < high) & (tl.load(SORTED + middle, mask=low < high, other=0) < key)
+        high = tl.where(below, high, middle)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
+    """ITEMS [chunks,limit]: the key whose pieces hold the work item, or `keys`; PIECES are summed up here."""
+    item, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
+    # Key j holds the items PIECES[j] .. PIECES[j+1]-1: the first j+1 whose sum is beyond the item.
+    key = _first(PIECES + chunk * (keys + 2) + 1, item + 1, keys, STEPS)
+    tl.store(ITEMS + chunk * limit + item, key, mask=item < limit)
 
 
 @dataclass(frozen=True)
@@ -20,8 +74,7 @@ class Inverse:
     """Entries sorted by (chunk, batch, kv head, block).
 
     Attributes:
-        entries: int32; an entry is (query row · HKV + kv head) · n + rank within its chunk, query row counting from the
-            chunk's first over batch and sequence.
+        entries: int32; an entry is (query row · HKV + kv head) · n + rank, rows counting over batch and sequence.
         bounds: int32 [chunks · (keys + 1) + 1], where the entries of each block begin; the extra key of each chunk
             collects the padding.
         pieces: int32 [chunks, keys + 2], work items before each block within its chunk.
@@ -51,33 +104,46 @@ class Inverse:
         return self.items.shape[1]
 
 
-def invert(chosen: Tensor, blocks: int, rows: int, cap: int) -> Inverse:
+def invert(chosen: Tensor, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
     """The inverse of `chosen` int32 [B,S,HKV,n].
 
     Args:
         blocks: selection blocks of a sequence.
         rows: query rows of a chunk.
         cap: entries of a work item.
+        skip: rows at the start of every sequence whose choice does not count.
     """
     batch, length, kv_heads, count = chosen.shape
-    keys, total = batch * kv_heads * blocks, batch * length
-    chunks = ceil_div(total, rows)
-    row = torch.arange(total, device=chosen.device, dtype=torch.int32)
-    head = torch.arange(kv_heads, device=chosen.device, dtype=torch.int32)
-    first = (row // rows * (keys + 1))[:, None] + ((row // length * kv_heads)[:, None] + head) * blocks
-    flat = chosen.view(total, kv_heads, count)
-    padding = (row // rows * (keys + 1) + keys)[:, None, None]
-    key = torch.where(flat < 0, padding, flat + first[:, :, None]).flatten()
-    sorted_key, order = key.sort(stable=True)
-    per_chunk = rows * kv_heads * count
-    every = torch.arange(chunks * (keys + 1) + 1, device=chosen.device, dtype=torch.int32)
-    bounds = torch.searchsorted(sorted_key, every, out_int32=True)
-    counts = bounds.diff().view(chunks, keys + 1)[:, :keys]
-    pieces = torch.zeros(chunks, keys + 2, dtype=torch.int32, device=chosen.device)
-    torch.cumsum((counts + (cap - 1)) // cap, 1, dtype=torch.int32, out=pieces[:, 1 : keys + 1])
-    pieces[:, keys + 1] = pieces[:, keys]
-    limit = per_chunk // cap + min(keys, per_chunk)
-    work = torch.arange(limit, device=chosen.device, dtype=torch.int32).expand(chunks, limit).contiguous()
-    items = torch.searchsorted(pieces[:, 1 : keys + 1].contiguous(), work, right=True, out_int32=True)
-    entries = (order % per_chunk).int()
-    return Inverse(entries, bounds, pieces, items, rows, keys, blocks, cap)
+    keys, total = batch * kv_heads * blocks, chosen.numel()
+    chunks, per_chunk = ceil_div(batch * length, rows), rows * kv_heads * count
+    sort_keys = torch.empty(total, dtype=torch.int32, device=chosen.device)
+    sizes = dict(total=total, S=length, rows=rows, blocks=blocks, keys=keys, skip=skip)
+    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, dict(HKV=kv_heads, COUNT=count))
+    ordered, order = sort_keys.sort(stable=True)
+    last, limit = (
+        chunks * (keys + 1),
+        per_chunk // cap + min(_reached(rows, length, batch) * kv_heads * blocks, per_chunk),
+    )
+    bounds, pieces, items = (
+        torch.empty(shape, dtype=torch.int32, device=chosen.device)
+        for shape in ((last + 1,), (chunks, keys + 2), (chunks, limit))
+    )
+    arguments = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces, total=total, keys=keys, last=last)
+    _launch_flat(_count, last + 1, arguments, dict(STEPS=total.bit_length() + 1, CAP=cap))
+    pieces = pieces.cumsum(1, dtype=torch.int32)
+    arguments = dict(PIECES=pieces, ITEMS=items, limit=limit, keys=keys)
+    _launch_flat(_assign, limit, arguments, dict(STEPS=keys.bit_length() + 1), chunks)
+    return Inverse(order.int(), bounds, pieces, items, rows, keys, blocks, cap)
+
+
+def _reached(rows: int, length: int, batch: int) -> int:
+    """Sequences of `length` rows that a chunk of `rows` rows may reach into."""
+    if length % rows == 0 or rows % length == 0:
+        return max(1, rows // length)
+    return min(batch, rows // length + 2)
+
+
+def _launch_flat(
+    kernel: object, total: int, arguments: dict[str, Tensor | int], constants: dict[str, int], chunks: int = 1
+) -> None:
+    launch(kernel, (ceil_div(total, _PROGRAM), chunks), arguments, constants | dict(N=_PROGRAM), _TILE)

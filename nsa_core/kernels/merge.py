@@ -13,12 +13,15 @@ from ._launch import Tile, ceil_div, launch, padded
 
 @triton.jit
 def _merge(
-    PARTS, LPARTS, CHOSEN, O, LSE, total, first,
+    PARTS, LPARTS, CHOSEN, O, LSE, total, first, per_sequence, skip,
     G: tl.constexpr, COUNT: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """O [.,DV] and LSE of M (row, head) pairs, whose first is `first` + M · program, from their COUNT slots."""
+    """O [.,DV] and LSE of M (row, head) pairs, whose first is `first` + M · program, from their COUNT slots.
+
+    The first `skip` of every `per_sequence` pairs are left alone.
+    """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, dv = i < total, tl.arange(0, DVP)
+    ok, dv = (i < total) & ((first + i) % per_sequence >= skip), tl.arange(0, DVP)
     pair, g = i // G, i % G
     m = tl.full([M], -1e30, tl.float32)
     for rank in range(COUNT):
@@ -42,10 +45,13 @@ def _merge(
 
 @triton.jit
 def _sum_dq(
-    PARTS, CHOSEN, D1, D2, DQ, total, first,
+    PARTS, CHOSEN, HEAD, D1, D2, DQ, total, first, per_sequence, skip,
     G: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """DQ = the COUNT slots of M (row, head) pairs, in rank order, + the first OTHERS of D1 and D2."""
+    """DQ = the COUNT slots of M (row, head) pairs, in rank order, + the first OTHERS of D1 and D2.
+
+    The first `skip` of every `per_sequence` pairs have no slots but a row of HEAD [sequences,skip,D].
+    """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d = i < total, tl.arange(0, DP)
     pair, g = i // G, i % G
@@ -56,8 +62,12 @@ def _sum_dq(
         acc = tl.load(D1 + at, mask=inside, other=0.0).to(tl.float32)
     if OTHERS > 1:
         acc += tl.load(D2 + at, mask=inside, other=0.0).to(tl.float32)
+    sequence, place = (first + i) // per_sequence, (first + i) % per_sequence
+    slots = place >= skip
+    of_head = (ok & (place < skip))[:, None] & (d < D)[None, :]
+    acc += tl.load(HEAD + (sequence * skip + place)[:, None] * D + d[None, :], mask=of_head, other=0.0).to(tl.float32)
     for rank in range(COUNT):
-        used = ok & (tl.load(CHOSEN + pair * COUNT + rank, mask=ok, other=-1) >= 0)
+        used = ok & slots & (tl.load(CHOSEN + pair * COUNT + rank, mask=ok, other=-1) >= 0)
         slot = (pair * COUNT + rank) * G + g
         part = tl.load(PARTS + slot[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
         acc += part.to(tl.float32)
@@ -103,27 +113,38 @@ def _prepare(
 
 
 def merge_slots(
-    parts: Tensor, lse_parts: Tensor, chosen: Tensor, first: int, rows: int, o: Tensor, lse: Tensor
+    parts: Tensor, lse_parts: Tensor, chosen: Tensor, first: int, rows: int, skip: int, o: Tensor, lse: Tensor
 ) -> None:
     """Writes query rows first .. first+rows-1 (batch and sequence flattened) of o [B,S,HQ,DV] and lse [B,S,HQ].
+
+    The first `skip` rows of every sequence are left alone.
 
     Args:
         parts, lse_parts: the slots of these rows, [rows,HKV,n,G,DV] and [rows,HKV,n,G].
         chosen: the selected blocks [B,S,HKV,n].
     """
     pointers = dict(PARTS=parts, LPARTS=lse_parts, CHOSEN=_of_rows(chosen, first), O=o, LSE=lse)
-    _launch_rows(_merge, o, rows, pointers, dict(first=first * o.shape[2]), _slots(chosen, o, "DV"))
+    _launch_rows(_merge, o, rows, pointers, _places(o, first, skip), _slots(chosen, o, "DV"))
 
 
-def sum_dq(parts: Tensor, chosen: Tensor, first: int, rows: int, others: list[Tensor], dq: Tensor) -> None:
+def sum_dq(
+    parts: Tensor, chosen: Tensor, head: Tensor, first: int, rows: int, others: list[Tensor], dq: Tensor
+) -> None:
     """Sums the slots [rows,HKV,n,G,D] of query rows first .. first+rows-1, and `others`, into dq.
 
-    dq and at most two others are [B,S,HQ,D]; dq may be one of them.
+    dq and at most two others are [B,S,HQ,D]; dq may be one of them. The first rows of every sequence have no slots;
+    their part is head [B,skip,HQ,D].
     """
     d1, d2, *_ = [*others, dq, dq]
-    pointers = dict(PARTS=parts, CHOSEN=_of_rows(chosen, first), D1=d1, D2=d2, DQ=dq)
+    pointers = dict(PARTS=parts, CHOSEN=_of_rows(chosen, first), HEAD=head, D1=d1, D2=d2, DQ=dq)
     constants = _slots(chosen, dq, "D") | dict(OTHERS=len(others))
-    _launch_rows(_sum_dq, dq, rows, pointers, dict(first=first * dq.shape[2]), constants)
+    _launch_rows(_sum_dq, dq, rows, pointers, _places(dq, first, head.shape[1]), constants)
+
+
+def _places(x: Tensor, first: int, skip: int) -> dict[str, int]:
+    """In (row, head) pairs of x [B,S,HQ,D]."""
+    heads = x.shape[2]
+    return dict(first=first * heads, per_sequence=x.shape[1] * heads, skip=skip * heads)
 
 
 def gated_sum(outputs: list[Tensor], gates: Tensor) -> Tensor:

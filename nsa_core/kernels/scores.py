@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import NSAConfig
 from ._launch import LOG2_E, Tile, ceil_div, launch, padded
-from .span import _load
+from .ranges import load_rows
 
 _BUFFER = 64 << 20  # bytes of one chunk's scores
 
@@ -43,13 +43,13 @@ def _importance(
         K += (b.to(tl.int64) * N * HKV + kvh) * D
         score = tl.zeros([M, BN], tl.float32)
         for h in range(G):
-            q = _load(Q + (row + h) * D, r - i, HQ * D, d, D, DP, ok, True)
+            q = load_rows(Q + (row + h) * D, r - i, HQ * D, d, D, DP, ok, True)
             lse = tl.load(LSE + row + h + (r - i) * HQ, mask=ok, other=float("inf"))
             for tap in tl.static_range(-BEFORE, R):
                 begin = tap * STRIDE if tap > 0 else 0
                 end = tap * STRIDE + CMP_BLOCK if tap * STRIDE + CMP_BLOCK < SLC_BLOCK else SLC_BLOCK
                 n = block * R + tap
-                k = _load(K, n.to(tl.int64), HKV * D, d, D, DP, (n >= 0) & (n < N), True)
+                k = load_rows(K, n.to(tl.int64), HKV * D, d, D, DP, (n >= 0) & (n < N), True)
                 p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
                 seen = (n * STRIDE + (CMP_BLOCK - 1))[None, :] <= t[:, None]
                 score += tl.where(seen & (n >= 0)[None, :], p, 0.0) * ((end - begin) / STRIDE)
@@ -105,8 +105,10 @@ def _choose(
     tl.store(at + slot, tl.full([ROWS, COUNT_P], -1, tl.int32), mask=ok & (slot >= found) & (slot < COUNT))
 
 
-def select(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """Selected blocks, int32 [B,S,HKV,slc_count].
+def select(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, offset: int, scale: float, skip: int = 0
+) -> Tensor:
+    """Selected blocks, int32 [B,S,HKV,slc_count]; the first `skip` rows stay unwritten.
 
     Args:
         q: [B,S,HQ,D]. k_cmp: [B,N,HKV,D].
@@ -115,9 +117,9 @@ def select(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, offset: int
     (batch, rows, _, _), kv_heads = q.shape, k_cmp.shape[2]
     blocks = config.slc_blocks(offset + rows)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
-    step = min(rows, max(1, _BUFFER // (4 * batch * kv_heads * blocks)))
+    step = min(max(1, rows - skip), max(1, _BUFFER // (4 * batch * kv_heads * blocks)))
     buffer = torch.empty(batch * kv_heads * step * blocks, dtype=torch.float32, device=q.device)
-    for first in range(0, rows, step):
+    for first in range(skip, rows, step):
         part = min(step, rows - first)
         _score_chunk(q, k_cmp, lse, buffer, config, offset, scale, first, part)
         _choose_chunk(buffer, chosen, config, offset, first, part)

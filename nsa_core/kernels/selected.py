@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded
+from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
 from .inverse import Inverse
-from .span import _load, _widest
+from .ranges import load_rows
 
 
 @triton.jit
@@ -47,22 +47,23 @@ def _selected_forward(
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
         n_ok = (n < SB) & (n0 + n < T)
         start = (b.to(tl.int64) * T + n0) * HKV + kvh
-        k = _load(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
-        v = _load(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
+        v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
             entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
-            row = first_row + entry // (HKV * COUNT)
-            q = _load(Q, row.to(tl.int64) * HQ + kvh * G + h, D, d, D, DP, ok, True)
-            t = offset + row % S
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
-            s = tl.where(((n0 + n)[None, :] <= t[:, None]) & n_ok[None, :], s, float("-inf"))
-            m = tl.maximum(tl.max(s, 1), -1e30)
-            p = tl.exp2(s - m[:, None])
+            row = entry // (HKV * COUNT)
+            q = load_rows(Q, row.to(tl.int64) * HQ + kvh * G + h, D, d, D, DP, ok, True)
+            t = offset + row - b * S
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            seen = (n0 + n)[None, :] <= t[:, None]
+            s = tl.where(seen & (n < SB)[None, :] if SB < SBP else seen, s, float("-inf"))
+            m = tl.maximum(tl.max(s, 1) * scale2, -1e30)
+            p = tl.exp2(s * scale2 - m[:, None])
             l = tl.sum(p, 1)
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
-            slot = entry.to(tl.int64) * G + h
+            slot = (entry - first_row * (HKV * COUNT)).to(tl.int64) * G + h
             at = OPART + slot[:, None] * DV + dv[None, :]
             tl.store(at, o.to(OPART.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
             tl.store(LPART + slot, m + tl.log2(l), mask=ok)
@@ -87,29 +88,31 @@ def _selected_backward(
         d, e = tl.arange(0, DP), tl.arange(0, DVP)
         n_ok = (n < SB) & (n0 + n < T)
         start = (b.to(tl.int64) * T + n0) * HKV + kvh
-        k = _load(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
-        v = _load(V + start * DV, n, HKV * DV, e, DV, DVP, n_ok, True)
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
+        v = load_rows(V + start * DV, n, HKV * DV, e, DV, DVP, n_ok, True)
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
             entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
-            row = first_row + entry // (HKV * COUNT)
+            row = entry // (HKV * COUNT)
             at = row.to(tl.int64) * HQ + kvh * G + h
-            q = _load(Q, at, D, d, D, DP, ok, True)
-            do = _load(DO, at, DV, e, DV, DVP, ok, True)
+            q = load_rows(Q, at, D, d, D, DP, ok, True)
+            do = load_rows(DO, at, DV, e, DV, DVP, ok, True)
             lse = tl.load(LSE + at, mask=ok, other=float("inf"))
             delta = tl.load(DELTA + at, mask=ok, other=0.0)
-            t = offset + row % S
+            t = offset + row - b * S
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
-            p = tl.where(((n0 + n)[:, None] <= t[None, :]) & n_ok[:, None], p, 0.0)
+            seen = (n0 + n)[:, None] <= t[None, :]
+            p = tl.where(seen & (n < SB)[:, None] if SB < SBP else seen, p, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
             dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
-            to = DQPART + (entry.to(tl.int64) * G + h)[:, None] * D + d[None, :]
+            slot = (entry - first_row * (HKV * COUNT)).to(tl.int64) * G + h
+            to = DQPART + slot[:, None] * D + d[None, :]
             tl.store(to, dq.to(DQPART.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         place = item.to(tl.int64) * SB + n
         inside = (n < SB)[:, None]
@@ -122,21 +125,21 @@ def _sum_items(
     PARTS, TOTAL, PIECES, T, blocks,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """TOTAL [B,T,HKV,D] += the parts of one block's work items, UNROLL at a time, for ROWS of the block's tokens."""
+    """TOTAL [B,T,HKV,D] += the parts of one block's work items, in order, for ROWS of the block's tokens."""
     key = tl.program_id(0)
     begin, end = tl.load(PIECES + key), tl.load(PIECES + key + 1)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
-        n, d, u = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, UNROLL)
+        n, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
         inside = ((n < SB) & (n0 + n < T))[:, None] & (d < D)[None, :]
         at = TOTAL + ((b.to(tl.int64) * T + n0 + n) * HKV + kvh)[:, None] * D + d[None, :]
         total = tl.load(at, mask=inside, other=0.0)
-        within = (u[:, None, None] * SB + n[None, :, None]) * D + d[None, None, :]
+        within = n[:, None] * D + d[None, :]
         for item in range(begin, end, UNROLL):
-            there = (item + u < end)[:, None, None] & inside[None, :, :]
-            parts = tl.load(PARTS + tl.cast(item, tl.int64) * (SB * D) + within, mask=there, other=0.0)
-            total += tl.sum(parts, 0)
+            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+                part = PARTS + tl.cast(item + u, tl.int64) * (SB * D) + within
+                total += tl.load(part, mask=inside & (0 * n + item + u < end)[:, None], other=0.0)
         tl.store(at, total, mask=inside)
 
 
@@ -187,8 +190,8 @@ def backward_chunk(
     for part, total in zip(scratch, totals, strict=True):
         dim = total.shape[-1]
         arguments = dict(PARTS=part, TOTAL=total, PIECES=inverse.pieces[chunk], T=k.shape[1], blocks=inverse.blocks)
-        sizes = dict(HKV=k.shape[2], D=dim, DP=padded(dim), SB=config.slc_block, ROWS=8, UNROLL=8)
-        grid = inverse.keys, ceil_div(config.slc_block, 8)
+        sizes = dict(HKV=k.shape[2], D=dim, DP=padded(dim), SB=config.slc_block, ROWS=16, UNROLL=4)
+        grid = inverse.keys, ceil_div(config.slc_block, 16)
         launch(_sum_items, grid, arguments, sizes, Tile(warps=4))
 
 
@@ -212,7 +215,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, config: NSAConfig, i
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:
     if q.itemsize == 4:
         return Tile(32, warps=4)
-    wide = _widest(q, v)
+    wide = widest(q, v)
     if wide > 128:
         return Tile(64, warps=8)
     return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
@@ -221,7 +224,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
 def _backward_tile(q: Tensor, v: Tensor) -> Tile:
     if q.itemsize == 4:
         return Tile(32, warps=4)
-    wide = _widest(q, v)
+    wide = widest(q, v)
     if wide > 128:
         return Tile(32, warps=8)
     if arch(q) < 90:

@@ -1,80 +1,19 @@
 # pyright: reportMissingImports=false
 """Attention over a span of keys: compressed attention, the window, and causal attention, forward and backward.
 
-Query t sees keys lo(t) .. hi(t)-1 with hi(t) = max(0, t + 1 - BLOCK + STRIDE) // STRIDE, the keys that end at or before
-t when key n covers positions n·STRIDE .. n·STRIDE + BLOCK - 1, and lo(t) = max(0, t + 1 - WINDOW), or 0 when WINDOW
-is 0. BLOCK = STRIDE = 1 is ordinary causal attention.
-
-A loop over keys runs in three parts, so that only the tiles at the ends of the span pay for masks.
+Which keys a query sees is `Span`'s to say. A loop over keys, or over queries, runs in up to three parts, so that only
+the tiles at the ends of the span pay for masks.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded
-
-
-@dataclass(frozen=True)
-class Span:
-    """Which keys a query sees; see the module's docstring.
-
-    Attributes:
-        block, stride: of a compressed token; 1 and 1 for the tokens themselves.
-        window: positions seen, 0 for all.
-    """
-
-    block: int = 1
-    stride: int = 1
-    window: int = 0
-
-
-@triton.jit
-def _hi(t, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    return tl.maximum(t + (1 - BLOCK + STRIDE), 0) // STRIDE
-
-
-@triton.jit
-def _lo(t, WINDOW: tl.constexpr):
-    return tl.maximum(t + 1 - WINDOW, 0) if WINDOW > 0 else t * 0
-
-
-@triton.jit
-def _key_range(t0, t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr):
-    """Bounds of the three loops of queries t0..t1: masked [a,b), whole [b,c), masked [c,d); a, b, c by BN."""
-    d = tl.minimum(_hi(t1, BLOCK, STRIDE), N)
-    a = _lo(t0, WINDOW) // BN * BN
-    end = tl.maximum(tl.cdiv(d, BN) * BN, a)
-    b = tl.minimum(tl.cdiv(_lo(t1, WINDOW), BN) * BN, end)
-    c = tl.maximum(tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN, b)
-    return a, b, c, d
-
-
-@triton.jit
-def _seen(t, n, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether query t sees key n, by broadcasting; n < N is checked by the caller."""
-    seen = n * STRIDE + (BLOCK - 1) <= t
-    if WINDOW > 0:
-        seen = seen & (n > t - WINDOW)
-    return seen
-
-
-@triton.jit
-def _load(base, row, stride, d, D: tl.constexpr, DP: tl.constexpr, rows_ok, MASKED: tl.constexpr):
-    """Rows of a [.., D] tensor as a tile [len(row), DP]; columns beyond D, and rows not ok, are zeros."""
-    at = base + row[:, None] * stride + d[None, :]
-    if MASKED:
-        if D < DP:
-            return tl.load(at, mask=rows_ok[:, None] & (d < D)[None, :], other=0.0)
-        return tl.load(at, mask=rows_ok[:, None], other=0.0)
-    if D < DP:
-        return tl.load(at, mask=(d < D)[None, :], other=0.0)
-    return tl.load(at)
+from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
+from .ranges import Span, key_range, load_rows, query_range, sees
 
 
 @triton.jit
@@ -87,18 +26,16 @@ def _forward_tiles(
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for j in tl.range(begin, end, BN):
         start = tl.cast(j, tl.int64) * HKV
-        k = _load(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            s = tl.where(
-                _seen(t[:, None], (j + n)[None, :], BLOCK, STRIDE, WINDOW) & (j + n < N)[None, :], s, float("-inf")
-            )
-        larger = tl.maximum(m, tl.max(s, 1))
+            s = tl.where(sees(t[:, None], (j + n)[None, :], BLOCK, STRIDE, WINDOW), s, float("-inf"))
+        larger = tl.maximum(m, tl.max(s, 1) * scale2)
         shrink = tl.exp2(m - larger)
-        p = tl.exp2(s - larger[:, None])
+        p = tl.exp2(s * scale2 - larger[:, None])
         l = l * shrink + tl.sum(p, 1)
         if HAS_V:
-            v = _load(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
+            v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         m = larger
     return m, l, acc
@@ -106,7 +43,7 @@ def _forward_tiles(
 
 @triton.jit
 def _span_forward(
-    Q, K, V, O, LSE, S, N, offset, scale2,
+    Q, K, V, O, LSE, S, rows, N, offset, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_V: tl.constexpr,
@@ -118,16 +55,16 @@ def _span_forward(
     kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
     r, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
     qi, h = r // G, r % G
-    t, ok = offset + i + qi, (qi < BQ) & (i + qi < S)
+    t, ok = offset + i + qi, (qi < BQ) & (i + qi < rows)
     first_row = (b.to(tl.int64) * S + i) * HQ + kvh * G
     row = qi * HQ + h
-    q = _load(Q + first_row * D, row, D, d, D, DP, ok, True)
+    q = load_rows(Q + first_row * D, row, D, d, D, DP, ok, True)
     m = tl.full([M], -1e30, tl.float32)
     l = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     K += (b.to(tl.int64) * N * HKV + kvh) * D
     V += (b.to(tl.int64) * N * HKV + kvh) * DV
-    lo, whole, part, hi = _key_range(offset + i, offset + tl.minimum(i + BQ, S) - 1, N, BLOCK, STRIDE, WINDOW, BN)
+    lo, whole, part, hi = key_range(offset + i, offset + tl.minimum(i + BQ, rows) - 1, N, BLOCK, STRIDE, WINDOW, BN)
     if WINDOW > 0:
         m, l, acc = _forward_tiles(
             lo, whole, q, t, m, l, acc, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, WINDOW, HAS_V, True
@@ -156,11 +93,11 @@ def _backward_q_tiles(
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for j in tl.range(begin, end, BN):
         start = tl.cast(j, tl.int64) * HKV
-        k = _load(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
-        v = _load(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
+        v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
         if MASKED:
-            p = tl.where(_seen(t[:, None], (j + n)[None, :], BLOCK, STRIDE, WINDOW) & (j + n < N)[None, :], p, 0.0)
+            p = tl.where(sees(t[:, None], (j + n)[None, :], BLOCK, STRIDE, WINDOW), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -169,7 +106,7 @@ def _backward_q_tiles(
 
 @triton.jit
 def _span_backward_q(
-    Q, K, V, DO, LSE, DELTA, DQ, S, N, offset, scale2, scale,
+    Q, K, V, DO, LSE, DELTA, DQ, S, rows, N, offset, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -180,17 +117,17 @@ def _span_backward_q(
     kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
     r, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
     qi, h = r // G, r % G
-    t, ok = offset + i + qi, (qi < BQ) & (i + qi < S)
+    t, ok = offset + i + qi, (qi < BQ) & (i + qi < rows)
     first_row = (b.to(tl.int64) * S + i) * HQ + kvh * G
     row = qi * HQ + h
-    q = _load(Q + first_row * D, row, D, d, D, DP, ok, True)
-    do = _load(DO + first_row * DV, row, DV, dv, DV, DVP, ok, True)
+    q = load_rows(Q + first_row * D, row, D, d, D, DP, ok, True)
+    do = load_rows(DO + first_row * DV, row, DV, dv, DV, DVP, ok, True)
     lse = tl.load(LSE + first_row + row, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + first_row + row, mask=ok, other=0.0)
     dq = tl.zeros([M, DP], tl.float32)
     K += (b.to(tl.int64) * N * HKV + kvh) * D
     V += (b.to(tl.int64) * N * HKV + kvh) * DV
-    lo, whole, part, hi = _key_range(offset + i, offset + tl.minimum(i + BQ, S) - 1, N, BLOCK, STRIDE, WINDOW, BN)
+    lo, whole, part, hi = key_range(offset + i, offset + tl.minimum(i + BQ, rows) - 1, N, BLOCK, STRIDE, WINDOW, BN)
     if WINDOW > 0:
         dq = _backward_q_tiles(
             lo, whole, q, do, lse, delta, t, dq, K, V, N, scale2,
@@ -201,26 +138,10 @@ def _span_backward_q(
     dq = _backward_q_tiles(
         part, hi, q, do, lse, delta, t, dq, K, V, N, scale2,
         HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, WINDOW, True)  # fmt: skip
-    at = first_row * D + row[:, None] * D + d[None, :]
+    # The gradient has a row for each query of the range alone.
+    at = ((b.to(tl.int64) * rows + i) * HQ + kvh * G + row)[:, None] * D + d[None, :]
     inside = ok[:, None] & (d < D)[None, :]
     tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _query_range(
-    n0, n1, s0, s1, offset, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BQ: tl.constexpr
-):
-    """Rows of q, within s0..s1-1, that see keys n0..n1: masked [a,b), whole [b,c), masked [c,d); b, c from a by BQ."""
-    a = tl.maximum(n0 * STRIDE + BLOCK - 1 - offset, s0)
-    d = s1
-    all_from = n1 * STRIDE + BLOCK - 1 - offset
-    c = s1
-    if WINDOW > 0:
-        d = tl.minimum(d, n1 + WINDOW - offset)
-        c = tl.minimum(c, n0 + WINDOW - offset)
-    b = tl.minimum(a + tl.cdiv(tl.maximum(all_from - a, 0), BQ) * BQ, tl.maximum(d, a))
-    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if WINDOW > 0 else tl.maximum(d, b)
-    return a, b, c, d
 
 
 @triton.jit
@@ -237,13 +158,13 @@ def _backward_kv_tiles(
     for i in tl.range(begin, end, BQ):
         ok = (qi < BQ) & (i + qi < stop)
         first = tl.cast(i, tl.int64) * HQ
-        q = _load(Q + first * D, row, D, d, D, DP, ok, True)
-        do = _load(DO + first * DV, row, DV, e, DV, DVP, ok, True)
+        q = load_rows(Q + first * D, row, D, d, D, DP, ok, True)
+        do = load_rows(DO + first * DV, row, DV, e, DV, DVP, ok, True)
         lse = tl.load(LSE + first + row, mask=ok, other=float("inf"))
         delta = tl.load(DELTA + first + row, mask=ok, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
         if MASKED:
-            p = tl.where(_seen((offset + i + qi)[None, :], n[:, None], BLOCK, STRIDE, WINDOW), p, 0.0)
+            p = tl.where(sees((offset + i + qi)[None, :], n[:, None], BLOCK, STRIDE, WINDOW), p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -253,7 +174,7 @@ def _backward_kv_tiles(
 
 @triton.jit
 def _span_backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DVALUE, S, N, offset, chunk, batch, scale2, scale,
+    Q, K, V, DO, LSE, DELTA, DK, DVALUE, S, rows, N, offset, chunk, batch, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -262,21 +183,21 @@ def _span_backward_kv(
     BQ: tl.constexpr = M // G
     n0 = tl.program_id(0) * BN
     kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
-    c = tl.program_id(2)
+    c = tl.num_programs(2) - 1 - tl.program_id(2)  # the last queries see most keys: longest work first
     n, d, e = n0 + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     n_ok = n < N
     first = (b.to(tl.int64) * N + n0) * HKV + kvh
-    k = _load(K + first * D, n - n0, HKV * D, d, D, DP, n_ok, True)
-    v = _load(V + first * DV, n - n0, HKV * DV, e, DV, DVP, n_ok, True)
+    k = load_rows(K + first * D, n - n0, HKV * D, d, D, DP, n_ok, True)
+    v = load_rows(V + first * DV, n - n0, HKV * DV, e, DV, DVP, n_ok, True)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DVP], tl.float32)
-    rows = b.to(tl.int64) * S * HQ + kvh * G
-    Q += rows * D
-    DO += rows * DV
-    LSE += rows
-    DELTA += rows
-    s1 = tl.minimum((c + 1) * chunk, S)
-    lo, whole, part, hi = _query_range(n0, tl.minimum(n0 + BN, N) - 1, c * chunk, s1, offset, BLOCK, STRIDE, WINDOW, BQ)
+    first_row = b.to(tl.int64) * S * HQ + kvh * G
+    Q += first_row * D
+    DO += first_row * DV
+    LSE += first_row
+    DELTA += first_row
+    s1 = tl.minimum((c + 1) * chunk, rows)
+    lo, whole, part, hi = query_range(n0, tl.minimum(n0 + BN, N) - 1, c * chunk, s1, offset, BLOCK, STRIDE, WINDOW, BQ)
     dk, dv = _backward_kv_tiles(
         lo, whole, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
         HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, WINDOW, True)  # fmt: skip
@@ -295,41 +216,45 @@ def _span_backward_kv(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor | None, span: Span, offset: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor | None, span: Span, offset: int, scale: float, rows: int | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """Attention of every query over its span.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
         k, v: [B,N,HKV,D] and [B,N,HKV,DV]; without v only the log-sum-exp is computed.
+        rows: of q that are computed, the first ones; all unless given.
 
     Returns:
         o [B,S,HQ,DV] in q's dtype (None without v), and the log-sum-exp of its scores, float32 [B,S,HQ], base 2.
+        Rows that are not computed stay unwritten.
     """
-    batch, rows, heads, _ = q.shape
+    batch, length, heads, _ = q.shape
     tile = _forward_tile(q, k, v, span)
-    o = None if v is None else q.new_empty(batch, rows, heads, v.shape[-1])
-    lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=q.device)
+    o = None if v is None else q.new_empty(batch, length, heads, v.shape[-1])
+    lse = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
     pointers = dict(Q=q, K=k, V=k if v is None else v, O=q if o is None else o, LSE=lse)
-    numbers = dict(S=rows, N=k.shape[1], offset=offset, scale2=scale * LOG2_E)
+    numbers = _numbers(q, k, rows, offset, scale)
     constants = _constants(q, k, k if v is None else v, tile, span) | dict(HAS_V=v is not None)
-    launch(_span_forward, _query_grid(q, k, tile), pointers | numbers, constants, tile)
+    launch(_span_forward, _query_grid(q, k, tile, rows), pointers | numbers, constants, tile)
     return o, lse
 
 
 def backward_q(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, span: Span, offset: int, scale: float
-) -> Tensor:
-    """Gradient of q, in its dtype.
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, span: Span, offset: int, scale: float,
+    rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Gradient of q, in its dtype: [B,S,HQ,D], or [B,rows,HQ,D].
 
     Args:
         do: gradient [B,S,HQ,DV] of the gated sum.
         lse, delta: float32 [B,S,HQ] with the gate folded in, from merge.prepare.
+        rows: of q that count, the first ones; all unless given.
     """
-    tile, dq = _backward_q_tile(q, v), torch.empty_like(q)
+    tile, dq = _backward_q_tile(q, v), q.new_empty(len(q), q.shape[1] if rows is None else rows, *q.shape[2:])
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DQ=dq)
-    numbers = dict(S=q.shape[1], N=k.shape[1], offset=offset, scale2=scale * LOG2_E, scale=scale)
-    launch(_span_backward_q, _query_grid(q, k, tile), pointers | numbers, _constants(q, k, v, tile, span), tile)
+    numbers = _numbers(q, k, rows, offset, scale) | dict(scale=scale)
+    launch(_span_backward_q, _query_grid(q, k, tile, rows), pointers | numbers, _constants(q, k, v, tile, span), tile)
     return dq
 
 
@@ -344,20 +269,47 @@ def backward_kv(
     (batch, rows), (_, tokens, kv_heads, _) = q.shape[:2], k.shape
     tile = _backward_kv_tile(q, v, span)
     tiles = ceil_div(tokens, tile.keys)
-    chunks = 1 if span.window else min(16, ceil_div(1024, max(1, tiles * batch * kv_heads)), ceil_div(rows, 512))
+    chunks = 1 if span.window else min(16, ceil_div(2048, max(1, tiles * batch * kv_heads)), ceil_div(rows, 512))
     parts = [x.new_empty(chunks, *x.shape, dtype=x.dtype if chunks == 1 else torch.float32) for x in (k, v)]
-    chunk = ceil_div(rows, chunks)
-    pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=parts[0], DVALUE=parts[1])
-    numbers = dict(S=rows, N=tokens, offset=offset, chunk=chunk, batch=batch, scale2=scale * LOG2_E, scale=scale)
-    grid = (tiles, batch * kv_heads, chunks)
-    launch(_span_backward_kv, grid, pointers | numbers, _constants(q, k, v, tile, span), tile)
+    given = q, k, v, do, lse, delta
+    _launch_backward_kv(given, (parts[0], parts[1]), (tiles, batch * kv_heads, chunks), tile, span, offset, scale, None)
     dk, dv = (part[0] if chunks == 1 else part.sum(0).to(x.dtype) for part, x in zip(parts, (k, v), strict=True))
     return dk, dv
 
 
-def _query_grid(q: Tensor, k: Tensor, tile: Tile) -> tuple[int, int]:
+def backward_kv_into(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, totals: tuple[Tensor, Tensor],
+    offset: int, scale: float, rows: int,
+) -> None:  # fmt: skip
+    """Writes the part that the first `rows` queries have, by causal attention, of the gradients of the keys they see.
+
+    totals: float32 [B,N,HKV,D] and [B,N,HKV,DV].
+    """
+    span = Span()
+    tile = _backward_kv_tile(q, v, span)
+    grid = ceil_div(offset + rows, tile.keys), k.shape[0] * k.shape[2], 1
+    _launch_backward_kv((q, k, v, do, lse, delta), totals, grid, tile, span, offset, scale, rows)
+
+
+def _launch_backward_kv(
+    given: tuple[Tensor, ...], into: tuple[Tensor, Tensor], grid: tuple[int, int, int], tile: Tile, span: Span,
+    offset: int, scale: float, rows: int | None,
+) -> None:  # fmt: skip
+    q, k, v, do, lse, delta = given
+    pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=into[0], DVALUE=into[1])
+    chunk = ceil_div(q.shape[1] if rows is None else rows, grid[2])
+    numbers = _numbers(q, k, rows, offset, scale) | dict(scale=scale, batch=len(q), chunk=chunk)
+    launch(_span_backward_kv, grid, pointers | numbers, _constants(q, k, v, tile, span), tile)
+
+
+def _numbers(q: Tensor, k: Tensor, rows: int | None, offset: int, scale: float) -> dict[str, float]:
+    length = q.shape[1]
+    return dict(S=length, rows=length if rows is None else rows, N=k.shape[1], offset=offset, scale2=scale * LOG2_E)
+
+
+def _query_grid(q: Tensor, k: Tensor, tile: Tile, rows: int | None) -> tuple[int, int]:
     queries = tile.rows // (q.shape[2] // k.shape[2])
-    return ceil_div(q.shape[1], queries), q.shape[0] * k.shape[2]
+    return ceil_div(q.shape[1] if rows is None else rows, queries), q.shape[0] * k.shape[2]
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, span: Span) -> dict[str, int]:
@@ -366,23 +318,21 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, span: Span) -> dict[
     return heads | dict(M=tile.rows, BN=tile.keys, BLOCK=span.block, STRIDE=span.stride, WINDOW=span.window)
 
 
-def _widest(q: Tensor, v: Tensor) -> int:
-    return max(padded(q.shape[-1]), padded(v.shape[-1]))
-
-
 def _forward_tile(q: Tensor, k: Tensor, v: Tensor | None, span: Span) -> Tile:
-    wide = _widest(q, k if v is None else v)
+    wide = widest(q, k if v is None else v)
     if q.itemsize == 4:
         return Tile(32, 32, 4, 1)
     if wide > 128:
         return Tile(128, 32, 8, 2)
-    return Tile(128, 64, 8, 3 if arch(q) >= 90 and not span.window else 2)
+    if arch(q) < 90:
+        return Tile(128, 64, 8, 2)
+    return Tile(64, 64, 4, 2) if span.window else Tile(128, 64, 8, 3)
 
 
 def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
     if q.itemsize == 4:
         return Tile(32, 32, 4, 1)
-    wide = _widest(q, v)
+    wide = widest(q, v)
     if wide > 128:
         return Tile(64, 32, 8, 1)
     return Tile(64, 64, 4, 2) if arch(q) >= 90 or wide <= 64 else Tile(128, 64, 8, 2)
@@ -391,7 +341,7 @@ def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
 def _backward_kv_tile(q: Tensor, v: Tensor, span: Span) -> Tile:
     if q.itemsize == 4:
         return Tile(32, 32, 4, 1)
-    wide = _widest(q, v)
+    wide = widest(q, v)
     if wide <= 64:
         return Tile(64, 64, 4, 2)
     if wide > 128:

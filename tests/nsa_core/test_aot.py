@@ -9,6 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 KERNELS = {
+    "compress._mean",
+    "compress._spread",
     "span._span_forward",
     "span._span_backward_q",
     "span._span_backward_kv",
@@ -17,6 +19,9 @@ KERNELS = {
     "selected._selected_forward",
     "selected._selected_backward",
     "selected._sum_items",
+    "inverse._sort_keys",
+    "inverse._count",
+    "inverse._assign",
     "merge._merge",
     "merge._gate",
     "merge._prepare",

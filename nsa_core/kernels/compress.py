@@ -1,0 +1,100 @@
+# pyright: reportMissingImports=false
+"""Mean compression of keys and values in one launch, forward and backward.
+
+Compressed token i is the mean of x at [i·STRIDE, i·STRIDE + BLOCK). Sums of strides come first and are then summed to
+blocks, so that neighbours share their bits. In the backward a position gathers from the tokens that cover it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..config import NSAConfig
+from ._launch import Tile, ceil_div, launch, padded
+
+_TILE = Tile(warps=4)
+_ROWS = 16
+
+
+@triton.jit
+def _mean(
+    K, V, KC, VC, T, N,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """KC [B,N,D] and VC [B,N,DV] from K [B,T,D], V [B,T,DV], heads flattened into D: ROWS tokens, DP columns."""
+    b, i, c = tl.program_id(2).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    d = c * DP + tl.arange(0, DP)
+    for of_values in tl.static_range(2):
+        x, out = (V, VC) if of_values else (K, KC)
+        width = DV if of_values else D
+        inside = (i < N)[:, None] & (d < width)[None, :]
+        total = tl.zeros([ROWS, DP], tl.float32)
+        for stride in range(BLOCK // STRIDE):
+            part = tl.zeros([ROWS, DP], tl.float32)
+            for u in range(STRIDE):
+                row = b * T + (i + stride) * STRIDE + u
+                part += tl.load(x + row[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += part
+        at = out + (b * N + i)[:, None] * width + d[None, :]
+        tl.store(at, (total / BLOCK).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _spread(
+    DKC, DVC, DK, DVALUE, T, N,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """DK [B,T,D] and DVALUE [B,T,DV]: each position gathers from the BLOCK/STRIDE tokens that cover it, in order."""
+    b, t, c = tl.program_id(2).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    d = c * DP + tl.arange(0, DP)
+    for of_values in tl.static_range(2):
+        x, out = (DVC, DVALUE) if of_values else (DKC, DK)
+        width = DV if of_values else D
+        total = tl.zeros([ROWS, DP], tl.float32)
+        for before in range(BLOCK // STRIDE):
+            i = t // STRIDE - (BLOCK // STRIDE - 1) + before
+            covered = ((i >= 0) & (i < N))[:, None] & (d < width)[None, :]
+            total += tl.load(x + (b * N + i)[:, None] * width + d[None, :], mask=covered, other=0.0).to(tl.float32)
+        at = out + (b * T + t)[:, None] * width + d[None, :]
+        tl.store(at, (total / BLOCK).to(out.dtype.element_ty), mask=(t < T)[:, None] & (d < width)[None, :])
+
+
+def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], differentiable."""
+    return _Compress.apply(k.contiguous(), v.contiguous(), config)  # pyright: ignore[reportReturnType]
+
+
+class _Compress(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+        tokens = config.cmp_tokens(k.shape[1])
+        ctx.config, ctx.shapes = config, (k.shape, v.shape)
+        k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
+        _run(_mean, {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}, k.shape, v.shape, tokens, tokens, config)
+        return k_cmp, v_cmp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        k_shape, v_shape = ctx.shapes
+        dk, dv = dk_cmp.new_empty(k_shape), dv_cmp.new_empty(v_shape)
+        pointers = {"DKC": dk_cmp.contiguous(), "DVC": dv_cmp.contiguous(), "DK": dk, "DVALUE": dv}
+        _run(_spread, pointers, k_shape, v_shape, dk_cmp.shape[1], k_shape[1], ctx.config)
+        return dk, dv, None
+
+
+def _run(
+    kernel: object, pointers: dict[str, Tensor], k: torch.Size, v: torch.Size, tokens: int, rows: int, config: NSAConfig
+) -> None:
+    """Over `rows` rows of the output, all heads' columns side by side."""
+    width, value_width = k[2] * k[3], v[2] * v[3]
+    columns = min(128, padded(max(width, value_width)))
+    grid = ceil_div(rows, _ROWS), ceil_div(max(width, value_width), columns), k[0]
+    sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": config.cmp_block, "STRIDE": config.cmp_stride}
+    launch(kernel, grid, pointers | {"T": k[1], "N": tokens}, sizes | {"ROWS": _ROWS}, _TILE)
