@@ -14,7 +14,7 @@ from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
-_SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "batch", "seq_len", "metric"]
+_SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "batch", "seq_len", "metric"]
 _HEADLINE = ("time", "peak_extra_memory", "peak_memory")  # what PyTorch merely reserves depends on the points before
 
 
@@ -28,7 +28,7 @@ class Content:
         scaling: their rows of v_scaling.
         metrics: their rows of v_metrics.
         fits: the fitted exponents.
-        peers: reported rows beside each of our rows of the same shape, batch, length, pass and metric.
+        peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric.
         environments: the distinct environments of the points, as flat text pairs.
         verdicts: the go/no-go rules, judged on these runs.
     """
@@ -45,6 +45,15 @@ class Content:
     @property
     def fits_frame(self) -> pd.DataFrame:
         return fits_frame(self.fits)
+
+    @property
+    def run_names(self) -> dict[str, str]:
+        """What rows call each run, by id: its name, or the id where two runs have the same name."""
+        names = [str(run["name"]) for run in self.runs]
+        return {
+            run["run_id"]: name if names.count(name) == 1 else run["run_id"]
+            for run, name in zip(self.runs, names, strict=True)
+        }
 
 
 def collect(store: Store, run_ids: Sequence[str]) -> Content:
@@ -65,12 +74,16 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
 
 
 def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame:
-    """Our measured rows with every reported row of the same shape and batch; dense attention beside dense only."""
+    """Our measured rows with every reported row of the same shape, depth, batch and (where it is told) dtype.
+
+    Dense attention stands beside dense only.
+    """
     ours = scaling[(scaling["origin"] == Origin.MEASURED) & scaling["metric"].isin(["time", "peak_extra_memory"])]
-    columns = [*_SAME, "implementation", "gpu", "unit", "value"]
+    columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
     theirs_is_dense = pairs["implementation_reported"].astype(str).str.startswith("dense")
     pairs = pairs.loc[(pairs["implementation"] != "dense") | theirs_is_dense]
+    pairs = pairs.loc[pairs["dtype_reported"].isna() | (pairs["dtype"] == pairs["dtype_reported"])]
     return pairs.sort_values([*_SAME, "implementation", "value_reported"])
 
 

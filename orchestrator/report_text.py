@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,11 +65,11 @@ def _tables(content: Content) -> Iterable[Table]:
     yield _runs(content)
     for verdict in content.verdicts:
         yield _verdict(verdict)
-    yield _fits(content.fits)
-    yield _measured(content.scaling)
+    yield _fits(content.fits, content.run_names)
+    yield _measured(content.scaling, content.run_names)
     yield _peers(content.peers)
     yield _states(content.points)
-    yield _failures(content.points)
+    yield _failures(content.points, content.run_names)
     for number, environment in enumerate(content.environments, 1):
         title = "Environment" if len(content.environments) == 1 else f"Environment {number}"
         yield Table(title, "", ["what", "value"], [[name, value] for name, value in sorted(environment.items())])
@@ -113,10 +114,10 @@ def _verdict(verdict: TargetVerdict) -> Table:
     return Table(title, note, ["rule", "result", "value", "bound", "margin", "reason"], rows)
 
 
-def _fits(fits: Sequence[Fit]) -> Table:
+def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
     rows = [
         [
-            fit.run_name,
+            names[fit.run_id],
             fit.origin,
             str(fit.implementation),
             str(fit.pass_),
@@ -147,9 +148,10 @@ def _fits(fits: Sequence[Fit]) -> Table:
     return Table("Scaling", note, columns, rows)
 
 
-def _measured(scaling: pd.DataFrame) -> Table:
+def _measured(scaling: pd.DataFrame, names: Mapping[str, str]) -> Table:
     rows = [
         [
+            names[row["run_id"]],
             str(row["implementation"]),
             str(row["pass"]),
             _shape(row["query_heads"], row["kv_heads"], row["head_dim"], row["layers"]),
@@ -159,9 +161,9 @@ def _measured(scaling: pd.DataFrame) -> Table:
             f"{row['value']:,.4g}" + _interval(row["ci_low"], row["ci_high"]),
             str(row["unit"]),
         ]
-        for row in scaling.sort_values(["metric", "pass", "implementation", "seq_len"]).to_dict("records")
+        for row in scaling.sort_values(["run_id", "metric", "pass", "implementation", "seq_len"]).to_dict("records")
     ]
-    columns = ["implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
+    columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
     return Table("Results", "The whole batch; brackets hold the interval of the median.", columns, rows)
 
 
@@ -181,7 +183,7 @@ def _peers(peers: pd.DataFrame) -> Table:
         ]
         for row in peers.to_dict("records")
     ]
-    note = "Same shape, length, batch and pass. Below 1, ours takes less. Mind the device of each figure."
+    note = "Same shape, dtype, length, batch and pass. Below 1, ours takes less. Mind the device of each figure."
     columns = ["ours", "pass", "shape", "S", "batch", "metric", "measured", "reported", "reported of", "ratio"]
     return Table("Beside reported figures", note, columns, rows)
 
@@ -197,11 +199,14 @@ def _states(points: pd.DataFrame) -> Table:
     return Table("Points by state", "", ["implementation", "pass", *states], rows)
 
 
-def _failures(points: pd.DataFrame) -> Table:
+def _failures(points: pd.DataFrame, names: Mapping[str, str]) -> Table:
     others = points.loc[points["state"] != PointState.OK.value]
-    rows = [[str(row["label"]), str(row["state"]), str(row["reason"] or "")] for row in others.to_dict("records")]
+    rows = [
+        [names[row["run_id"]], str(row["label"]), str(row["state"]), str(row["reason"] or "")]
+        for row in others.to_dict("records")
+    ]
     note = "A state other than ok carries no number."
-    return Table("Points without a result", note, ["point", "state", "reason"], rows)
+    return Table("Points without a result", note, ["run", "point", "state", "reason"], rows)
 
 
 def _methods(metrics: pd.DataFrame) -> Table:
@@ -231,9 +236,19 @@ def _interval(low: float | None, high: float | None) -> str:
 
 def _markdown_table(table: Table) -> str:
     def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(map(_cell, cells)) + " |"
 
     return "\n".join([line(table.columns), line(["---"] * len(table.columns)), *(line(row) for row in table.rows)])
+
+
+def _cell(text: str) -> str:
+    """Text that a Markdown table shows as it is, whatever a run or a failure is called; backticks still mark code."""
+    pieces = text.replace("\n", " ").split("`")
+    shown = [
+        piece if place % 2 else re.sub(r"([\\*]|<(?=[A-Za-z/!?])|\](?=\())", r"\\\1", piece)
+        for place, piece in enumerate(pieces)
+    ]
+    return "`".join(shown).replace("|", "\\|")
 
 
 def _html_table(table: Table) -> str:

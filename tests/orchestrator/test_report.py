@@ -48,8 +48,13 @@ def test_markdown_tells_everything(filled: Store):
 def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: Store, sweep):
     import_file(sqlite_store, DATA / "peers_h200.csv")  # 8,192 tokens in a batch of 4, 32,768 alone
     laws = {"chunked": 1.0, "dense": 2.0}
-    sqlite_store.apply_many(sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200"))
-    table = report(sqlite_store, [RUN]).partition("## Beside reported figures")[2].partition("\n## ")[0]
+    records = sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
+    sqlite_store.apply_many(records)
+    assert "None." in beside(sqlite_store)  # float32 beside bfloat16 compares nothing
+    sqlite_store.apply_many(with_axes(records, dtype="bfloat16", layers=5))
+    assert "None." in beside(sqlite_store)  # a model of five layers is not one operator
+    sqlite_store.apply_many(with_axes(records, dtype="bfloat16"))
+    table = beside(sqlite_store)
     ours = "| chunked | forward+backward | 12/2 d64 | 32,768 | 1 | time [ms] | 64 on NVIDIA H200"
     assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
     assert "| 8,192 |" not in table  # a batch of one is not a quarter of a batch of four
@@ -57,6 +62,35 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     dense = [line for line in table.splitlines() if line.startswith("| dense ")]
     assert dense
     assert all("dense, " in line for line in dense)
+
+
+def beside(store: Store) -> str:
+    return report(store, [RUN]).partition("## Beside reported figures")[2].partition("\n## ")[0]
+
+
+def with_axes(records: list, **axes: object) -> list:
+    """The records with other axes of their points."""
+    return [
+        record.model_copy(update={"axes": {**record.axes, **axes}}) if record.type == "point" else record
+        for record in records
+    ]
+
+
+def test_rows_of_two_runs_of_one_name_are_told_apart(sqlite_store: Store, sweep):
+    ids = ["20261120-120000-demo-aaaa", "20261120-120000-demo-bbbb"]
+    for run_id in ids:
+        sqlite_store.apply_many(sweep(run_id))
+    text = report(sqlite_store, ids)
+    for run_id in ids:
+        assert f"| {run_id} | naive | forward+backward | 12/2 d64 | 4,096 | 1 | time | 64 (57.6 to 70.4) | ms |" in text
+        assert f"| {run_id} | measured | naive |" in text
+
+
+def test_what_a_failure_says_is_shown_and_not_obeyed(sqlite_store: Store, sweep):
+    reason = "<img src=x> [link](http://x) a*b*c `raw *` x <= 3"
+    sqlite_store.apply_many(sweep(failures={PointState.ERROR: reason}))
+    assert r"\<img src=x> [link\](http://x) a\*b\*c `raw *` x <= 3 |" in report(sqlite_store, [RUN])
+    assert "<img" not in report(sqlite_store, [RUN], format="html")
 
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
