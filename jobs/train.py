@@ -184,10 +184,11 @@ def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, devi
         implementation=_implementation(model),
         batch=batch,
         seq_len=seq_len,
-        dtype=_compute_dtype(precision),
+        dtype=torch.float32,
         backward=True,
         optimizer="adamw",
         device=torch.device(device),
+        autocast=None if precision == "float32" else _compute_dtype(precision),
     )
 
 

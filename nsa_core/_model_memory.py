@@ -11,11 +11,20 @@ from .model import LOSS_ROWS, ModelConfig
 
 @dataclass(frozen=True)
 class Model:
-    """Account of an NSATransformer's pass from tokens to the loss and back."""
+    """Account of an NSATransformer's pass from tokens to the loss and back.
+
+    Attributes:
+        config: the model.
+        implementation: of its attention.
+        sizes: the attention's tensors.
+        weight: bytes of an element of the weights, their gradients and the residual stream. Where it is not that of
+            `sizes`, autocast is on: each linear layer keeps a cast copy of its input and of its weight.
+    """
 
     config: ModelConfig
     implementation: str
     sizes: Sizes
+    weight: int
 
     @property
     def parameters(self) -> int:
@@ -40,14 +49,17 @@ class Model:
             if not grad:
                 ledger.release("activations", self._stream)  # the block's input
         self._norm_forward(ledger, grad)
-        ledger.touch(2 * self._logits)  # logits and their log-softmax
+        kept_by_autocast = 0 if grad and not self.config.checkpointing else self.config.layers * self._cast_weights
+        ledger.hold("workspace", kept_by_autocast)  # till the forward pass ends; else every block's own
+        ledger.touch(2 * self._logits + self._cast_head)  # logits and their log-softmax
+        ledger.release("workspace", kept_by_autocast)
 
     def backward(self, ledger: Ledger) -> None:
         """From the loss to the gradients of all parameters."""
-        c, element = self.config, self.sizes.element
-        embedding = c.vocab_size * c.dim * element
+        c = self.config
+        embedding = c.vocab_size * c.dim * self.weight
         self._loss_backward(ledger, embedding)
-        self._norm_backward(ledger)
+        self._norm_backward(ledger, self._stream)
         ledger.hold("workspace", self._stream)  # the gradient of the residual stream
         for _ in range(c.layers):
             ledger.release("activations", self._stream)  # the block's output, which only the next one needed
@@ -55,6 +67,7 @@ class Model:
                 self._block_forward(ledger, grad=True)
             self._ffn_backward(ledger)
             self._attention_backward(ledger)
+            ledger.release("activations", self._cast_weights)
         if c.tie_embeddings:
             ledger.touch(embedding)  # added to the head's
         else:
@@ -65,7 +78,32 @@ class Model:
     @property
     def _stream(self) -> int:
         """[B,S,dim]"""
-        return self.sizes.tokens * self.config.dim * self.sizes.element
+        return self.sizes.tokens * self.config.dim * self.weight
+
+    @property
+    def _mixed(self) -> bool:
+        """Whether autocast is on."""
+        return self.weight != self.sizes.element
+
+    def _read(self, layers: int) -> int:
+        """What `layers` linear layers keep of their common input [B,S,dim]."""
+        return layers * self.sizes.tokens * self.config.dim * self.sizes.element if self._mixed else self._stream
+
+    @property
+    def _projections(self) -> int:
+        """Linear layers that read the attention's input: q, k, v and NSA's gates."""
+        return 4 if self._sparse else 3
+
+    @property
+    def _cast_weights(self) -> int:
+        """A block's matrices as autocast has them."""
+        return (self._attention_parameters + self._ffn_parameters) * self.sizes.element if self._mixed else 0
+
+    @property
+    def _cast_head(self) -> int:
+        """The output head's as well, and the rows that it reads."""
+        rows = min(LOSS_ROWS, self.sizes.tokens)
+        return (self.config.vocab_size + rows) * self.config.dim * self.sizes.element if self._mixed else 0
 
     @property
     def _hidden(self) -> int:
@@ -115,19 +153,27 @@ class Model:
         ledger.hold("activations", self._stream + (self._normalised if grad else 0))
         ledger.touch(self._stream)
 
-    def _norm_backward(self, ledger: Ledger) -> None:
+    def _norm_read(self, ledger: Ledger, layers: int) -> None:
+        """Its output goes, where the layers that read it keep copies."""
+        ledger.hold("activations", self._read(layers) - self._stream)
+
+    def _norm_backward(self, ledger: Ledger, kept: int) -> None:
+        """Releases `kept`, what was kept of its output."""
         ledger.touch(3 * self._stream)
-        ledger.release("activations", self._stream + self._normalised)
+        ledger.release("activations", kept + self._normalised)
 
     def _block_forward(self, ledger: Ledger, grad: bool) -> None:
         """Keeps with `grad` all but the block's input and output, without it nothing."""
         before = ledger.now["activations"]
+        ledger.hold("activations", self._cast_weights)
         self._norm_forward(ledger, grad)
+        self._norm_read(ledger, self._projections)
         self._attention_forward(ledger, grad)
         if not grad:
             ledger.release("activations", ledger.now["activations"] - before)
         ledger.hold("activations", self._stream)  # the residual stream between attention and feed-forward
         self._norm_forward(ledger, grad)
+        self._norm_read(ledger, 2)
         if grad:
             ledger.hold("activations", 4 * self._hidden)  # gate, silu(gate), up, product
         else:
@@ -167,6 +213,7 @@ class Model:
         """Chunk after chunk: logits once more, and the gradient of the head's weight added up."""
         rows = min(LOSS_ROWS, self.sizes.tokens)
         more = self.sizes.tokens > rows
+        ledger.hold("workspace", self._cast_head)
         ledger.hold("workspace", self._stream)  # gradients of the rows
         ledger.touch(3 * self._logits)  # log-softmax, its gradient, the logits' gradient
         ledger.touch(self._logits + embedding)
@@ -174,11 +221,12 @@ class Model:
         if more:
             ledger.touch(3 * self._logits)
             ledger.touch(self._logits + embedding)
+        ledger.release("workspace", self._cast_head)
         ledger.touch(self._stream)
         ledger.release("workspace", self._stream)
 
     def _ffn_backward(self, ledger: Ledger) -> None:
-        weights = self.config.dim * self.config.ffn_dim * self.sizes.element
+        weights = self.config.dim * self.config.ffn_dim * self.weight
         ledger.hold("gradients", weights)  # down
         ledger.touch(self._hidden)
         ledger.release("activations", self._hidden)  # the product
@@ -188,11 +236,11 @@ class Model:
         ledger.touch(2 * self._hidden + self._stream)
         ledger.hold("gradients", weights)  # gate
         ledger.release("activations", self._hidden)
-        self._norm_backward(ledger)
+        self._norm_backward(ledger, self._read(2))
         ledger.release("activations", self._stream)  # the stream between attention and feed-forward
 
     def _attention_backward(self, ledger: Ledger) -> None:
-        s, element = self.sizes, self.sizes.element
+        s = self.sizes
         before = ledger.now["gradients"]
         ledger.hold("workspace", s.q)  # the output's gradient
         if self._sparse:
@@ -204,5 +252,5 @@ class Model:
         ledger.release("activations", self._attention_inputs() + self._compression_kept())
         ledger.touch(3 * s.q)  # halves of q turned back
         ledger.release("gradients", ledger.now["gradients"] - before)  # of q, k, v: no parameters
-        ledger.hold("gradients", (self._attention_parameters + 2 * self.config.dim) * element)
-        self._norm_backward(ledger)
+        ledger.hold("gradients", (self._attention_parameters + 2 * self.config.dim) * self.weight)
+        self._norm_backward(ledger, self._read(self._projections))

@@ -92,6 +92,7 @@ def estimate_model(
     backward: bool,
     optimizer: Literal["adamw"] | None,
     device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
     """NSATransformer from tokens and targets to the loss, and back to the gradients of all parameters.
 
@@ -102,21 +103,21 @@ def estimate_model(
         batch, seq_len: of tokens.
         dtype: of parameters and activations.
         backward: the pass is a training step's; else it runs without gradients.
-        optimizer: whose state exists, and whose step follows.
+        optimizer: whose state exists, and whose step follows: fused on a GPU, one parameter at a time on a CPU.
         device: chunks and kernels differ with it.
+        autocast: the dtype that activations are cast to, where weights are kept in a wider one.
 
     Raises:
         InputError: an unknown implementation.
     """
-    sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, dtype, device)
-    model, ledger = Model(config, implementation, sizes), Ledger()
+    sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, autocast or dtype, device)
+    model, ledger = Model(config, implementation, sizes, dtype.itemsize), Ledger()
     parameters = model.parameters * dtype.itemsize
     model.forward(ledger, backward)
     if backward:
         model.backward(ledger)
-    if optimizer is not None:
-        # Many parameters at once on a GPU: denominators of all of them; one at a time on a CPU.
-        ledger.touch(parameters if device.type == "cuda" else model.largest_parameter * dtype.itemsize)
+    if optimizer is not None and device.type != "cuda":
+        ledger.touch(model.largest_parameter * dtype.itemsize)  # its denominator
     state = 0 if optimizer is None else 2 * parameters
     return _estimate(ledger, parameters=parameters, optimizer=state, inputs=2 * sizes.tokens * 8)
 

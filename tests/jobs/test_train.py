@@ -87,9 +87,11 @@ def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> Non
     assert _values(saving)["peak_memory"] < 0.9 * _values(plain)["peak_memory"]
 
 
-def test_bfloat16_autocast_trains(text: Path) -> None:
-    found = _values(_train(_spec(text, precision="bfloat16")))
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_it_trains_in_each_precision_and_needs_the_memory_that_was_predicted(text: Path, precision: str) -> None:
+    found = _values(_train(_spec(text, precision=precision)))
     assert found["heldout_loss"] < found["heldout_loss_before"] - 1
+    assert abs(found["estimate_error"]) < 10
 
 
 def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:

@@ -126,6 +126,27 @@ def test_model_of_other_shapes(changes: dict[str, object], backward: bool) -> No
     assert predicted == pytest.approx(peak_of_model(_as(config, "chunked"), 2, 120, backward), rel=0.1)
 
 
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"checkpointing": True, "layers": 4}, {"vocab_size": 8192, "layers": 1}],
+    ids=["plain", "checkpointing", "vocabulary"],
+)
+def test_model_under_autocast(attention: str, changes: dict[str, object]) -> None:
+    config = replace(MODEL, attention=attention, **changes)  # type: ignore[arg-type]
+    implementation, seq_len = "dense" if attention == "dense" else "chunked", 300
+    model, tokens = NSATransformer(config), torch.randint(config.vocab_size, (2, seq_len))
+
+    def call() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+
+    predicted = estimate_of(config, implementation, 2, seq_len, True, autocast=torch.bfloat16)
+    assert predicted.extra == pytest.approx(measure_peak(call, CPU, 0).extra, rel=0.1)
+    assert predicted.parameters == sum(p.nbytes for p in model.parameters())
+
+
 def _as(config: ModelConfig, implementation: str) -> ModelConfig:
     if implementation == "dense":
         return replace(config, attention="dense")
