@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,10 @@ class Tile:
     keys: int = 64
     warps: int = 4
     stages: int = 1
+
+    def holding(self, group: int) -> Tile:
+        """The same with rows for all heads of a group, however many."""
+        return replace(self, rows=max(self.rows, padded(group)))
 
 
 def padded(dim: int) -> int:

@@ -157,7 +157,7 @@ def _power(x: int) -> int:
 
 
 def _importance_tile(q: Tensor) -> Tile:
-    if q.itemsize == 4:
-        return Tile(32, 32, 4)
     wide = padded(q.shape[-1])
+    if q.itemsize == 4:
+        return Tile(32, 32, 4) if wide <= 64 else Tile(16, 16, 8)
     return Tile(64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 4, 1)

@@ -164,7 +164,7 @@ def forward_chunk(
 
     Slots whose rank chose no block stay unwritten.
     """
-    tile = _forward_tile(q, v)
+    tile = _forward_tile(q, v).holding(q.shape[2] // k.shape[2])
     pointers = dict(Q=q, K=k, V=v, OPART=parts, LPART=lse_parts) | _index(inverse, chunk, config)
     numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E)
     launch(_selected_forward, (inverse.limit,), pointers | numbers, _constants(q, k, v, tile, config, inverse), tile)
@@ -182,7 +182,7 @@ def backward_chunk(
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV], zeros before the first chunk.
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
-    tile = _backward_tile(q, v)
+    tile = _backward_tile(q, v).holding(q.shape[2] // k.shape[2])
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DQPART=dq_parts, DKPART=scratch[0], DVPART=scratch[1])
     numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E, scale=scale)
     constants = _constants(q, k, v, tile, config, inverse)
@@ -213,18 +213,18 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, config: NSAConfig, i
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:
-    if q.itemsize == 4:
-        return Tile(32, warps=4)
     wide = widest(q, v)
+    if q.itemsize == 4:
+        return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
     if wide > 128:
         return Tile(64, warps=8)
     return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
 
 
 def _backward_tile(q: Tensor, v: Tensor) -> Tile:
-    if q.itemsize == 4:
-        return Tile(32, warps=4)
     wide = widest(q, v)
+    if q.itemsize == 4:
+        return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
     if wide > 128:
         return Tile(32, warps=8)
     if arch(q) < 90:

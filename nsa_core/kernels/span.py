@@ -230,7 +230,7 @@ def forward(
         Rows that are not computed stay unwritten.
     """
     batch, length, heads, _ = q.shape
-    tile = _forward_tile(q, k, v, span)
+    tile = _forward_tile(q, k, v, span).holding(q.shape[2] // k.shape[2])
     o = None if v is None else q.new_empty(batch, length, heads, v.shape[-1])
     lse = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
     pointers = dict(Q=q, K=k, V=k if v is None else v, O=q if o is None else o, LSE=lse)
@@ -251,7 +251,10 @@ def backward_q(
         lse, delta: float32 [B,S,HQ] with the gate folded in, from merge.prepare.
         rows: of q that count, the first ones; all unless given.
     """
-    tile, dq = _backward_q_tile(q, v), q.new_empty(len(q), q.shape[1] if rows is None else rows, *q.shape[2:])
+    tile, dq = (
+        _backward_q_tile(q, v).holding(q.shape[2] // k.shape[2]),
+        q.new_empty(len(q), q.shape[1] if rows is None else rows, *q.shape[2:]),
+    )
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DQ=dq)
     numbers = _numbers(q, k, rows, offset, scale) | dict(scale=scale)
     launch(_span_backward_q, _query_grid(q, k, tile, rows), pointers | numbers, _constants(q, k, v, tile, span), tile)
@@ -267,7 +270,7 @@ def backward_kv(
     into chunks, a function of shape alone, whose float32 parts are summed in order.
     """
     (batch, rows), (_, tokens, kv_heads, _) = q.shape[:2], k.shape
-    tile = _backward_kv_tile(q, v, span)
+    tile = _backward_kv_tile(q, v, span).holding(q.shape[2] // k.shape[2])
     tiles = ceil_div(tokens, tile.keys)
     chunks = 1 if span.window else min(16, ceil_div(2048, max(1, tiles * batch * kv_heads)), ceil_div(rows, 512))
     parts = [x.new_empty(chunks, *x.shape, dtype=x.dtype if chunks == 1 else torch.float32) for x in (k, v)]
@@ -286,7 +289,7 @@ def backward_kv_into(
     totals: float32 [B,N,HKV,D] and [B,N,HKV,DV].
     """
     span = Span()
-    tile = _backward_kv_tile(q, v, span)
+    tile = _backward_kv_tile(q, v, span).holding(q.shape[2] // k.shape[2])
     grid = ceil_div(offset + rows, tile.keys), k.shape[0] * k.shape[2], 1
     _launch_backward_kv((q, k, v, do, lse, delta), totals, grid, tile, span, offset, scale, rows)
 
