@@ -39,7 +39,7 @@ def _database() -> None:
     except UserError:
         st.caption(":material/database_off: no database to read")
         return
-    st.caption(f":material/database: **Database**  \n`{parts.short_address(store.name)}`")
+    st.caption(f":material/database: **Database**  \n{parts.code(parts.short_address(store.name))}")
     if changed is not None:
         st.caption(f":material/schedule: **Last change**  \n{parts.ago(changed)}")
     st.caption(

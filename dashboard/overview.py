@@ -41,7 +41,9 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
         st.rerun()
     for row in data.runs(store, state=RunState.RUNNING).to_dict("records"):
         with st.container(border=True):
-            st.markdown(f"{parts.badge('running', parts.RUN_STATES)} **{parts.plain(row['name'])}** `{row['run_id']}`")
+            st.markdown(
+                f"{parts.badge('running', parts.RUN_STATES)} **{parts.plain(row['name'])}** {parts.code(row['run_id'])}"
+            )
             st.progress(parts.progress(row), text=f"{parts.tally(row)} of {parts.count(row['points'], 'point')}")
             points = data.points(store, row["run_id"])
             for point in points.loc[points["state"] == PointState.RUNNING].to_dict("records"):

@@ -140,6 +140,11 @@ def point_link(point_id: str, label: str | None = None) -> str:
     return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})})"
 
 
+def run_link(run_id: str, label: str) -> str:
+    """A Markdown link to a run's page."""
+    return f"[{label}](runs?{urlencode({'run': run_id})})"
+
+
 def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
     """Links to the points that a verdict rests on."""
     links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:shown])
@@ -157,6 +162,11 @@ def plain(text: object) -> str:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\\*_\[\]$~|<>:#])", r"\\\1", text)
+
+
+def code(text: object) -> str:
+    """Text in the look of code; it cannot end that look and begin Markdown of its own."""
+    return "`" + " ".join(str(text).split()).replace("`", "'") + "`"
 
 
 def short_address(address: str) -> str:

@@ -95,7 +95,8 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.rerun()
     assert run is not None
     st.markdown(
-        f"{parts.badge(run['state'], parts.RUN_STATES)} {parts.badge(run['origin'], parts.ORIGINS)} `{run['run_id']}`"
+        f"{parts.badge(run['state'], parts.RUN_STATES)} {parts.badge(run['origin'], parts.ORIGINS)} "
+        f"{parts.code(run['run_id'])}"
     )
     if run["reason"]:
         st.warning(parts.plain(run["reason"]), icon=":material/info:")
@@ -114,10 +115,10 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
 
 def _provenance(run: dict[str, Any]) -> dict[str, str]:
     dirty = {True: " with uncommitted changes", False: " (clean)"}.get(run["git_dirty"], "")
-    commit = f"`{run['git_commit']}`{dirty}" if run["git_commit"] else "–"
+    commit = f"{parts.code(run['git_commit'])}{dirty}" if run["git_commit"] else "–"
     texts = ("spec_hash", "code_hash", "submission_id", "artifacts")
     return {
-        "Kind": run["kind"],
+        "Kind": parts.plain(run["kind"]),
         "Source": parts.plain(run["source"] or "–"),
         "Commit": commit,
         "Started": parts.moment(run["created_at"]),
@@ -126,7 +127,7 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
         "Host": parts.plain(run["host"] or "–"),
         "GPU": parts.plain(run["gpu"] or "–"),
         "Resumed": parts.count(run["resumed"], "time"),
-        **{name.replace("_", " ").capitalize(): f"`{run[name]}`" if run[name] else "–" for name in texts},
+        **{name.replace("_", " ").capitalize(): parts.code(run[name]) if run[name] else "–" for name in texts},
     }
 
 
@@ -172,8 +173,8 @@ def _point_now(store: Store, point_id: str, state: str) -> None:
         st.rerun()
     assert point is not None
     st.markdown(
-        f"{parts.badge(state, parts.POINT_STATES)} {parts.badge(point['origin'], parts.ORIGINS)} `{point_id}` · "
-        f"attempt {point['attempt']} · took {parts.duration(point['started_at'], point['ended_at'])}"
+        f"{parts.badge(state, parts.POINT_STATES)} {parts.badge(point['origin'], parts.ORIGINS)} "
+        f"{parts.code(point_id)} · attempt {point['attempt']} · took {parts.duration(point['started_at'], point['ended_at'])}"
     )
     if state == "running":
         st.info(parts.doing(point), icon=":material/autorenew:")
@@ -196,7 +197,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
-    facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": f"`{point['key']}`"}
+    facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}
     _table(facts | {"Ended": parts.moment(point["ended_at"])})
 
 
@@ -204,7 +205,7 @@ def _metrics(frame: pd.DataFrame) -> None:
     rows = frame.to_dict("records")
     table = pd.DataFrame(
         {
-            "Metric": frame["name"],
+            "Metric": [parts.plain(name) for name in frame["name"]],
             "Value": [parts.number(row["value"], row["unit"]) for row in rows],
             "95 % interval": [_interval(row["ci_low"], row["ci_high"]) for row in rows],
             "p10 to p90": [_interval(row["p10"], row["p90"]) for row in rows],
@@ -227,7 +228,7 @@ def _artifacts(frame: pd.DataFrame) -> None:
         with st.expander(parts.plain(title), expanded=len(frame) == 1, icon=":material/description:"):
             if row["truncated"]:
                 st.caption("Only its end was kept here; the whole file is on the host that ran it.")
-            st.caption(f"`{row['path']}` · sha256 `{row['sha256'][:16]}`")
+            st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
             if row["content"]:
                 st.code(
                     row["content"],
@@ -252,7 +253,7 @@ def _table(facts: dict[str, str]) -> None:
 
 def _missing(what: str, name: str) -> None:
     _link("All runs")
-    st.warning(f"There is no {what} `{name}` in this database.", icon=":material/search_off:")
+    st.warning(f"There is no {what} {parts.code(name)} in this database.", icon=":material/search_off:")
 
 
 def _link(label: str, **query: str) -> None:

@@ -251,7 +251,7 @@ def _fits_table(fits: pd.DataFrame) -> None:
             "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
             "R²": [f"{row['r2']:.3f}" for row in rows],
             "Lengths": [_lengths(row["lengths"]) for row in rows],
-            "Run": [f"[{parts.plain(row['run_name'])}](runs?run={row['run_id']})" for row in rows],
+            "Run": [parts.run_link(row["run_id"], parts.plain(row["run_name"])) for row in rows],
         }
     )
     st.table(table, border="horizontal", hide_index=True)

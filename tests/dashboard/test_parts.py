@@ -59,3 +59,10 @@ def test_text_is_shown_as_it_is():
     assert parts.plain("a*b_c $x$ [1](2)") == r"a\*b\_c \$x\$ \[1\](2)"
     assert parts.plain("run `nsa show a_b` :red[x]") == r"run `nsa show a_b` \:red\[x\]"
     assert parts.plain("a lone ` and\na line") == r"a lone \` and a line"
+
+
+def test_code_stays_code():
+    """A name in an address or an imported file must not become Markdown of its own."""
+    assert parts.code("x` ![](http://x) `y") == "`x' ![](http://x) 'y`"
+    assert parts.code("x\n\n![](http://x)") == "`x ![](http://x)`"
+    assert parts.run_link("a)b c", "demo") == "[demo](runs?run=a%29b+c)"
