@@ -174,7 +174,8 @@ def _point_now(store: Store, point_id: str, state: str) -> None:
     assert point is not None
     st.markdown(
         f"{parts.badge(state, parts.POINT_STATES)} {parts.badge(point['origin'], parts.ORIGINS)} "
-        f"{parts.code(point_id)} · attempt {point['attempt']} · took {parts.duration(point['started_at'], point['ended_at'])}"
+        f"{parts.code(point_id)} · attempt {point['attempt']} · "
+        f"took {parts.duration(point['started_at'], point['ended_at'])}"
     )
     if state == "running":
         st.info(parts.doing(point), icon=":material/autorenew:")
