@@ -57,6 +57,7 @@ class Operands:
         for key, value in zip(self.keys, self.values, strict=True):
             _check_pair(self.q, ("k", key), ("v", value))
             _check_lengths(self.q, key, self.keys[0], packed)
+            _check_value_dim(value, self.values[0])
         if self.gates is not None:
             _check_gates(self.gates, self.q)
         for name, x, source in (("k_cmp", self.k_cmp, self.keys[0]), ("v_cmp", self.v_cmp, self.values[0])):
@@ -156,6 +157,11 @@ def _check_lengths(q: Tensor, k: Tensor, first: Tensor, packed: bool) -> None:
         raise InputError("k", _text(k), f"give {'exactly' if packed else 'at least'} the {rows} tokens of q")
     if k.shape[:-1] != first.shape[:-1]:
         raise InputError("k", _text(k), f"give as many tokens and heads for every branch: {_text(first)}")
+
+
+def _check_value_dim(v: Tensor, first: Tensor) -> None:
+    if v.shape[-1] != first.shape[-1]:
+        raise InputError("v", _text(v), f"give one head dim for every branch: {_text(first)}")
 
 
 def _check_like(name: str, x: Tensor, source: Tensor) -> None:

@@ -94,6 +94,7 @@ def test_wrong_operands_are_named(name):
         ({"k": torch.randn(1, 19, 2, 8), "v": torch.randn(1, 19, 2, 8)}, "k"),
         ({"v": torch.randn(1, 18, 2, 8)}, "v"),
         ({"k": (torch.randn(1, 20, 2, 8),) * 2}, "k"),
+        ({"v": tuple(torch.randn(1, 20, 2, dim) for dim in (8, 4, 8))}, "v"),
         ({"q": torch.ones(1, 20, 4, 8, dtype=torch.int64)}, "q"),
         ({"q": torch.randn(1, 0, 4, 8)}, "q"),
         ({"branches": ()}, "branches"),
