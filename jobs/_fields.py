@@ -56,11 +56,11 @@ def threads(spec: JobSpec, machine: Machine) -> int | None:
     return max(1, int(spec.resources.num_cpus)) if machine.device == "cpu" else None
 
 
-def does_not_fit(needed: int, spec: JobSpec, machine: Machine, advice: str) -> str | None:
-    """Why a point that needs so many bytes is not worth starting; None if it fits."""
+def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:
+    """Why a point that needs so many bytes is not worth starting; None if it fits, or nothing predicts its needs."""
     limit, who = machine.memory_bytes, f"the {machine.device} device has"
     if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
         limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
-    if needed <= limit:
+    if needed is None or needed <= limit:
         return None
     return f"needs {needed / 2**30:.1f} GiB, {who} {limit / 2**30:.1f} GiB; {advice}"

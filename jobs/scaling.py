@@ -26,7 +26,7 @@ from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, SpecError, Strict
 from nsa_core import NSAConfig, available_backends
 from nsa_core.backends import BACKENDS
-from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward"]
@@ -142,6 +142,7 @@ class Spec(JobSpec):
             timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
         )
         estimate = case.estimate()
+        needed = None if estimate is None else estimate.total
         axes = Axes(
             implementation=implementation,
             workload=self.workload,
@@ -160,8 +161,8 @@ class Spec(JobSpec):
             label=f"{implementation} {pass_} S={seq_len}",
             config=case.to_config(),
             axes=axes,
-            estimate_bytes=estimate.total,
-            skip_reason=does_not_fit(estimate.total, self, machine, "shorten lengths or use chunked"),
+            estimate_bytes=needed,
+            skip_reason=does_not_fit(needed, self, machine, "shorten lengths or use chunked"),
         )
 
 
@@ -229,8 +230,10 @@ class Case:
     def shape(self) -> check.Shape:
         return check.Shape(self.model.heads, self.model.kv_heads, self.model.head_dim)
 
-    def estimate(self) -> MemoryEstimate:
-        """What nsa_core.memory predicts for it."""
+    def estimate(self) -> MemoryEstimate | None:
+        """What nsa_core.memory predicts for it; None where it has no account of the implementation."""
+        if not predicts(self.implementation):
+            return None
         if self.workload == "model":
             return estimate_model(
                 self.model,
@@ -279,19 +282,16 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     time = summarize("time", "ms", timing.samples_ms, timing.method)
     tokens = case.batch * case.seq_len
     per_second = [1000 * tokens / ms for ms in timing.samples_ms]
-    predicted = case.estimate().extra
     metrics = [
         time,
         summarize("throughput", "tok/s", per_second, f"{tokens} tokens over each sample of time"),
         *peak.metrics(),
-        Metric(
-            "estimate_error",
-            "%",
-            100 * (predicted - peak.extra) / peak.extra,
-            method="(predicted - measured) / measured, of peak_extra_memory",
-        ),
         *agreement.metrics(),
     ]
+    if (estimate := case.estimate()) is not None:
+        error = 100 * (estimate.extra - peak.extra) / peak.extra
+        method = "(predicted - measured) / measured, of peak_extra_memory"
+        metrics.append(Metric("estimate_error", "%", error, method=method))
     return Measurement(tuple(metrics), route, environment(device), peak.files)
 
 

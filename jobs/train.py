@@ -30,7 +30,7 @@ from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, SpecError, Strict
 from nsa_core import NSAConfig, available_backends
 from nsa_core.backends import DEFAULT
-from nsa_core.memory import MemoryEstimate, estimate_model
+from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 
@@ -145,6 +145,7 @@ class Spec(JobSpec):
             "threads": threads(self, machine),
         }
         estimate = _estimate(model, self.batch, self.seq_len, self.precision, machine.device)
+        needed = None if estimate is None else estimate.total
         advice = "shorten seq_len, lower batch or turn checkpointing on"
         return Point(
             kind="train",
@@ -163,8 +164,8 @@ class Spec(JobSpec):
                 dtype=self.precision,
                 device=machine.device,
             ),
-            estimate_bytes=estimate.total,
-            skip_reason=does_not_fit(estimate.total, self, machine, advice),
+            estimate_bytes=needed,
+            skip_reason=does_not_fit(needed, self, machine, advice),
         )
 
 
@@ -178,7 +179,9 @@ def _implementation(model: ModelConfig) -> str:
     return DEFAULT if model.backend == "auto" else str(model.backend)
 
 
-def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate:
+def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate | None:
+    if not predicts(_implementation(model)):
+        return None
     return estimate_model(
         model,
         implementation=_implementation(model),
@@ -390,6 +393,8 @@ def _quality(run: _Run) -> list[Metric]:
 def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[Metric]:
     """Peak of one whole step, and how far the estimate was off."""
     estimate = _estimate(model, config["batch"], config["seq_len"], config["precision"], config["device"])
+    if estimate is None:
+        return peak.metrics()
     error = 100 * (estimate.total - peak.allocated) / peak.allocated
     method = "(predicted - measured) / measured, of peak_memory"
     return [*peak.metrics(), Metric("estimate_error", "%", error, method=method)]

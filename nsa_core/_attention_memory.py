@@ -21,6 +21,7 @@ from .errors import InputError
 from .routes import Branch
 
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
+ACCOUNTS = ("chunked", "naive", "reference", "dense")  # what `footprint` knows
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ def footprint(implementation: str, sizes: Sizes, config: NSAConfig, *, compresse
     """
     if implementation == "dense":
         return Dense(sizes)
-    if implementation in ("auto", "chunked"):
+    if implementation == "chunked":
         return Chunked(sizes, config, compresses)
     if implementation in ("naive", "reference"):
         return Masked(sizes, config, compresses, exhaustive=implementation == "reference")
-    raise InputError("implementation", repr(implementation), "use one of chunked, naive, reference, dense")
+    raise InputError("implementation", repr(implementation), f"use one of {', '.join(ACCOUNTS)}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ._attention_memory import Sizes, footprint
+from ._attention_memory import ACCOUNTS, Sizes, footprint
 from ._ledger import Ledger
 from ._model_memory import Model
 from .config import NSAConfig
@@ -43,6 +43,11 @@ class MemoryEstimate:
     def total(self) -> int:
         """Everything."""
         return self.parameters + self.optimizer + self.inputs + self.extra
+
+
+def predicts(implementation: str) -> bool:
+    """Whether the memory of `implementation` can be estimated: that of a backend without an account cannot."""
+    return implementation in ACCOUNTS
 
 
 def estimate_attention(

@@ -14,7 +14,7 @@ from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
 from jobs.scaling import Spec, measure
-from nsa_core.backends import chunked
+from nsa_core.backends import BACKENDS, chunked
 from nsa_core.memory import MemoryEstimate
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -73,6 +73,20 @@ def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
     assert reason.endswith("GiB, memory_gib allows 2.0 GiB; shorten lengths or use chunked")
     small = Machine("cuda", "small card", 2**20)
     assert "the cuda device has 0.0 GiB" in str(_spec(lengths=[8192]).points(small)[0].skip_reason)
+
+
+@pytest.mark.parametrize("workload", ["attention", "model"])
+def test_a_backend_whose_memory_nothing_predicts_is_measured_all_the_same(
+    workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.scaling.BACKENDS", dict(BACKENDS) | {"new": chunked})
+    monkeypatch.setattr("nsa_core.backends.BACKENDS", dict(BACKENDS) | {"new": chunked})
+    shape = {"shape": None, "preset": "tiny"} if workload == "model" else {}
+    point = _spec(implementations=["new"], workload=workload, passes=["forward"], memory_gib=1e-6, **shape).points(CPU)[
+        0
+    ]
+    assert (point.estimate_bytes, point.skip_reason) == (None, None)
+    assert "estimate_error" not in _values(_measure(point))
 
 
 def test_the_key_ignores_what_dense_attention_does_not_use() -> None:
