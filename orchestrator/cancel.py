@@ -64,11 +64,16 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
 
 def _unfinished(store: Store, run_id: str) -> list[Record]:
     outcomes = [
-        # A point that was never handed out is cancelled before its first attempt: a resumed run begins with that.
         OutcomeRecord(
-            run_id=run_id, point_id=p["point_id"], attempt=int(p["attempt"]), state=PointState.CANCELLED, reason=_REASON
+            run_id=run_id, point_id=p["point_id"], attempt=_attempt(p), state=PointState.CANCELLED, reason=_REASON
         )
         for p in queries.points(store, run_id).to_dict("records")
         if not PointState(p["state"]).ended
     ]
     return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON)]
+
+
+def _attempt(point: dict[str, Any]) -> int:
+    """The one that does not take place: under way, or to come; 0 for a point that was never handed out."""
+    before = int(point["attempt"])
+    return before + 1 if before and point["state"] == PointState.PENDING else before

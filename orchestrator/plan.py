@@ -148,6 +148,7 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
         run_id=plan.run.run_id,
         point_id=f"{plan.run.run_id}/{index}",
         index=index,
+        attempt=attempt - 1,
         key=key,
         label=point.label,
         config=dict(point.config),

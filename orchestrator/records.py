@@ -50,6 +50,7 @@ class PointRecord(_Record):
     type: Literal["point"] = "point"
     point_id: str  # "<run_id>/<index>"
     index: int
+    attempt: int = 0  # that came before this plan: more than 0 where a run is taken up again
     key: str
     label: str
     config: dict[str, Any]

@@ -42,6 +42,10 @@ _AXES = (
     "device",
 )
 
+# What is told of an attempt, in this order: it starts, it ends, the point is planned once more after it.
+_STARTED, _ENDED, _PLANNED = range(3)
+_STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
+
 
 def apply(session: Session, record: Record) -> None:
     """Write one record. Raises StoreError when it cannot be true (numbers of a failed point) or its run is unknown."""
@@ -100,11 +104,11 @@ def _point(session: Session, record: PointRecord) -> None:
     if point is None:
         if session.get(Run, record.run_id) is None:
             raise _unknown("run", record.run_id)
-        point = Point(id=record.point_id, run_id=record.run_id, attempt=0, route={}, state_at=record.at)
+        point = Point(id=record.point_id, run_id=record.run_id)
         session.add(point)
-    if new or _newer(point, attempt=0, ended=False, at=record.at):
-        point.state, point.reason, point.state_at = record.state, _clean(record.reason), record.at
-        point.ended_at = record.at if record.state.ended else None
+    if new or _newer(point, record.attempt, _PLANNED, record.at):
+        _begin(session, point, record.attempt, record.state, record.at)
+        point.reason, point.ended_at = _clean(record.reason), record.at if record.state.ended else None
     point.number, point.key, point.label = record.index, record.key, record.label
     point.config, point.estimate_bytes = record.config, record.estimate_bytes
     axes = {**record.axes, "pass_": record.axes.get("pass_", record.axes.get("pass"))}
@@ -114,20 +118,26 @@ def _point(session: Session, record: PointRecord) -> None:
 
 def _start(session: Session, record: StartRecord) -> None:
     point = _existing(session, record.point_id)
-    if not _newer(point, attempt=record.attempt, ended=False, at=record.at):
+    if not _newer(point, record.attempt, _STARTED, record.at):
         return
-    session.execute(delete(Metric).where(Metric.point_id == point.id))
-    point.state, point.reason, point.state_at = PointState.RUNNING, None, record.at
-    point.attempt, point.node = record.attempt, record.node
-    point.started_at, point.ended_at, point.heartbeat_at = record.at, None, record.at
-    point.phase = point.done = point.total = None
+    _begin(session, point, record.attempt, PointState.RUNNING, record.at)
+    point.node, point.started_at, point.heartbeat_at = record.node, record.at, record.at
+
+
+def _begin(session: Session, point: Point, attempt: int, state: PointState, at: datetime) -> None:
+    """Bring a point into a state in which nothing of an earlier attempt holds any more: numbers, route, progress."""
+    with session.no_autoflush:  # a new point is not whole yet
+        session.execute(delete(Metric).where(Metric.point_id == point.id))
+    point.state, point.reason, point.state_at, point.attempt = state, None, at, attempt
+    point.started_at = point.ended_at = point.heartbeat_at = None
+    point.node = point.phase = point.done = point.total = None
     point.route, point.environment_id = {}, None
 
 
 def _outcome(session: Session, record: OutcomeRecord) -> None:
     _refuse_untrue(record)
     point = _existing(session, record.point_id)
-    newer = _newer(point, attempt=record.attempt, ended=True, at=record.at)
+    newer = _newer(point, record.attempt, _ENDED, record.at)
     _artifacts(session, record, replace=newer)
     if not newer:
         return
@@ -182,13 +192,13 @@ def _environment(session: Session, content: dict[str, Any]) -> str | None:
     return name
 
 
-def _newer(point: Point, *, attempt: int, ended: bool, at: datetime) -> bool:
-    """Whether a record says something later than the row: a later attempt, its end after its start, a later time.
+def _newer(point: Point, attempt: int, stage: int, at: datetime) -> bool:
+    """Whether a record says something later than the row: a later attempt, a later stage of it, a later time.
 
-    Before the first attempt there is no start, so that only the time counts (skipped, cancelled, planned again).
+    Before the first attempt there are no stages, so that only the time counts (skipped, cancelled, planned again).
     """
-    stored_ended = point.state.ended and point.attempt > 0
-    return (attempt, ended and attempt > 0, at) > (point.attempt, stored_ended, point.state_at)
+    stored = _STAGES.get(point.state, _ENDED) if point.attempt else 0
+    return (attempt, stage if attempt else 0, at) > (point.attempt, stored, point.state_at)
 
 
 def _refuse_untrue(record: OutcomeRecord) -> None:

@@ -131,6 +131,27 @@ def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
         assert session.get_one(Run, RUN).state is RunState.CANCELLED
 
 
+def test_a_point_that_is_planned_again_waits_without_its_old_numbers(store: Store, sweep):
+    """What a resumed run has still to measure is pending, and nothing of other code stands under the new key."""
+    records = sweep()
+    store.apply_many(records)
+    late = records[-1].at + timedelta(hours=1)
+    again = [
+        records[0].model_copy(update={"at": late, "resumed": 1}),
+        records[1].model_copy(update={"at": late, "attempt": 1, "key": "other code"}),
+    ]
+    store.apply_many(again)
+    point = point_of(store)
+    assert (point.state, point.key, point.attempt, metrics_of(store)) == (PointState.PENDING, "other code", 1, {})
+    before = contents(store)
+    store.apply_many(records[2:])  # the first attempt does not come back
+    assert contents(store) == before
+    store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
+    store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
+    store.apply_many([*records, *again])
+    assert (point_of(store).state, metrics_of(store)) == (PointState.OK, {"time": 7.0})
+
+
 def test_a_point_cancelled_before_it_started_stays_so(store: Store, sweep):
     records = sweep()
     store.apply_many(records[:2])
