@@ -29,6 +29,8 @@ def test_has_the_services_of_the_design() -> None:
 @pytest.mark.parametrize("name", sorted(SERVICES))
 def test_runs_as_a_user_other_than_root(name: str) -> None:
     assert SERVICES[name]["user"].split(":")[0] not in ("", "0", "root")
+    assert SERVICES[name]["cap_drop"] == ["ALL"]
+    assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"migrate"}))
