@@ -16,7 +16,14 @@ Row = Mapping[str, Any]
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 GREY = "#8a8f98"
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-IMPLEMENTATION_COLORS = {"chunked": BLUE, "naive": VERMILLION, "dense": GREEN, "reference": PURPLE, "nsa-vibe": ORANGE}
+IMPLEMENTATION_COLORS = {
+    "chunked": BLUE,
+    "triton": SKY,
+    "naive": VERMILLION,
+    "dense": GREEN,
+    "reference": PURPLE,
+    "nsa-vibe": ORANGE,
+}
 
 # Rows, and fits, that agree in all of these are one series.
 IDENTITY = (

@@ -29,7 +29,7 @@ from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, SpecError, Strict
 from nsa_core import NSAConfig, available_backends
-from nsa_core.backends import DEFAULT
+from nsa_core.backends import default
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
@@ -152,7 +152,7 @@ class Spec(JobSpec):
             label=f"{attention} {self.preset} S={self.seq_len}",
             config=config,
             axes=Axes(
-                implementation=_implementation(model),
+                implementation=_implementation(model, self.precision, machine.device),
                 workload="model",
                 pass_="train",
                 seq_len=self.seq_len,
@@ -173,18 +173,19 @@ def _compute_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def _implementation(model: ModelConfig) -> str:
+def _implementation(model: ModelConfig, precision: str, device: str) -> str:
     if model.attention == "dense":
         return "dense"
-    return DEFAULT if model.backend == "auto" else str(model.backend)
+    return default(torch.device(device), _compute_dtype(precision)) if model.backend == "auto" else str(model.backend)
 
 
 def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate | None:
-    if not predicts(_implementation(model)):
+    implementation = _implementation(model, precision, device)
+    if not predicts(implementation):
         return None
     return estimate_model(
         model,
-        implementation=_implementation(model),
+        implementation=implementation,
         batch=batch,
         seq_len=seq_len,
         dtype=torch.float32,
@@ -232,7 +233,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     model = trainer.model.config
     beat("check")
     agreement = check.check_attention(
-        _implementation(model),
+        _implementation(model, config["precision"], config["device"]),
         model.nsa,
         check.Shape(model.heads, model.kv_heads, model.head_dim),
         _compute_dtype(config["precision"]),

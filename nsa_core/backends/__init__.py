@@ -86,7 +86,7 @@ def resolve(
     """The backend of each branch (and of "select") that will run.
 
     Args:
-        backend: one name for all, or a name per branch; "auto", and a branch not named, take the default.
+        backend: one name for all, or a name per branch; "auto", and a branch not named, take `default`.
         branches: what will be computed.
 
     Raises:
@@ -102,7 +102,7 @@ def resolve(
 
 def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     if name == "auto":
-        name = DEFAULT
+        name = default(device, dtype)
     if name not in BACKENDS:
         raise BackendError("backend", repr(name), f"use one of auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unavailable(device, dtype)
@@ -112,5 +112,10 @@ def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     return BACKENDS[name]
 
 
-# What "auto" takes. The chunked way runs on every device with memory linear in S.
-DEFAULT = "chunked"
+def default(device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" takes: the Triton kernels for half precision on a GPU, else the chunked way, which runs everywhere.
+
+    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    return "triton" if device.type == "cuda" and half and triton.unavailable(device, dtype) is None else "chunked"

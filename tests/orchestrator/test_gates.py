@@ -310,7 +310,7 @@ def test_an_unknown_target_is_named():
 def test_another_model_on_the_card_is_no_evidence_for_this_one(sqlite_store: Store, sweep):
     records = [
         record.model_copy(update={"kind": "train"}) if isinstance(record, RunRecord) else record
-        for record in sweep(laws={"chunked": 1.0}, gpu="NVIDIA H200")
+        for record in sweep(laws={"triton": 1.0}, gpu="NVIDIA H200")
     ]
     sqlite_store.apply_many(records)
     (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
