@@ -287,21 +287,21 @@ class Chunked:
         return _chunks.Shape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
 
     def _pieces(self, branch: Branch, backward: bool) -> Iterator[Piece]:
-        """As backends/_pieces.py cuts the queries."""
+        """As backends/_pieces.py cuts the queries; only those that can make the peak, so that S costs no time."""
         s, config, shape = self.sizes, self.config, self._shape
         if branch == "cmp":
-            for start, stop in _ranges(0, s.seq_len, _chunks.span_rows(shape, config.cmp_tokens(s.seq_len))):
+            for start, stop in _last_ranges(0, s.seq_len, _chunks.span_rows(shape, config.cmp_tokens(s.seq_len))):
                 yield self._piece(stop - start, config.cmp_tokens(stop), gathered=False)
         elif branch == "win":
-            for start, stop in _ranges(0, s.seq_len, _chunks.band_rows(shape, config.window)):
+            for start, stop in _last_ranges(0, s.seq_len, _chunks.band_rows(shape, config.window)):
                 first = max(0, start - config.window + 1)
                 yield self._piece(stop - start, stop - first, gathered=False)
         else:
             keys = config.slc_count * config.slc_block
             dense = min(keys, s.seq_len)
-            for start, stop in _ranges(0, dense, _chunks.span_rows(shape, keys)):
+            for start, stop in _last_ranges(0, dense, _chunks.span_rows(shape, keys)):
                 yield self._piece(stop - start, stop, gathered=False)
-            for start, stop in _ranges(dense, s.seq_len, _chunks.gather_rows(shape, keys, backward)):
+            for start, stop in _last_ranges(dense, s.seq_len, _chunks.gather_rows(shape, keys, backward)):
                 yield self._piece(stop - start, keys, gathered=True)
 
     def _piece(self, rows: int, keys: int, gathered: bool) -> Piece:
@@ -399,6 +399,11 @@ def _branches_forward(
     ledger.release("workspace", sizes.q)
 
 
-def _ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    for start in range(first, last, step):
+def _last_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    """The last three of the ranges that _pieces.py goes through.
+
+    Pieces only grow from one to the next, save for the last, which may have fewer queries; and a piece meets no more
+    than what the one before it left. So the peak is the last's, or that of the one before it after its own predecessor.
+    """
+    for start in range(first, last, step)[-3:]:
         yield start, min(start + step, last)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -196,3 +198,45 @@ def test_checkpointing_saves_activations() -> None:
 def test_unknown_implementation_is_named() -> None:
     with pytest.raises(InputError, match=r"^implementation: 'fast': use one of"):
         estimate("fast", 1, 64, 4, 2, False)
+
+
+def _all_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [(12, 2), (6, 1)])
+def test_the_pieces_left_out_of_the_account_change_nothing(
+    device: str, batch: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimates() -> list[MemoryEstimate]:
+        return [
+            estimate_attention(
+                config,
+                implementation="chunked",
+                batch=batch,
+                seq_len=seq_len,
+                query_heads=heads[0],
+                kv_heads=heads[1],
+                head_dim=64,
+                dtype=dtype,
+                backward=backward,
+                device=torch.device(device),
+            )
+            for config in (SMALL, NSAConfig())
+            for seq_len in (31, 700, 1023, 1025, 5000, 16_384)
+            for dtype in (torch.float32, torch.bfloat16)
+            for backward in (False, True)
+        ]
+
+    short = estimates()
+    monkeypatch.setattr("nsa_core._attention_memory._last_ranges", _all_ranges)
+    assert short == estimates()
+
+
+def test_the_account_of_a_very_long_sequence_takes_no_time() -> None:
+    start = time.perf_counter()
+    assert estimate("chunked", 1, 2**27, 12, 2, True).extra > 2**30
+    assert time.perf_counter() - start < 1
