@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from jobs.point import Machine
 from jobs.spec import JobSpec
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, available_backends
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -48,7 +48,23 @@ def _unique(values: Sequence[Any]) -> Sequence[Any]:
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 Preset = Annotated[str, AfterValidator(_preset)]
 Unique = AfterValidator(_unique)  # of a list: no value twice
-Count = Annotated[int, Field(ge=1)]
+# Bounds far beyond what any machine computes, so that a slip of the finger is a message and not a long wait.
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Layers = Annotated[int, Field(ge=1, le=2**12)]
+Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
+Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all
+
+
+def backend_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | None]:
+    """Every backend's name, with None if it can run on `machine`, which may be another than this one, else why not.
+
+    A GPU host's Triton is what its fingerprint says. Where nobody has asked it, the point itself will tell.
+    """
+    reasons = available_backends(torch.device(machine.device), dtype)
+    if machine.device == "cuda":
+        missing = machine.fingerprint and "triton" not in machine.fingerprint
+        reasons["triton"] = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
+    return reasons
 
 
 def threads(spec: JobSpec, machine: Machine) -> int | None:

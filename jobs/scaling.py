@@ -15,7 +15,19 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from jobs._fields import NSA, Count, DType, Preset, Unique, does_not_fit, threads, torch_dtype
+from jobs._fields import (
+    NSA,
+    Count,
+    DType,
+    Layers,
+    Length,
+    Preset,
+    Unique,
+    backend_reasons,
+    does_not_fit,
+    threads,
+    torch_dtype,
+)
 from jobs.measure import check
 from jobs.measure.clock import Plan, measure_time
 from jobs.measure.environment import environment
@@ -24,7 +36,7 @@ from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, SpecError, Strict
-from nsa_core import NSAConfig, available_backends
+from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -39,7 +51,7 @@ class ShapeSpec(Strict):
     query_heads: Count
     kv_heads: Count
     head_dim: Count
-    layers: Count | None = None
+    layers: Layers | None = None
     dim: Count | None = Field(default=None, description="width of the residual stream; None: query_heads x head_dim")
     ffn_dim: Count | None = None
     vocab_size: Count | None = None
@@ -56,8 +68,16 @@ class TimingSpec(Strict):
 
     repeats: Count = Field(default=10, description="samples to take at least")
     min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
-    max_s: float = Field(default=20, gt=0, description="seconds after which sampling, or warming up, ends anyway")
+    max_s: float = Field(
+        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
+    )
     warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TimingSpec:
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
+        return self
 
 
 class Spec(JobSpec):
@@ -67,7 +87,7 @@ class Spec(JobSpec):
     workload: Literal["attention", "model"] = "attention"
     implementations: Annotated[list[str], Field(min_length=1), Unique]
     passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(default=["forward", "forward+backward"])
-    lengths: Annotated[list[Count], Field(min_length=1), Unique]
+    lengths: Annotated[list[Length], Field(min_length=1), Unique]
     batch: Count = 1
     dtype: DType = "float32"
     preset: Preset | None = None
@@ -118,7 +138,7 @@ class Spec(JobSpec):
         return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]
 
     def _check_runnable(self, machine: Machine) -> None:
-        reasons = available_backends(torch.device(machine.device), torch_dtype(self.dtype))
+        reasons = backend_reasons(machine, torch_dtype(self.dtype))
         for name in self.implementations:
             if reasons.get(name) is not None:
                 usable = [other for other, reason in reasons.items() if reason is None]

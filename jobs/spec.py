@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 import jobs
 from jobs.point import Machine, Point
@@ -25,30 +25,44 @@ class SpecError(ValueError):
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors; a spec does not change once read."""
+    """Unknown keys are errors; numbers are numbers, not text, true or infinity; a spec does not change once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Resources(Strict):
     """What one point is scheduled with."""
 
     num_gpus: float | None = Field(
-        default=None, ge=0, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
+        default=None, ge=0, le=2**16, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
     )
-    num_cpus: float = Field(default=1, gt=0, description="CPU cores a point needs")
+    num_cpus: float = Field(default=1, ge=1e-4, le=2**16, description="CPU cores a point needs")
     accelerator_type: str | None = Field(default=None, description="Ray's accelerator type, e.g. A100, H100, H200")
     workers: int | None = Field(
-        default=None, ge=1, description="points at a time; None: as many as the cluster has room for"
+        default=None, ge=1, le=2**16, description="points at a time; None: as many as the cluster has room for"
     )
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole_gpus(cls, gpus: float | None) -> float | None:
+        """As Ray has it: several points may share a GPU, but none gets one and a half."""
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError("more than one GPU must be a whole number; use 1, or a fraction below 1 to share one")
+        if gpus is not None and 0 < gpus < 1e-4:
+            raise ValueError("is a smaller share of a GPU than Ray can give; use at least 0.0001, or 0 for none")
+        return gpus
 
 
 class Deadlines(Strict):
     """Seconds. On expiry the point's stacks are dumped and its process group killed."""
 
-    startup_s: float = Field(default=300, gt=0, description="until the first progress: imports, compilation")
-    heartbeat_s: float = Field(default=120, gt=0, description="between two signs of progress; longer silence is a hang")
-    point_s: float = Field(default=900, gt=0, description="for the whole point; beyond it the point is a timeout")
+    startup_s: float = Field(default=300, gt=0, le=10**6, description="until the first progress: imports, compilation")
+    heartbeat_s: float = Field(
+        default=120, gt=0, le=10**6, description="between two signs of progress; longer silence is a hang"
+    )
+    point_s: float = Field(
+        default=900, gt=0, le=10**6, description="for the whole point; beyond it the point is a timeout"
+    )
 
 
 class JobSpec(Strict):
@@ -56,7 +70,7 @@ class JobSpec(Strict):
 
     kind: str
     name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where the cluster has a GPU")
     memory_gib: float | None = Field(
         default=None, gt=0, description="most that a point may use; None: what the device has"
@@ -101,7 +115,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         SpecError: the file is missing or no YAML mapping, an override has no "=", or a value is wrong.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        data = _read(path.read_text())
     except OSError as err:
         raise SpecError(f"spec: {str(path)!r} cannot be read ({err.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as err:
@@ -114,9 +128,34 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     return parse_spec(data)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings have each key once, and where 1e-3 is the number that it is in YAML 1.2."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise SpecError(f"{key.value}: given twice, in lines {lines[name]} and {line}; keep one of the two")
+            lines[name] = line
+        return node
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
+
+
+def _read(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def parse_spec(data: Mapping[str, Any]) -> JobSpec:
     """Validate a spec's content. Raises SpecError."""
-    kind = data.get("kind")
+    if "kind" not in data:
+        raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
+    kind = data["kind"]
     # Imports no other kind, so that one that cannot be imported stops only its own specs.
     module = _kind(kind) if isinstance(kind, str) and kind in _modules() else None
     if module is None:
@@ -129,6 +168,20 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
         raise SpecError("\n".join(describe(err))) from None
 
 
+# What pydantic says of these is the rule alone.
+_FIXES = {
+    "int_type": "write a whole number in digits, e.g. 1024",
+    "float_type": "write a number, e.g. 0.5",
+    "finite_number": "write a number with an end",
+    "bool_type": "write true or false",
+    "string_type": "write a text, in quotes",
+    "list_type": "write a list, e.g. [a, b]",
+    "model_type": "write a section of 'key: value' lines",
+    "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
+    "invalid_key": "put it in quotes, or remove it",
+}
+
+
 def describe(err: ValidationError) -> list[str]:
     """One line a mistake: field, value, what is wrong and how to mend it."""
     lines = []
@@ -139,7 +192,8 @@ def describe(err: ValidationError) -> list[str]:
         elif e["type"] == "missing":
             lines.append(f"{field}: missing; add it to the spec")
         else:
-            lines.append(_mistake(e["loc"], e["input"], e["msg"].removeprefix("Value error, ")))
+            message, fix = e["msg"].removeprefix("Value error, "), _FIXES.get(e["type"])
+            lines.append(_mistake(e["loc"], e["input"], f"{message}; {fix}" if fix else message))
     return lines
 
 
@@ -162,6 +216,6 @@ def _override(data: dict[str, Any], item: str) -> None:
         if not isinstance(node, dict):
             raise SpecError(f"--set: {item!r}: {part!r} is no section of the spec; name an existing one")
     try:
-        node[last] = yaml.safe_load(text)
+        node[last] = _read(text)
     except yaml.YAMLError:
         raise SpecError(f"--set: {item!r}: {text!r} is not YAML; quote it") from None

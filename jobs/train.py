@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from jobs._corpus import Corpus, load_corpus
-from jobs._fields import NSA, Count, Preset, Unique, does_not_fit, threads
+from jobs._fields import NSA, Count, Large, Preset, Unique, backend_reasons, does_not_fit, threads
 from jobs.measure import check
 from jobs.measure.clock import synchronize
 from jobs.measure.environment import environment
@@ -28,7 +28,7 @@ from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, SpecError, Strict
-from nsa_core import NSAConfig, available_backends
+from nsa_core import NSAConfig
 from nsa_core.backends import default
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -49,7 +49,7 @@ class OptimizerSpec(Strict):
 class DataSpec(Strict):
     """The corpus: bytes of files."""
 
-    path: Path | None = Field(default=None, description="folder or file; None: Python's standard library")
+    path: Path | None = Field(default=None, strict=False, description="folder or file; None: Python's standard library")
     heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
@@ -64,8 +64,8 @@ class DataSpec(Strict):
 class PlanSpec(Strict):
     """The long run that this short one is to judge. Targets that contradict each other are refused."""
 
-    steps: Count
-    tokens_per_step: Count
+    steps: Large
+    tokens_per_step: Large
     hours: float = Field(gt=0)
     tokens_per_second: float | None = Field(default=None, gt=0, description="a stated target, checked against the rest")
 
@@ -96,9 +96,9 @@ class Spec(JobSpec):
     nsa: NSA | None = Field(default=None, description="None: the preset's")
     backend: str = Field(default="auto", description="of NSA; dense attention has its own")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
-    seq_len: int = Field(ge=2)
+    seq_len: int = Field(ge=2, le=2**27)
     batch: Count = 1
-    steps: int = Field(ge=5)
+    steps: int = Field(ge=5, le=2**31)
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
@@ -119,12 +119,19 @@ class Spec(JobSpec):
         Raises:
             SpecError: the backend is unknown or cannot run on this machine.
         """
-        reasons = available_backends(torch.device(machine.device), _compute_dtype(self.precision)) | {"auto": None}
+        reasons = backend_reasons(machine, _compute_dtype(self.precision)) | {"auto": None}
         if "nsa" in self.attention and reasons.get(self.backend, "there is no such backend") is not None:
             reason = reasons.get(self.backend, "there is no such backend")
             usable = [name for name, why in reasons.items() if why is None]
             raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join(usable)}")
         return [self._point(machine, attention) for attention in self.attention]
+
+    def _backend(self, machine: Machine) -> str:
+        """By name, so that what runs is what the point says even where the machine is another one."""
+        if self.backend != "auto":
+            return self.backend
+        dtype = _compute_dtype(self.precision)
+        return default(torch.device(machine.device), dtype, backend_reasons(machine, dtype))
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
         base = PRESETS[self.preset]
@@ -132,7 +139,7 @@ class Spec(JobSpec):
             base,
             attention=attention,
             nsa=self.nsa or base.nsa,
-            backend=self.backend if attention == "nsa" else "auto",
+            backend=self._backend(machine) if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
         common = self.model_dump(mode="json", include={"seq_len", "batch", "steps", "precision", "seed"})
@@ -152,7 +159,7 @@ class Spec(JobSpec):
             label=f"{attention} {self.preset} S={self.seq_len}",
             config=config,
             axes=Axes(
-                implementation=_implementation(model, self.precision, machine.device),
+                implementation=_implementation(model),
                 workload="model",
                 pass_="train",
                 seq_len=self.seq_len,
@@ -173,14 +180,12 @@ def _compute_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def _implementation(model: ModelConfig, precision: str, device: str) -> str:
-    if model.attention == "dense":
-        return "dense"
-    return default(torch.device(device), _compute_dtype(precision)) if model.backend == "auto" else str(model.backend)
+def _implementation(model: ModelConfig) -> str:
+    return "dense" if model.attention == "dense" else str(model.backend)
 
 
 def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate | None:
-    implementation = _implementation(model, precision, device)
+    implementation = _implementation(model)
     if not predicts(implementation):
         return None
     return estimate_model(
@@ -233,7 +238,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     model = trainer.model.config
     beat("check")
     agreement = check.check_attention(
-        _implementation(model, config["precision"], config["device"]),
+        _implementation(model),
         model.nsa,
         check.Shape(model.heads, model.kv_heads, model.head_dim),
         _compute_dtype(config["precision"]),

@@ -30,7 +30,7 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     if device == "cuda" and not gpu:
         raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if triton := installed("triton"):
+    if triton := installed("triton") or installed("pytorch-triton"):
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)

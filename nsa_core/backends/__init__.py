@@ -112,10 +112,13 @@ def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     return BACKENDS[name]
 
 
-def default(device: torch.device, dtype: torch.dtype) -> str:
+def default(device: torch.device, dtype: torch.dtype, reasons: Mapping[str, str | None] | None = None) -> str:
     """What "auto" takes: the Triton kernels for half precision on a GPU, else the chunked way, which runs everywhere.
 
-    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory.
+    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. `reasons` is what
+    `available_backends` says where it will run, if that is another host.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
-    return "triton" if device.type == "cuda" and half and triton.unavailable(device, dtype) is None else "chunked"
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "chunked"
+    reason = triton.unavailable(device, dtype) if reasons is None else reasons["triton"]
+    return "triton" if reason is None else "chunked"

@@ -32,6 +32,25 @@ MISTAKES = [
     (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
+    (SCALING, {"lengths": [2**27 + 1]}, r"lengths\.0: 134217729: .*less than or equal to 134217728"),
+    (SCALING, {"lengths": [True]}, r"lengths\.0: True: .*integer; write a whole number"),
+    (SCALING, {"lengths": ["256"]}, r"lengths\.0: '256': .*integer; write a whole number in digits"),
+    (SCALING, {"lengths": 256}, r"lengths: 256: .*list; write a list"),
+    (SCALING, {"batch": True}, r"batch: True: .*integer"),
+    (SCALING, {"batch": 2**20 + 1}, r"batch: 1048577: .*less than or equal to"),
+    (SCALING, {"name": "my run"}, r"name: 'my run': .*; begin with a letter or digit"),
+    (SCALING, {"shape": 3}, r"shape: 3: .*; write a section"),
+    (SCALING, {"seed": 2**63}, r"seed: 9223372036854775808: .*less than or equal to"),
+    (SCALING, {"timing": {"repeats": 10**9}}, r"timing\.repeats: 1000000000: .*less than or equal to"),
+    (SCALING, {"timing": {"min_s": 9, "max_s": 2}}, r"timing\.min_s: 9: .*use at most max_s = 2"),
+    (SCALING, {"resources": {"num_cpus": float("inf")}}, r"resources\.num_cpus: inf: .*finite"),
+    (SCALING, {"resources": {"num_cpus": 0}}, r"resources\.num_cpus: 0: .*greater than or equal to 0\.0001"),
+    (SCALING, {"resources": {"num_gpus": 1.5}}, r"resources\.num_gpus: 1\.5: .*whole number; use 1, or a fraction"),
+    (SCALING, {"memory_gib": float("nan")}, r"memory_gib: nan: .*finite"),
+    (SCALING, {"memory_gib": True}, r"memory_gib: True: .*number"),
+    (SCALING, {"memory_gib": "8"}, r"memory_gib: '8': .*number; write a number"),
+    (SCALING, {"kind": {"a": 1}}, r"kind: \{'a': 1\} is no job kind; use one of"),
+    (TRAIN, {"plan": {**PLAN, "steps": True}}, r"plan\.steps: True: .*integer"),
     (SCALING, {"lengths": []}, r"lengths: \[\]: .*at least 1"),
     (SCALING, {"lengths": [64, 128, 64]}, r"lengths: \[64, 128, 64\]: 64 appears more than once; name each once"),
     (SCALING, {"lengths": [64.5]}, r"lengths\.0: 64\.5: .*integer"),
@@ -89,10 +108,74 @@ def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Pa
         spec.points(CPU)
 
 
+def test_a_spec_without_a_kind_says_where_it_goes(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"^kind: missing; begin the spec with 'kind: ' and one of drill, scaling, train"
+    ):
+        _load(tmp_path, {"name": "t"})
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("kind: scaling\nname: a\nname: b\n", r"^name: given twice, in lines 2 and 3; keep one"),
+        ("kind: scaling\nshape: {head_dim: 8, head_dim: 8}\n", r"^head_dim: given twice, in lines 2 and 2; keep one"),
+    ],
+)
+def test_a_key_given_twice_is_refused(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=line):
+        load_spec(file)
+
+
+def test_numbers_may_have_an_exponent_without_a_dot(tmp_path: Path) -> None:
+    assert _load(tmp_path, TRAIN, "optimizer.learning_rate=1e-3").optimizer.learning_rate == 1e-3
+    with pytest.raises(SpecError, match=r"^steps: 1e\+30: .*write a whole number in digits"):
+        _load(tmp_path, TRAIN, "steps=1e30")
+
+
+def _implementations_on(machine: Machine, spec: Any) -> set[str | None]:
+    return {point.axes.implementation for point in spec.points(machine)}
+
+
+@pytest.mark.parametrize("installed_here", [True, False])
+def test_triton_is_looked_for_where_the_points_will_run(
+    tmp_path: Path, installed_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa_core.backends.triton.find_spec", lambda name: object() if installed_here else None)
+    scaling = _load(tmp_path, {**SCALING, "implementations": ["triton"]})
+    train = _load(tmp_path, {**TRAIN, "backend": "triton"})
+    auto = _load(tmp_path, {**TRAIN, "precision": "bfloat16"})
+    unasked, with_it, without = (
+        Machine("cuda", "NVIDIA H200", 140 * 2**30, fingerprint)
+        for fingerprint in ({}, {"torch": "2.11", "triton": "3.6"}, {"torch": "2.11"})
+    )
+    for machine in (unasked, with_it):
+        assert (
+            _implementations_on(machine, scaling)
+            == _implementations_on(machine, train)
+            == _implementations_on(machine, auto)
+            == {"triton"}
+        )
+        assert auto.points(machine)[0].config["model"]["backend"] == "triton"
+    assert _implementations_on(without, auto) == _implementations_on(CPU, auto) == {"chunked"}
+    for spec, field in ((scaling, "implementations"), (train, "backend")):
+        with pytest.raises(
+            SpecError, match=rf"^{field}: 'triton': NVIDIA H200 has no Triton: pip install .*; use .*chunked"
+        ):
+            spec.points(without)
+        with pytest.raises(SpecError, match=rf"^{field}: 'triton': it .*; use .*chunked"):
+            spec.points(CPU)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
 @pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
 def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:
-    points = load_spec(path).points(machine)
+    spec = load_spec(path)
+    if spec.device not in ("auto", machine.device):
+        pytest.skip(f"it asks for {spec.device}")
+    points = spec.points(machine)
     assert points
     assert len({point.label for point in points}) == len(points)
     assert {point.axes.device for point in points} == {machine.device}
