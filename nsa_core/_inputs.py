@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,6 +104,16 @@ def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
     if not isinstance(x, tuple | list) or len(x) != 3 or not all(isinstance(part, Tensor) for part in x):
         raise InputError(name, type(x).__name__, "give one tensor, or a tuple of three: cmp, slc, win")
     return triple(iter(x))
+
+
+def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **tensors: Tensor) -> None:
+    """Raise InputError for what is no tensor, or no configuration; `optional` ones may be None."""
+    given = {name: x for name, x in optional.items() if x is not None}
+    for name, x in (tensors | given).items():
+        if not isinstance(x, Tensor):
+            raise InputError(name, type(x).__name__, "give a tensor; torch.as_tensor makes one of an array")
+    if not isinstance(config, NSAConfig):
+        raise InputError("config", type(config).__name__, "give an NSAConfig, e.g. NSAConfig(window=512)")
 
 
 def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:

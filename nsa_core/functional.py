@@ -8,7 +8,9 @@ ValueError that names the argument, its value and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -61,6 +63,7 @@ def nsa_attention(
         BackendError: a backend that is unknown or cannot run.
     """
     computed = _branches(branches)
+    _inputs.check_types(config, q=q, gates=gates, optional={"k_cmp": k_cmp, "v_cmp": v_cmp})
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
     operands.check(config, cu_seqlens is not None)
@@ -102,6 +105,7 @@ def select_blocks(
     Raises:
         InputError, BackendError: as nsa_attention.
     """
+    _inputs.check_types(config, q=q, k=k, optional={"k_cmp": k_cmp})
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype)["select"]
@@ -128,6 +132,7 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
     Raises:
         InputError: a wrong shape, or a learned compression, which is the layer's.
     """
+    _inputs.check_types(config, x=x, optional={})
     if config.compress != "mean":
         fix = 'pass k_cmp and v_cmp, made by the layer\'s learned compression, or use compress="mean"'
         raise InputError("compress", repr(config.compress), fix)
@@ -165,6 +170,7 @@ def dense_attention(
     """
     if window is not None and (not isinstance(window, int) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
+    _inputs.check_types(NSAConfig(), q=q, k=k, v=v, optional={})
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
     operands.check(NSAConfig(), cu_seqlens is not None)
     factor = _scale(scale, q)
@@ -246,11 +252,20 @@ def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _branches(branches: Sequence[str]) -> tuple[Branch, ...]:
-    names = (branches,) if isinstance(branches, str) else tuple(branches)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(BRANCHES):
+    names = (branches,) if isinstance(branches, str) else tuple(branches) if isinstance(branches, Iterable) else ()
+    if (
+        not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+        or not set(names) <= set(BRANCHES)
+    ):
         raise InputError("branches", repr(branches), f"name each at most once, at least one, of {', '.join(BRANCHES)}")
     return tuple(branch for branch in BRANCHES if branch in names)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, Real) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise InputError("scale", repr(scale), f"give a finite number, or None for 1/sqrt({q.shape[-1]})")
+    return float(scale)

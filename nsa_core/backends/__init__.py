@@ -93,6 +93,8 @@ def resolve(
         BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here.
     """
     wanted = list(branches)
+    if not isinstance(backend, str | Mapping):
+        raise BackendError("backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(BACKENDS)}")
     named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
@@ -103,7 +105,7 @@ def resolve(
 def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     if name == "auto":
         name = default(device, dtype)
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError("backend", repr(name), f"use one of auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unavailable(device, dtype)
     if reason is not None:

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,7 +102,19 @@ def test_wrong_operands_are_named(name):
         ({"branches": ("win", "win")}, "branches"),
         ({"backend": {"slc": "chunked"}, "branches": ("win",)}, r"backend\['slc'\]"),
         ({"backend": {"win": "nowhere"}}, "backend"),
+        ({"backend": 5}, "backend"),
+        ({"backend": {"win": ["chunked"]}}, "backend"),
+        ({"branches": 5}, "branches"),
+        ({"branches": [["win"]]}, "branches"),
         ({"config": NSAConfig(compress="mlp")}, "compress"),
+        ({"config": {}}, "config"),
+        ({"gates": None}, "gates"),
+        ({"q": np.ones((1, 20, 4, 8))}, "q"),
+        ({"k": np.ones((1, 20, 2, 8))}, "k"),
+        ({"k_cmp": np.ones((1, 4, 2, 8))}, "k_cmp"),
+        ({"scale": "a"}, "scale"),
+        ({"scale": float("nan")}, "scale"),
+        ({"scale": True}, "scale"),
     ],
 )
 def test_more_wrong_operands_are_named(change, field):
@@ -115,6 +128,12 @@ def test_other_operators_name_wrong_operands_too():
     q, k, v, _ = tensors()
     with pytest.raises(InputError, match=r"^window: 0: "):
         dense_attention(q, k, v, window=0)
+    with pytest.raises(InputError, match=r"^v: NoneType: give a tensor"):
+        dense_attention(q, k, None)
+    with pytest.raises(InputError, match=r"^config: dict: give an NSAConfig"):
+        compress(k, {})
+    with pytest.raises(InputError, match=r"^backend: None: use one name"):
+        select_blocks(q, k, SMALL, backend=None)
     with pytest.raises(InputError, match=r"^k: "):
         select_blocks(q, k[..., :4], SMALL)
     with pytest.raises(InputError, match=r"^x: "):
