@@ -60,6 +60,7 @@ MISTAKES = [
     (SCALING, {"dtype": "int8"}, r"dtype: 'int8': .*'float32'"),
     (SCALING, {"nsa": {"cmp_stride": 24}}, r"nsa\.cmp_stride: 24: use a divisor of cmp_block = 32"),
     (SCALING, {"nsa": {"window": -1}}, r"nsa\.window: -1: use a whole number"),
+    (SCALING, {"nsa": 3}, r"nsa: 3: .*; write a section"),
     (SCALING, {"nsa": {"windw": 8}}, r"nsa\.windw: unknown key \(value 8\); use .*window"),
     (SCALING, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': .*use mean"),
     (SCALING, {"preset": "tiny"}, r"preset: 'tiny': shape is given as well; keep one"),
