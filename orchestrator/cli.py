@@ -117,14 +117,17 @@ def submit(
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job."""
-    from jobs.spec import load_spec
     from orchestrator import run, submission
+    from orchestrator.lookup import find_run
 
     settings = load_settings()
+    args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
+    if resume is not None:
+        with _store(settings) as store:
+            resume = find_run(store, resume)
     if dry_run:
-        args = [item for override in overrides or [] for item in ("--set", override)]
-        raise typer.Exit(run.main([str(spec), "--dry-run", *args]))
-    load_spec(spec, overrides or [])
+        raise typer.Exit(run.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
+    run.check(args)
     job = submission.submit(settings, spec, overrides or [], resume)
     print(f"submitted {job}")
     if wait:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -82,14 +83,21 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
 
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
-        out.rule(f["name"] + (" (its end)" if f["truncated"] else ""))
+        out.rule(Text(f["name"] + (" (its end)" if f["truncated"] else "")))
         out.print(f["content"] or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
         out.print("this point has no artifacts")
 
 
+class _Plain(Table):
+    """A table whose cells are shown as they are: what a run printed is no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def _table(title: str | None, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    table = _Plain(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -29,11 +29,16 @@ class Journal:
         """Create it, or take up an existing one.
 
         Raises:
-            JournalError: another process is writing it.
+            JournalError: it cannot be written, or another process is writing it.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("ab")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as err:
+            raise JournalError(
+                f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written ({err.strerror}); name another folder"
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,6 +21,8 @@ def find_run(store: Store, text: str) -> str:
         if newest.empty:
             raise LookupFailedError("RUN: 'last': no run is stored yet; submit one: nsa submit jobs/configs/demo.yaml")
         return str(newest.iloc[0]["run_id"])
+    if not text:
+        raise LookupFailedError("RUN: '': is empty; name a run, `nsa runs` lists them")
     every = [str(run_id) for run_id in queries.runs(store, limit=None)["run_id"]]
     if text in every:
         return text

@@ -56,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CANCELLED
 
 
+def check(argv: Sequence[str]) -> None:
+    """What `main` would refuse before it contacts anything. Raises UserError, SpecError, StoreError."""
+    from jobs.measure.machine import probe
+
+    order = _order(_arguments(argv))
+    if order.spec.device == "cpu":  # alike everywhere, so what cannot run here cannot run on the cluster
+        order.spec.points(probe("cpu"))
+
+
 @dataclass(frozen=True)
 class Order:
     """What was asked for, validated."""
@@ -85,6 +94,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_ID", help="measure the points that this run lacks")
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: those that failed, too")
     args = parser.parse_args(argv)
+    if args.resume == "":
+        parser.error("--resume is empty; name a run (nsa runs lists them)")
     if args.spec is None and not args.resume:
         parser.error("SPEC is missing")
     if args.retry_failed and not args.resume:

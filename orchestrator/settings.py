@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -29,7 +29,9 @@ def default_home() -> Path:
 class Settings(BaseSettings):
     """Environment variables `NSA_<FIELD>`; unset ones derive from `NSA_HOME`."""
 
-    model_config = SettingsConfigDict(env_prefix="NSA_", env_file=CHECKOUT / ".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="NSA_", env_file=CHECKOUT / ".env", extra="ignore", frozen=True, env_ignore_empty=True
+    )
 
     home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
     database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
@@ -40,6 +42,21 @@ class Settings(BaseSettings):
     ray_dashboard: str = Field(default="http://127.0.0.1:8265", description="Ray's job submission address")
     dashboard_port: int = Field(default=8501, ge=1, le=65535, description="port of the results dashboard")
     gates: Path | None = Field(default=None, description="YAML of go/no-go rules; None: the project's own")
+
+    @field_validator("ray_dashboard")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("is no HTTP address; write http://HOST:PORT")
+        return value
+
+    @field_validator("home", "artifacts")
+    @classmethod
+    def _may_be_a_folder(cls, value: Path | None) -> Path | None:
+        there = next((path for path in (value, *value.absolute().parents) if path.exists()), None) if value else None
+        if there is not None and not there.is_dir():
+            raise ValueError(f"{str(there)!r} is no folder; name one")
+        return value
 
     @cached_property
     def database(self) -> str:
@@ -66,4 +83,4 @@ def load_settings() -> Settings:
 
 def _mistake(error: ErrorDetails) -> str:
     name = str(error["loc"][0]).upper().removeprefix("NSA_")
-    return f"NSA_{name}: {error['input']!r}: {error['msg']}"
+    return f"NSA_{name}: {str(error['input'])!r}: {error['msg'].removeprefix('Value error, ')}"

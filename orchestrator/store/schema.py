@@ -26,7 +26,13 @@ def upgrade(url: str) -> tuple[str | None, str]:
     """
     parsed = parse(url)
     if parsed.get_backend_name() == "sqlite":
-        Path(parsed.database or "").absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(parsed.database or "").absolute().parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise StoreError(
+                f"{SETTING}: {shown(parsed)!r}: no folder {str(folder)!r} ({err.strerror}); name another"
+            ) from None
     engine = make_engine(parsed)
     try:
         with errors(parsed):

@@ -17,6 +17,7 @@ from orchestrator.records import RunRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 
+DEMO = Path(__file__).resolve().parents[2] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
 
 
@@ -174,6 +175,10 @@ BAD = {
     "missing file": ["submit", "missing.yaml"],
     "no cluster": ["submit", "{spec}"],
     "unknown run": ["show", "no-such-run"],
+    "empty run": ["cancel", ""],
+    "unknown run to resume": ["submit", "{spec}", "--resume", "no-such-run"],
+    "unknown run to resume, dry": ["submit", "{spec}", "--resume", "no-such-run", "--dry-run"],
+    "backend that cannot run on the spec's device": ["submit", "{spec}", "--set", "implementations=[triton]"],
     "missing journal": ["import", "missing.jsonl"],
     "missing gates": ["gate", "--gates", "missing.yaml"],
     "unknown suffix": ["report", "last", "--out", "report.docx"],
@@ -183,8 +188,7 @@ BAD = {
 @pytest.mark.usefixtures("results")
 @pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_exit_code_2(nsa: Nsa, args: list[str]) -> None:
-    spec = Path(__file__).resolve().parents[2] / "jobs" / "configs" / "demo.yaml"
-    done = nsa(*(arg.format(spec=spec) for arg in args))
+    done = nsa(*(arg.format(spec=DEMO) for arg in args))
     assert done.code == 2
     lines = done.err.strip().splitlines()
     assert all(line.startswith("error: ") for line in lines), done.err
@@ -216,6 +220,35 @@ def test_a_wrong_setting_names_its_variable(nsa: Nsa, monkeypatch: pytest.Monkey
     done = nsa("status")
     assert done.code == 2
     assert done.err.startswith("error: NSA_DASHBOARD_PORT: 'eighty'")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NSA_DATABASE_URL", "mysql://a/b"),
+        ("NSA_GATES", "missing.yaml"),
+        ("NSA_RAY_DASHBOARD", "garbage"),
+        ("NSA_ARTIFACTS", __file__),
+        ("NSA_HOME", __file__),
+    ],
+)
+def test_nothing_is_submitted_with_a_setting_that_cannot_work(
+    nsa: Nsa, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("orchestrator.submission.submit", lambda *_: pytest.fail("submitted"))
+    done = nsa("submit", str(DEMO))
+    assert done.code == 2
+    assert done.err.startswith((f"error: {variable}", "error: gates"))
+    assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("results")
+def test_what_a_point_said_is_shown_as_it_is(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    said = "RuntimeError: [enforce fail] bad tensor [/tmp/x] shape [3, 4] [red]"
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep("r3", laws={"chunked": 1.0}, failures={PointState.ERROR: said}))
+    assert said in nsa("show", "r3").out
 
 
 def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> None:
