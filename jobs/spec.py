@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -83,12 +84,12 @@ class JobSpec(Strict):
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
 
+    @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:
         """Every point of the job, in the order to measure them, on `machine`.
 
         Points that are predicted not to fit carry a `skip_reason`.
         """
-        raise NotImplementedError
 
 
 def kinds() -> dict[str, ModuleType]:

@@ -1,0 +1,157 @@
+"""The Triton kernels in Triton's interpreter, at small sizes: values, gradients and selection against the oracle."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy about log2(0) and exp2 of masked scores
+]
+# Sizes that no tile is a multiple of, three strides a compressed token, blocks that are no power of two.
+ODD = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=24, slc_count=5, init_blocks=2, local_blocks=1, window=21)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from nsa_core.kernels import attention  # noqa: F401  Kernels are made for the interpreter when first imported.
+
+
+def run(leaves, config, backend, **options):
+    out = nsa_attention(*leaves, config, backend=backend, **options)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def distances(case, config, dtype=torch.float64, **options):
+    """Relative distance of output and gradients from the oracle."""
+    pairs = zip(
+        run(case.leaves, config, "triton", **options),
+        run(case.to(dtype).leaves, config, "reference", **options),
+        strict=True,
+    )
+    return [((got.double() - want.double()).norm() / want.double().norm()).item() for got, want in pairs]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "value_dim", "batch"),
+    [
+        (1, 2, 1, 16, 16, 1),
+        (33, 16, 1, 16, 16, 1),
+        (75, 6, 2, 16, 16, 2),
+        (100, 3, 1, 24, 40, 1),
+        (90, 16, 1, 16, 16, 1),
+    ],
+)
+def test_values_and_gradients(make_case, config, tokens, heads, kv_heads, dim, value_dim, batch):
+    case = make_case(tokens, heads, kv_heads, dim, value_dim, batch)
+    got = run(case.leaves, config, "triton")
+    for ours, exact in zip(got, run(case.to(torch.float64).leaves, config, "reference"), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_that_fit_no_tile(make_case):
+    assert max(distances(make_case(150, 4, 2), ODD)) < 1e-6
+
+
+def test_rows_at_the_end_of_longer_keys(make_case, config):
+    assert max(distances(make_case(90, 2, 1, rows=20), config)) < 1e-6
+
+
+def test_float16_is_near_the_oracle(make_case, config):
+    """float16 rounds at 2^-11; bfloat16 products are wrong in the interpreter and tested on a device."""
+    assert max(distances(make_case(100, 2, 1, dtype=torch.float16), config)) < 1e-3
+
+
+def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch):
+    from nsa_core.kernels import scores, selected
+
+    case = make_case(85, 4, 2, batch=2)
+    whole = run(case.leaves, config, "triton")
+    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, count: 37)
+    monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
+    for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(make_case, config, scale):
+    case = make_case(80, 2, 1)
+    got, exact = (
+        run(case.to(dtype).leaves, config, backend, scale=scale)
+        for backend, dtype in (("triton", torch.float32), ("reference", torch.float64))
+    )
+    for ours, want in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_a_forced_branch_computes_only_itself(make_case, config, branch):
+    case = make_case(80, 2, 1)
+    with routes.capture() as runs:
+        out = nsa_attention(*case.leaves, config, backend="triton", branches=(branch,))
+    expected = {branch, "select"} if branch == "slc" else {branch}
+    assert {one.branch for one in runs} == expected
+    assert {one.kernel for one in runs} == {"triton"}
+    torch.testing.assert_close(out, nsa_attention(*case.leaves, config, backend="reference", branches=(branch,)))
+
+
+def test_gates_of_zero_give_no_gradient_and_no_nan(make_case, config):
+    case = make_case(80, 2, 1)
+    with torch.no_grad():
+        case.gates[..., 0], case.gates[:, ::2, :, 1], case.gates[..., 2] = 0, 0, 1
+    got, exact = run(case.leaves, config, "triton"), run(case.to(torch.float64).leaves, config, "reference")
+    for ours, want in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_separate_keys_and_values_for_each_branch(make_case, config):
+    q, k, v, gates = make_case(80, 2, 1).leaves
+    keys, values = (tuple((x.detach() * f).requires_grad_() for f in (1.0, 0.7, 1.3)) for x in (k, v))
+    leaves = [q, gates, *keys, *values]
+    grads = {}
+    for backend in ("triton", "reference"):
+        out = nsa_attention(q, keys, values, gates, config, backend=backend)
+        grads[backend] = [out, *torch.autograd.grad(out.square().sum(), leaves)]
+    for ours, want in zip(grads["triton"], grads["reference"], strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [3, 64, 150])
+def test_selection_is_the_references(make_case, config, tokens):
+    case = make_case(tokens, 4, 2)
+    ours = select_blocks(case.q, case.k, config, backend="triton")
+    assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="reference"))
+
+
+def test_ties_go_to_the_lower_index(make_case, config):
+    """Equal keys make all blocks away from the ends equally important."""
+    case = make_case(150, 2, 1)
+    k = case.k[:, :1].expand_as(case.k)
+    ours = select_blocks(case.q, k, config, backend="triton")
+    assert torch.equal(ours, select_blocks(case.q, k, config, backend="reference"))
+
+
+def test_more_blocks_than_groups(make_case):
+    """Beyond 32 blocks the groups of the choice have several members."""
+    config = NSAConfig(cmp_block=4, cmp_stride=2, slc_block=4, slc_count=6, window=8)
+    case = make_case(300, 1, 1, rows=12)
+    ours = select_blocks(case.q, case.k, config, backend="triton")
+    assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="chunked"))
+
+
+def test_it_says_why_it_cannot_run(monkeypatch):
+    assert available_backends(torch.device("cpu"), torch.float32)["triton"] is None
+    assert "float64" in str(available_backends(torch.device("cpu"), torch.float64)["triton"])
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET" in os.environ or "cuda" in str(
+        available_backends(torch.device("cpu"), torch.float32)["triton"]
+    )
