@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
-from ._attention_memory import ACCOUNTS, Sizes, footprint
-from ._ledger import Ledger
-from ._model_memory import Model
+from ._footprints import ACCOUNTS, footprint
+from ._footprints.ledger import Ledger
+from ._footprints.model import Model
+from ._footprints.sizes import Sizes
 from .config import NSAConfig
 from .model import ModelConfig
 

@@ -232,7 +232,7 @@ def test_the_pieces_left_out_of_the_account_change_nothing(
         ]
 
     short = estimates()
-    monkeypatch.setattr("nsa_core._attention_memory._last_ranges", _all_ranges)
+    monkeypatch.setattr("nsa_core._footprints.chunked._last_ranges", _all_ranges)
     assert short == estimates()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._attention_memory import Footprint, Sizes, footprint
-from ._ledger import Ledger
-from .model import LOSS_ROWS, ModelConfig
+from ..model import LOSS_ROWS, ModelConfig
+from . import Footprint, footprint
+from .ledger import Ledger
+from .sizes import Sizes
 
 
 @dataclass(frozen=True)
