@@ -91,6 +91,6 @@ def _one(
 
 
 def _kernels() -> ModuleType:
-    from ..kernels import attention
+    from ..kernels import operators
 
-    return attention
+    return operators

@@ -1,6 +1,7 @@
 """Triton kernels of Native Sparse Attention, one file a stage, forward and backward together.
 
-`attention.py` puts the stages together and is what backends call. Common to all of them:
+`attention.py` puts the stages together; `operators.py` makes that differentiable and known to torch.compile, and is
+what backends call. Common to all of them:
 
 - Tensors are contiguous, [B,S,H,D]. A tile's rows are BQ = M // G queries times the G heads of one group, laid flat, so
   that a group of any size fills the matrix units.

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, attention, scores, selected, span
+from . import _launch, operators, scores, selected, span
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
@@ -82,7 +82,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
     k = torch.zeros(batch, tokens, case.kv_heads, case.dim, dtype=case.dtype)
     v = torch.zeros(batch, tokens, case.kv_heads, case.value_dim, dtype=case.dtype)
     gates = torch.zeros(batch, tokens, case.heads, 3, dtype=case.dtype)
-    plan = attention.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
+    plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     with (
         patch.object(span, "arch", lambda x: arch),
@@ -90,7 +90,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
         _launch.record() as seen,
         patch.object(scores.torch, "empty", _zeros),
     ):
-        out = attention.attend(q, gates, None, [attention.compress(k, v, config), (k, v), (k, v)], plan)
+        out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], plan)
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
     return list(
         {(launch.kernel.__name__, launch.kernel.__module__, str(launch.constants)): launch for launch in seen}.values()

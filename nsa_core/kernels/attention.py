@@ -1,23 +1,24 @@
 # pyright: reportMissingImports=false
-"""The stages put together: one differentiable operator for any of the branches, their gates merged."""
+"""The stages put together: the gated sum of any of the branches and its gradients, as plain functions of tensors.
+
+Autograd and torch.compile meet them in `operators.py`. Shapes of all results follow from shapes alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..config import NSAConfig
 from ..routes import Branch
 from . import inverse, merge, scores, selected, span
-from .compress import compress
 from .inverse import Inverse
 from .ranges import Span
 
-__all__ = ["Plan", "attend", "compress", "select"]
+__all__ = ["Plan", "backward", "forward", "select"]
 
 
 @dataclass(frozen=True)
@@ -49,101 +50,88 @@ class Plan:
         return Span() if self.causal_rows(q) == q.shape[1] else None
 
 
-def attend(
-    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: list[tuple[Tensor, Tensor]], plan: Plan
-) -> Tensor:
-    """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
+def forward(
+    plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, flat: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], and what `backward` needs of it.
 
     Args:
-        q: [B,S,HQ,D].
-        gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
         blocks: selected blocks; None with both cmp and slc among the branches: they are chosen here, and the
             compressed branch's log-sum-exp is not computed twice.
-        pairs: keys and values of each branch, compressed ones for cmp.
+        q: [B,S,HQ,D], contiguous as all tensors here.
+        gates: [B,S,HQ,len(branches)], not negative.
+        flat: keys and values of each branch in turn, compressed ones for cmp.
     """
-    if gates is None:
-        gates = q.new_ones(*q.shape[:3], len(plan.branches))
-    if plan.scale <= 0:  # the kernels take the largest score before they scale it
-        q, plan = q * _sign(plan.scale), replace(plan, scale=abs(plan.scale) or 1.0)
-    flat = [x.contiguous() for pair in pairs for x in pair]
-    out = _Attend.apply(plan, blocks, q.contiguous(), gates.contiguous(), *flat)
-    assert isinstance(out, Tensor)
-    return out
+    outputs: list[Tensor] = []
+    lses: list[Tensor] = []
+    selection: list[Tensor] = []
+    for branch, (k, v) in zip(plan.branches, _pairs(flat), strict=True):
+        keys = plan.span(branch, q)
+        if keys is not None:
+            o, lse = span.forward(q, k, v, keys, plan.offset, plan.scale)
+            assert o is not None
+        else:
+            chosen = _select(q, flat, lses, plan) if blocks is None else blocks
+            index = _invert(q, k, v, chosen, plan)
+            o, lse = _selected_forward(q, k, v, chosen, index, plan)
+            selection = [*index.tensors(), *([chosen] if blocks is None else [])]
+        outputs.append(o)
+        lses.append(lse)
+    return merge.gated_sum(outputs, gates), [*outputs, *lses, *selection]
+
+
+def backward(
+    plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, flat: Sequence[Tensor], saved: Sequence[Tensor],
+    do: Tensor,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Gradients of q, gates and `flat`, from that of the output and from what `forward` saved."""
+    ways = len(plan.branches)
+    outputs, lses, selection = list(saved[:ways]), list(saved[ways : 2 * ways]), list(saved[2 * ways :])
+    dgates, folded, deltas = merge.prepare(outputs, lses, gates, do)
+    grads: dict[Branch, tuple[Tensor, Tensor]] = {}
+    dqs: list[Tensor] = []
+    pairs = dict(zip(plan.branches, _pairs(flat), strict=True))
+    for branch in sorted(plan.branches, key="slc".__eq__):  # selected last: its kernel sums the gradients of q
+        way, (k, v), keys = plan.branches.index(branch), pairs[branch], plan.span(branch, q)
+        given = q, k, v, do, folded[way], deltas[way]
+        if keys is not None:
+            grads[branch] = span.backward_kv(*given, keys, plan.offset, plan.scale)
+            dqs.append(span.backward_q(*given, keys, plan.offset, plan.scale))
+        else:
+            chosen = selection.pop() if blocks is None else blocks
+            index = Inverse(*selection, *_sizes(q, k, v, chosen, plan))
+            dq, dk, dv = _selected_backward(*given, chosen, index, dqs, plan)
+            grads[branch], dqs = (dk, dv), [dq]
+    return sum(dqs[1:], dqs[0]), dgates, [x for branch in plan.branches for x in grads[branch]]
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """Selected blocks, int32 [B,S,HKV,slc_count]."""
-    if scale <= 0:
-        q, scale = q * _sign(scale), abs(scale) or 1.0
-    q, k_cmp = q.contiguous(), k_cmp.contiguous()
+    """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]."""
     _, lse = span.forward(q, k_cmp, None, Span(config.cmp_block, config.cmp_stride), offset, scale)
     return scores.select(q, k_cmp, lse, config, offset, scale)
 
 
-def _sign(x: float) -> int:
-    return (x > 0) - (x < 0)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-        lses: list[Tensor] = []
-        index = None
-        for branch, (k, v) in zip(plan.branches, _pairs(flat), strict=True):
-            keys = plan.span(branch, q)
-            if keys is not None:
-                o, lse = span.forward(q, k, v, keys, plan.offset, plan.scale)
-                assert o is not None
-            else:
-                if blocks is None:
-                    blocks = _select(q, flat, lses, plan)
-                index = _invert(q, k, v, blocks, plan)
-                o, lse = _selected_forward(q, k, v, blocks, index, plan)
-            outputs.append(o)
-            lses.append(lse)
-        ctx.plan, ctx.index = plan, index
-        ctx.save_for_backward(blocks, q, gates, *flat, *outputs, *lses)
-        return merge.gated_sum(outputs, gates)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, ways = ctx.plan, len(ctx.plan.branches)
-        blocks, q, gates, *rest = ctx.saved_tensors
-        flat, outputs, lses = rest[: 2 * ways], rest[2 * ways : 3 * ways], rest[3 * ways :]
-        do = do.contiguous()
-        dgates, folded, deltas = merge.prepare(outputs, lses, gates, do)
-        grads: dict[Branch, tuple[Tensor, Tensor]] = {}
-        dqs: list[Tensor] = []
-        pairs = dict(zip(plan.branches, _pairs(flat), strict=True))
-        for branch in sorted(plan.branches, key="slc".__eq__):  # selected last: its kernel sums the gradients of q
-            way, (k, v), keys = plan.branches.index(branch), pairs[branch], plan.span(branch, q)
-            given = q, k, v, do, folded[way], deltas[way]
-            if keys is not None:
-                grads[branch] = span.backward_kv(*given, keys, plan.offset, plan.scale)
-                dqs.append(span.backward_q(*given, keys, plan.offset, plan.scale))
-            else:
-                dq, dk, dv = _selected_backward(*given, blocks, ctx.index, dqs, plan)
-                grads[branch], dqs = (dk, dv), [dq]
-        return None, None, sum(dqs[1:], dqs[0]), dgates, *(x for branch in plan.branches for x in grads[branch])
-
-
-def _select(q: Tensor, flat: tuple[Tensor, ...], lses: list[Tensor], plan: Plan) -> Tensor:
+def _select(q: Tensor, flat: Sequence[Tensor], lses: list[Tensor], plan: Plan) -> Tensor:
     """The selected blocks of all rows that have a choice, by the softmax of the compressed branch."""
     cmp = plan.branches.index("cmp")
     return scores.select(q, flat[2 * cmp], lses[cmp], plan.config, plan.offset, plan.scale, plan.causal_rows(q))
 
 
-def _pairs(flat: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _invert(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, plan: Plan) -> Inverse:
-    kv_heads, count = blocks.shape[2:]
+    rows, _, count, cap = _sizes(q, k, v, blocks, plan)
+    return inverse.invert(blocks, count, rows, cap, plan.causal_rows(q))
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, plan: Plan) -> tuple[int, int, int, int]:
+    """Of the inverse index: query rows of a chunk, its keys, selection blocks of a sequence, entries of a work item."""
+    batch, _, kv_heads, count = blocks.shape
     rows = selected.slot_rows(q, max(q.shape[-1], v.shape[-1]), count)
-    cap = selected.item_entries(q, kv_heads, count, rows)
-    return inverse.invert(blocks, plan.config.slc_blocks(k.shape[1]), rows, cap, plan.causal_rows(q))
+    of_sequence = plan.config.slc_blocks(k.shape[1])
+    return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, count, rows)
 
 
 def _selected_forward(

@@ -7,13 +7,10 @@ blocks, so that neighbours share their bits. In the backward a position gathers 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..config import NSAConfig
 from ._launch import Tile, ceil_div, launch, padded
@@ -65,28 +62,20 @@ def _spread(
         tl.store(at, (total / BLOCK).to(out.dtype.element_ty), mask=(t < T)[:, None] & (d < width)[None, :])
 
 
-def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], differentiable."""
-    return _Compress.apply(k.contiguous(), v.contiguous(), config)  # pyright: ignore[reportReturnType]
+def forward(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], contiguous ones."""
+    tokens = config.cmp_tokens(k.shape[1])
+    k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
+    _run(_mean, {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}, k.shape, v.shape, tokens, tokens, config)
+    return k_cmp, v_cmp
 
 
-class _Compress(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-        tokens = config.cmp_tokens(k.shape[1])
-        ctx.config, ctx.shapes = config, (k.shape, v.shape)
-        k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
-        _run(_mean, {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}, k.shape, v.shape, tokens, tokens, config)
-        return k_cmp, v_cmp
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        k_shape, v_shape = ctx.shapes
-        dk, dv = dk_cmp.new_empty(k_shape), dv_cmp.new_empty(v_shape)
-        pointers = {"DKC": dk_cmp.contiguous(), "DVC": dv_cmp.contiguous(), "DK": dk, "DVALUE": dv}
-        _run(_spread, pointers, k_shape, v_shape, dk_cmp.shape[1], k_shape[1], ctx.config)
-        return dk, dv, None
+def backward(dk_cmp: Tensor, dv_cmp: Tensor, length: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Gradients of the `length` keys and values, from those of the compressed ones, contiguous ones."""
+    dk, dv = (x.new_empty(len(x), length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
+    pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DK": dk, "DVALUE": dv}
+    _run(_spread, pointers, dk.shape, dv.shape, dk_cmp.shape[1], length, config)
+    return dk, dv
 
 
 def _run(

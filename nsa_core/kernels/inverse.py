@@ -103,6 +103,10 @@ class Inverse:
         """Work items of a chunk at most."""
         return self.items.shape[1]
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the order of the attributes, for a backward that keeps them; the numbers follow from shapes."""
+        return self.entries, self.bounds, self.pieces, self.items
+
 
 def invert(chosen: Tensor, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
     """The inverse of `chosen` int32 [B,S,HKV,n].

@@ -22,7 +22,7 @@ ODD = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=24, slc_count=5, init_bloc
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from nsa_core.kernels import attention  # noqa: F401  Kernels are made for the interpreter when first imported.
+    from nsa_core.kernels import operators  # noqa: F401  Kernels are made for the interpreter when first imported.
 
 
 def run(leaves, config, backend, **options):

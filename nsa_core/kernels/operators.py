@@ -1,0 +1,197 @@
+"""The kernels as differentiable operators, in eager mode and under torch.compile.
+
+What is traced (torch.compile, fake tensors) meets custom operators of torch.library, one node of the graph each; their
+fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function: on the
+host that is a third of the price of a differentiable custom operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.library import CustomOpDef, custom_op
+
+from ..config import NSAConfig
+from ..routes import Branch
+from . import _launch, attention
+from . import compress as compression
+from .attention import Plan
+
+__all__ = ["Plan", "attend", "compress", "select"]
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def attend(
+    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan
+) -> Tensor:
+    """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
+
+    Args:
+        q: [B,S,HQ,D].
+        gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
+        blocks: selected blocks; None with both cmp and slc among the branches: they are chosen by the softmax of the
+            compressed branch, which is not computed twice.
+        pairs: keys and values of each branch, compressed ones for cmp.
+    """
+    if gates is None:
+        gates = q.new_ones(*q.shape[:3], len(plan.branches))
+    q, scale = _positive(q, plan.scale)
+    q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
+    if _is_traced(q):
+        sizes = _sizes(plan.config)
+        return _attend_operator(q, gates, blocks, flat, ",".join(plan.branches), sizes, plan.offset, scale)[0]
+    return cast(Tensor, _Attend.apply(replace(plan, scale=scale), blocks, q, gates, *flat))
+
+
+def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], differentiable."""
+    k, v = k.contiguous(), v.contiguous()
+    if _is_traced(k):
+        return _compress_operator(k, v, _sizes(config))
+    return cast(tuple[Tensor, Tensor], _Compress.apply(k, v, config))
+
+
+def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Selected blocks, int32 [B,S,HKV,slc_count]; without a gradient."""
+    q, scale = _positive(q, scale)
+    return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a scale > 0: the kernels take the largest score before they scale it."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
+def _is_traced(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+
+
+def _sizes(config: NSAConfig) -> list[int]:
+    """All that the kernels read of a configuration, as an operator's schema can carry it."""
+    *sizes, _ = astuple(config)
+    return sizes
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
+        out, saved = attention.forward(plan, blocks, q, gates, flat)
+        ctx.plan = plan
+        ctx.save_for_backward(blocks, q, gates, *flat, *saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        blocks, q, gates, *rest = ctx.saved_tensors
+        pairs = 2 * len(ctx.plan.branches)
+        dq, dgates, grads = attention.backward(ctx.plan, blocks, q, gates, rest[:pairs], rest[pairs:], do.contiguous())
+        return None, None, dq, dgates, *grads
+
+
+class _Compress(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+        ctx.config, ctx.length = config, k.shape[1]
+        return compression.forward(k, v, config)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.config), None
+
+
+def _operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
+    """A custom operator without side effects. Its fake implementation makes the same tensors, never written."""
+
+    def register(function: Callable[P, R]) -> CustomOpDef:
+        operator = custom_op(f"nsa_core::{name}", function, mutates_args=())
+
+        @operator.register_fake
+        def fake(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _launch.record():
+                return function(*args, **kwargs)
+
+        return operator
+
+    return register
+
+
+@_operator("attend")
+def _attend_operator(
+    q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
+    branches: str, sizes: list[int], offset: int, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """The output, then what the backward needs of the forward."""
+    out, saved = attention.forward(_plan(branches, sizes, offset, scale), blocks, q, gates, flat)
+    return [out, *saved]
+
+
+@_operator("attend_backward")
+def _attend_backward_operator(
+    do: Tensor, q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor], saved: list[Tensor],
+    branches: str, sizes: list[int], offset: int, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, gates and each of `flat`."""
+    plan = _plan(branches, sizes, offset, scale)
+    dq, dgates, grads = attention.backward(plan, blocks, q, gates, flat, saved, do)
+    return [dq, dgates, *grads]
+
+
+@_operator("compress")
+def _compress_operator(k: Tensor, v: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    return compression.forward(k, v, NSAConfig(*sizes))
+
+
+@_operator("compress_backward")
+def _compress_backward_operator(dk_cmp: Tensor, dv_cmp: Tensor, length: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    return compression.backward(dk_cmp, dv_cmp, length, NSAConfig(*sizes))
+
+
+@_operator("select")
+def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, scale: float) -> Tensor:
+    return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
+
+
+def _plan(branches: str, sizes: list[int], offset: int, scale: float) -> Plan:
+    return Plan(NSAConfig(*sizes), cast(tuple[Branch, ...], tuple(branches.split(","))), offset, scale)
+
+
+def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, gates, blocks, flat, *ctx.plan = inputs
+    saved = output[1:]
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)  # or zeros would be made for each of them
+    ctx.pairs = len(flat)
+    ctx.save_for_backward(q, gates, blocks, *flat, *saved)
+
+
+def _grad_attend(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    q, gates, blocks, *rest = ctx.saved_tensors
+    if grads[0] is None:
+        return (None, None, None, [None] * ctx.pairs, *[None] * len(ctx.plan))
+    do, flat, saved = grads[0].contiguous(), rest[: ctx.pairs], rest[ctx.pairs :]
+    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, blocks, flat, saved, *ctx.plan)
+    return dq, dgates, None, dflat, *[None] * len(ctx.plan)
+
+
+def _keep_compress(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    k, _, ctx.sizes = inputs
+    ctx.length = k.shape[1]
+
+
+def _grad_compress(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Any, ...]:
+    return *_compress_backward_operator(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.sizes), None
+
+
+_attend_operator.register_autograd(_grad_attend, setup_context=_keep_attend)
+_compress_operator.register_autograd(_grad_compress, setup_context=_keep_compress)
