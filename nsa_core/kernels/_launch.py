@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -44,6 +44,30 @@ def record() -> Iterator[list[Launch]]:
         _recorder.reset(token)
 
 
+@dataclass(frozen=True)
+class Started:
+    """One launch that was made: the kernel's name and its compile-time constants."""
+
+    kernel: str
+    constants: Mapping[str, Any]
+
+
+# Of the process and not of a context: autograd runs the backward of a CUDA operator in a thread of its own.
+_observer: Callable[[Started], None] | None = None
+
+
+@contextmanager
+def observe() -> Iterator[list[Started]]:
+    """Collect the launches that any thread makes meanwhile, in order. They run, and no tensor is kept alive."""
+    global _observer
+    seen: list[Started] = []
+    before, _observer = _observer, seen.append
+    try:
+        yield seen
+    finally:
+        _observer = before
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
 ) -> None:
@@ -58,6 +82,8 @@ def launch(
     if recorder is not None:
         recorder(Launch(kernel, arguments, constants, tile.warps, tile.stages))
         return
+    if _observer is not None:
+        _observer(Started(kernel.__name__, constants))
     device = next(iter(arguments.values())).get_device()
     key = kernel, device, tile, *constants.items(), *map(_trait, arguments.values())
     compiled = _compiled.get(key)
