@@ -37,9 +37,22 @@ _recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_ke
 def record() -> Iterator[list[Launch]]:
     """Collect launches instead of running them. What the kernels would have written stays unwritten."""
     seen: list[Launch] = []
-    token = _recorder.set(seen.append)
-    try:
+    with _handed_to(seen.append):
         yield seen
+
+
+@contextmanager
+def omit() -> Iterator[None]:
+    """Run no kernel, as `record`, but keep no tensor alive."""
+    with _handed_to(lambda launch: None):
+        yield
+
+
+@contextmanager
+def _handed_to(recorder: Callable[[Launch], None]) -> Iterator[None]:
+    token = _recorder.set(recorder)
+    try:
+        yield
     finally:
         _recorder.reset(token)
 
