@@ -39,7 +39,7 @@ def _preset(value: str) -> str:
 
 
 def _unique(values: Sequence[Any]) -> Sequence[Any]:
-    repeated = sorted({v for v in values if values.count(v) > 1})
+    repeated = dict.fromkeys(v for v in values if values.count(v) > 1)
     if repeated:
         raise ValueError(f"{', '.join(map(str, repeated))} appears more than once; name each once")
     return values

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from jobs._fields import (
@@ -29,6 +29,7 @@ from jobs._fields import (
     torch_dtype,
 )
 from jobs.measure import check
+from jobs.measure.check import DENSE
 from jobs.measure.clock import Plan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
@@ -42,25 +43,41 @@ from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, 
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward"]
-DENSE = "dense"
 
 
-class ShapeSpec(Strict):
-    """Heads of the attention, and for workload `model` the rest of the model."""
+def _known(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in DENSE and name not in BACKENDS:
+            raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, *DENSE])}")
+    return names
+
+
+Implementations = Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_known)]
+Passes = Annotated[list[Pass], Field(min_length=1), Unique]
+Lengths = Annotated[list[Length], Field(min_length=1), Unique]
+
+
+class Heads(Strict):
+    """Heads of the attention."""
 
     query_heads: Count
     kv_heads: Count
     head_dim: Count
+
+    @model_validator(mode="after")
+    def _groups(self) -> Heads:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
+        return self
+
+
+class ShapeSpec(Heads):
+    """Heads of the attention, and for workload `model` the rest of the model."""
+
     layers: Layers | None = None
     dim: Count | None = Field(default=None, description="width of the residual stream; None: query_heads x head_dim")
     ffn_dim: Count | None = None
     vocab_size: Count | None = None
-
-    @model_validator(mode="after")
-    def _groups(self) -> ShapeSpec:
-        if self.query_heads % self.kv_heads:
-            raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
-        return self
 
 
 class TimingSpec(Strict):
@@ -85,23 +102,15 @@ class Spec(JobSpec):
 
     kind: Literal["scaling"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     workload: Literal["attention", "model"] = "attention"
-    implementations: Annotated[list[str], Field(min_length=1), Unique]
-    passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(default=["forward", "forward+backward"])
-    lengths: Annotated[list[Length], Field(min_length=1), Unique]
+    implementations: Implementations
+    passes: Passes = Field(default=["forward", "forward+backward"])
+    lengths: Lengths
     batch: Count = 1
     dtype: DType = "float32"
     preset: Preset | None = None
     shape: ShapeSpec | None = None
     nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
     timing: TimingSpec = TimingSpec()
-
-    @field_validator("implementations")
-    @classmethod
-    def _known(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if name != DENSE and name not in BACKENDS:
-                raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, DENSE])}")
-        return names
 
     @model_validator(mode="after")
     def _one_shape(self) -> Spec:
@@ -111,6 +120,8 @@ class Spec(JobSpec):
             raise ValueError(f"shape: missing; give shape or preset (one of {', '.join(PRESETS)})")
         if self.shape is not None:
             _check_shape(self.shape, self.workload)
+        if self.workload == "model" and (forced := [name for name in self.implementations if DENSE.get(name)]):
+            raise ValueError(f"implementations: {forced[0]!r}: is for workload attention alone; use dense")
         if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
             raise ValueError(
                 f"nsa.compress: {self.nsa.compress!r}: is learned by a layer; use mean, or workload: model"
@@ -142,7 +153,7 @@ class Spec(JobSpec):
         for name in self.implementations:
             if reasons.get(name) is not None:
                 usable = [other for other, reason in reasons.items() if reason is None]
-                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join([*usable, DENSE])}")
+                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join([*usable, *DENSE])}")
 
     def _point(self, machine: Machine, seq_len: int, pass_: str, implementation: str) -> Point:
         model = self.model
@@ -157,7 +168,7 @@ class Spec(JobSpec):
             seed=self.seed,
             threads=threads(self, machine),
             model=replace(model, attention="dense", backend="auto")
-            if implementation == DENSE
+            if implementation in DENSE
             else replace(model, attention="nsa", backend=implementation),
             timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
         )
@@ -230,7 +241,7 @@ class Case:
         """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
         config = asdict(self)
         if self.workload == "attention":
-            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation == DENSE else ("nsa",))
+            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE else ("nsa",))
             config["model"] = {name: config["model"][name] for name in used}
         return config
 
@@ -291,9 +302,9 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
     beat("check")
-    agreement = _agreement(case)
+    agreement = agree(case)
     beat("inputs")
-    call, tensors = (_model_call if case.workload == "model" else _attention_call)(case, device)
+    call, tensors = (_model_call if case.workload == "model" else attention_call)(case, device)
     beat("first run")
     route = route_of(call)
     timing = measure_time(call, device, case.timing, beat)
@@ -315,7 +326,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     return Measurement(tuple(metrics), route, environment(device), peak.files)
 
 
-def _agreement(case: Case) -> check.Agreement:
+def agree(case: Case) -> check.Agreement:
+    """Compare a case's operator, and for workload model its loss, with the oracle. Raises WrongResult."""
     device = torch.device(case.device)
     attention = check.check_attention(
         case.implementation,
@@ -334,10 +346,10 @@ def _agreement(case: Case) -> check.Agreement:
     return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
 
 
-def _attention_call(case: Case, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
+def attention_call(case: Case, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
     """The operator from gate logits on; its inputs, which stay."""
     inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
-    if case.implementation == DENSE:
+    if case.implementation in DENSE:
         del inputs["gates"]
     if not case.backward:
         return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]

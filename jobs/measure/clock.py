@@ -99,7 +99,7 @@ def _sample_cuda(
     call: Callable[[], object], device: torch.device, plan: Plan, warmups: list[float], beat: Beat
 ) -> list[float]:
     batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
-    flush = torch.empty(_l2_bytes(device) * 2, dtype=torch.int8, device=device)
+    flush = l2_filler(device)
     samples: list[float] = []
     while not _enough(samples, plan):
         beat("time", len(samples), plan.repeats)
@@ -114,8 +114,10 @@ def _sample_cuda(
     return samples
 
 
-def _l2_bytes(device: torch.device) -> int:
-    return max(int(torch.cuda.get_device_properties(device).L2_cache_size), 2**20)
+def l2_filler(device: torch.device) -> torch.Tensor:
+    """A buffer that, overwritten, leaves nothing else in the L2 cache."""
+    l2_bytes = max(int(torch.cuda.get_device_properties(device).L2_cache_size), 2**20)
+    return torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,14 +21,22 @@ SCALING: dict[str, Any] = {
     "lengths": [64],
     "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 16},
 }
+BENCH: dict[str, Any] = {
+    "kind": "bench",
+    "name": "t",
+    "implementations": ["chunked", "dense"],
+    "shapes": [SCALING["shape"]],
+    "lengths": [64],
+}
 TRAIN: dict[str, Any] = {"kind": "train", "name": "t", "seq_len": 32, "steps": 10, "optimizer": {"warmup_steps": 2}}
+WIDE = {"query_heads": 4, "kv_heads": 2, "head_dim": 32}
 MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
 PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}
 
 MISTAKES = [
     # spec, what is laid over it, the line that must come
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
-    (SCALING, {"kind": "point"}, r"kind: 'point' is no job kind; use one of drill, scaling, train"),
+    (SCALING, {"kind": "point"}, r"kind: 'point' is no job kind; use one of bench, .*drill, scaling, train"),
     (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
@@ -70,6 +78,18 @@ MISTAKES = [
     (SCALING, {"shape": MODEL_SHAPE}, r"shape\.\w+: \d+: has no meaning for workload attention; remove it"),
     (SCALING, {"workload": "model"}, r"shape\.layers: missing; workload model needs it"),
     (SCALING, {"workload": "model", "shape": {**MODEL_SHAPE, "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (
+        SCALING,
+        {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-flash"]},
+        r"implementations: 'dense-flash': is for workload attention alone; use dense",
+    ),
+    (BENCH, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*dense-flash"),
+    (BENCH, {"lengths": [96]}, r"lengths: 96: use a divisor of tokens = 32768, or a length beyond it"),
+    (BENCH, {"shapes": []}, r"shapes: \[\]: .*at least 1"),
+    (BENCH, {"shapes": [SCALING["shape"], WIDE] * 2}, r"shapes: .*head_dim=16, .*head_dim=32 appears more than once"),
+    (BENCH, {"shapes": [{**SCALING["shape"], "kv_heads": 3}]}, r"shapes\.0\.kv_heads: 3: use a divisor of .*4"),
+    (BENCH, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean"),
+    (BENCH, {"profiles": -1}, r"profiles: -1: .*greater than or equal to 0"),
     (SCALING, {"deadlines": {"point_s": 0}}, r"deadlines\.point_s: 0: .*greater than 0"),
     (SCALING, {"memory_gib": -1}, r"memory_gib: -1: .*greater than 0"),
     (TRAIN, {"plan": PLAN}, r"plan\.tokens_per_second: 50: 50,000 steps x 4,096 .*2,370 tok/s.*1,138 h; set .*2371"),
@@ -111,7 +131,7 @@ def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Pa
 
 def test_a_spec_without_a_kind_says_where_it_goes(tmp_path: Path) -> None:
     with pytest.raises(
-        SpecError, match=r"^kind: missing; begin the spec with 'kind: ' and one of drill, scaling, train"
+        SpecError, match=r"^kind: missing; begin the spec with 'kind: ' and one of bench, .*drill, scaling, train"
     ):
         _load(tmp_path, {"name": "t"})
 

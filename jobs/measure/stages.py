@@ -1,0 +1,116 @@
+"""Where a call's time on the device goes, by stage of the operator.
+
+Taken from the device's own timestamps of every kernel (CUPTI, through torch.profiler), not from events around launches:
+an event pair adds microseconds to a kernel that takes as long, and counts the wait for a host that launches too slowly
+as the stage's own. So these times add up to the time in which the device computed; the rest of the call's time is gaps.
+What each launch worked for is told by the order of launches of one name, which is the order in which they run: the
+operator uses one stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from jobs.measure.clock import l2_filler
+from jobs.measure.stats import summarize
+from jobs.point import Beat, Metric
+from nsa_core.kernels.stages import Started, observe, stage
+
+Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel
+OTHER = "other"  # kernels that are not the project's: PyTorch's sorts, sums, copies
+_METHOD = "device time of the stage's kernels in one call (CUPTI), L2 overwritten before it"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as the device ran it; nanoseconds."""
+
+    name: str
+    start: int
+    duration: int
+
+
+class ProfileError(RuntimeError):
+    """The profile does not hold what was launched. No stage is told then: a time is whole or absent."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Metrics `stage_*` in ms, longest first, and the same kernel by kernel as text."""
+
+    metrics: tuple[Metric, ...]
+    text: str
+
+
+def measure_stages(call: Callable[[], object], device: torch.device, runs: int, beat: Beat) -> Stages:
+    """Profile `call`, which runs the project's kernels on a CUDA device and has run before, `runs` times.
+
+    A process that has profiled may launch more slowly afterwards: time calls before, or in another one.
+
+    Raises:
+        ProfileError: none of the project's kernels ran, or the profiler did not see what was launched.
+    """
+    filler = l2_filler(device)
+    profiles: list[Profile] = []
+    for run in range(runs):
+        beat("stages", run, runs)
+        filler.zero_()
+        torch.cuda.synchronize(device)
+        with observe() as launches, profile(activities=[ProfilerActivity.CUDA]) as watch:
+            call()
+            torch.cuda.synchronize(device)
+        profiles.append(by_stage(_kernels(watch), launches))
+    return summarize_stages(profiles)
+
+
+def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
+    """The launches' kernels by the stages that they worked for, all others as OTHER.
+
+    Raises:
+        ProfileError: there is no launch, or the kernels are not those of the launches.
+    """
+    if not launches:
+        raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")
+    waiting: dict[str, deque[str]] = {}
+    for launch in launches:
+        waiting.setdefault(launch.kernel, deque()).append(stage(launch.kernel, launch.constants))
+    spent: Profile = Counter()
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        stages = waiting.get(kernel.name)
+        if stages is not None and not stages:
+            raise ProfileError(f"the profile has {kernel.name} more often than it was launched")
+        spent[stages.popleft() if stages else OTHER, kernel.name] += kernel.duration
+    unseen = [name for name, stages in waiting.items() if stages]
+    if unseen:
+        raise ProfileError(f"the profile lacks launches of {', '.join(unseen)}; does CUPTI work here?")
+    return spent
+
+
+def summarize_stages(profiles: Sequence[Profile]) -> Stages:
+    """The median over profiles of every stage, longest first, and a line a kernel as text."""
+    names = {name: None for profiled in profiles for name, _ in profiled}
+    samples = {
+        name: [sum(ns for (stage, _), ns in profiled.items() if stage == name) / 1e6 for profiled in profiles]
+        for name in names
+    }
+    metrics = [summarize(f"stage_{name}", "ms", times, _METHOD) for name, times in samples.items()]
+    kernels = sorted(profiles[-1].items(), key=lambda item: -item[1])
+    lines = [f"{ns / 1e6:10.4f} ms  {name:30} {kernel}" for (name, kernel), ns in kernels]
+    return Stages(
+        tuple(sorted(metrics, key=lambda metric: -metric.value)),
+        "\n".join(["Device time of one call, by stage and kernel.", *lines, ""]),
+    )
+
+
+def _kernels(watch: profile) -> list[Kernel]:
+    """What ran on the device: kernels, copies and fills."""
+    inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
+    events = inner.kineto_results.events()
+    return [Kernel(e.name(), e.start_ns(), e.duration_ns()) for e in events if e.device_type() == DeviceType.CUDA]

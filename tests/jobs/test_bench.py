@@ -1,0 +1,155 @@
+"""The bench kind: its points, its times measured for real on the CPU, its stages from profiles made by hand."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from jobs.bench import Spec, measure
+from jobs.measure import stages
+from jobs.measure.stages import Kernel, ProfileError, by_stage, summarize_stages
+from jobs.point import Machine, Measurement, Point
+from jobs.spec import load_spec
+from nsa_core.kernels.stages import Started
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
+SMALL = {
+    "kind": "bench",
+    "name": "t",
+    "implementations": ["chunked", "dense", "dense-flash"],
+    "shapes": [{"query_heads": 4, "kv_heads": 2, "head_dim": 8}, {"query_heads": 3, "kv_heads": 1, "head_dim": 16}],
+    "lengths": [256, 64],
+    "tokens": 128,
+    "dtype": "float32",
+    "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
+    "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+}
+BENCH = Path(__file__).parents[2] / "jobs" / "configs" / "bench.yaml"
+
+
+def _quiet(phase: str, done: int = 0, total: int = 0) -> None:
+    pass
+
+
+def _measure(point: Point) -> Measurement:
+    return measure(json.loads(json.dumps(point.config)), _quiet)  # as it travels to a worker
+
+
+def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_tokens() -> None:
+    points = Spec.model_validate(SMALL).points(CPU)
+    assert len({point.label for point in points}) == len(points) == 2 * 2 * 2 * 3
+    assert points[0].label == "4/2 d8 chunked forward S=64"
+    assert [point.axes.seq_len for point in points] == [64] * 12 + [256] * 12
+    assert {(point.axes.seq_len, point.axes.batch) for point in points} == {(64, 2), (256, 1)}
+    assert {(p.axes.query_heads, p.axes.kv_heads, p.axes.head_dim) for p in points} == {(4, 2, 8), (3, 1, 16)}
+    assert {point.kind for point in points} == {"bench"}
+
+
+def test_the_ready_spec_is_the_design_s_table_and_tells_stages_last() -> None:
+    points = load_spec(BENCH).points(H200)
+    timed = [point for point in points if "profiles" not in point.config]
+    assert points[: len(timed)] == timed
+    assert {p.axes.seq_len for p in points} == {2048, 8192, 16384, 32768, 65536, 131072}
+    assert {p.axes.batch for p in points if p.axes.seq_len == 8192} == {4}
+    assert {p.axes.batch for p in points if p.axes.seq_len == 131072} == {1}
+    staged = points[len(timed) :]
+    assert {(point.axes.implementation, point.axes.pass_) for point in staged} == {("triton", "forward+backward")}
+    assert len(staged) == 3 * 6
+    assert len({point.key("code", H200) for point in points}) == len(points)
+
+
+def test_points_bring_what_a_scaling_point_brings_and_the_kernel_that_ran() -> None:
+    points = [point for point in Spec.model_validate(SMALL).points(CPU) if point.axes.seq_len == 64]
+    found = {point.label: _measure(point) for point in points[:6]}
+    names = {metric.name for metric in found["4/2 d8 chunked forward+backward S=64"].metrics}
+    assert {"time", "throughput", "peak_extra_memory", "oracle_error"} <= names
+    assert found["4/2 d8 chunked forward S=64"].route["slc"] == "chunked"
+    assert found["4/2 d8 dense-flash forward S=64"].route == {"dense": "sdpa-flash"}
+
+
+def _launches(*kernels: str, **constants: int) -> list[Started]:
+    return [Started(kernel, constants) for kernel in kernels]
+
+
+WINDOW = {"BLOCK": 1, "STRIDE": 1, "WINDOW": 512}
+COMPRESSED = {"BLOCK": 32, "STRIDE": 16, "WINDOW": 0}
+
+
+def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:
+    launches = [*_launches("_span_forward", **COMPRESSED), *_launches("_new"), *_launches("_span_forward", **WINDOW)]
+    kernels = [
+        Kernel("_span_forward", start=50, duration=7),  # the profiler's order is not the device's
+        Kernel("sort<int>", start=20, duration=3),
+        Kernel("_span_forward", start=10, duration=5),
+        Kernel("_new", start=30, duration=2),
+    ]
+    assert by_stage(kernels, launches) == {
+        ("compressed_attention", "_span_forward"): 5,
+        ("other", "sort<int>"): 3,
+        ("new", "_new"): 2,
+        ("window", "_span_forward"): 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("seen", "launched", "message"),
+    [
+        ([], [], "none of the project's kernels ran"),
+        (["_gate"], ["_gate", "_gate"], "lacks launches of _gate"),
+        (["_gate", "_gate"], ["_gate"], "has _gate more often"),
+    ],
+)
+def test_a_profile_that_is_not_whole_tells_nothing(seen: list[str], launched: list[str], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        by_stage([Kernel(name, i, 1) for i, name in enumerate(seen)], _launches(*launched))
+
+
+def test_stages_are_medians_longest_first() -> None:
+    profiles = [
+        by_stage([Kernel("_gate", 0, gate * 10**6), Kernel("fill", 1, 10**6)], _launches("_gate")) for gate in (3, 9, 5)
+    ]
+    found = summarize_stages(profiles)
+    assert [(metric.name, metric.unit, metric.value) for metric in found.metrics] == [
+        ("stage_gates", "ms", 5.0),
+        ("stage_other", "ms", 1.0),
+    ]
+    assert found.metrics[0].samples == (3.0, 9.0, 5.0)
+    assert "5.0000 ms  gates" in found.text
+
+
+def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with the profiler and the launches played: what is attributed is a real call's."""
+    calls: list[int] = []
+    event = SimpleNamespace(
+        name=lambda: "_gate", start_ns=lambda: 0, duration_ns=lambda: 2 * 10**6, device_type=lambda: DeviceType.CUDA
+    )
+    other = SimpleNamespace(name=lambda: "cudaLaunchKernel", device_type=lambda: DeviceType.CPU)
+
+    @contextmanager
+    def profile(**_: object) -> Any:
+        calls.append(1)
+        yield SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [event, other])))
+
+    @contextmanager
+    def observe() -> Any:
+        yield _launches("_gate")
+
+    monkeypatch.setattr(stages, "profile", profile)
+    monkeypatch.setattr(stages, "observe", observe)
+    monkeypatch.setattr(stages, "l2_filler", lambda device: torch.empty(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    point = Spec.model_validate({**SMALL, "implementations": ["chunked"]}).points(CPU)[1]
+    result = measure({**point.config, "profiles": 3}, _quiet)
+    found = {metric.name: metric.value for metric in result.metrics}
+    assert found["stage_gates"] == 2.0
+    assert found["oracle_error"] <= found["oracle_error_bound"]
+    assert len(calls) == 3
+    assert "_gate" in result.files["kernels.txt"]
