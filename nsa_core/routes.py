@@ -1,6 +1,7 @@
 """Which kernel really computed which branch.
 
 Every backend calls `note` where it does the work, so that a capture shows what was executed, not what was asked for.
+torch.compile calls it while it traces: a capture around the call that compiles shows what every later call executes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
 
@@ -36,6 +39,7 @@ def capture() -> Iterator[list[BranchRun]]:
         _captures.reset(token)
 
 
+@torch.compiler.assume_constant_result  # traced code runs it once, instead of tracing into it
 def note(branch: Branch, kernel: str) -> None:
     """Record that `kernel` computes `branch` now. For backends; free when nobody captures."""
     for runs in _captures.get():
