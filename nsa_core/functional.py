@@ -152,6 +152,7 @@ def dense_attention(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Causal attention over all positions <= t, or over the last `window` of them; differentiable.
 
@@ -162,12 +163,14 @@ def dense_attention(
         cu_seqlens: bounds of packed sequences.
         scale: of q·k; 1/sqrt(Dk) unless given.
         window: positions that a query sees, its own included; all unless given.
+        backend: the kernel, one of `backends.dense.KERNELS`; "auto" takes the fastest that is there.
 
     Returns:
         [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. The kernel that ran is noted in `routes` as branch "dense".
 
     Raises:
         InputError: shapes, dtypes, devices, window or cu_seqlens that do not fit.
+        BackendError: a kernel that is unknown, or cannot compute this here.
     """
     if window is not None and (not isinstance(window, int) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
@@ -177,24 +180,36 @@ def dense_attention(
     factor = _scale(scale, q)
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
-            return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window)
-        sequences = operands.sequences(cu_seqlens, NSAConfig())
-        return torch.cat([dense.attention(one.q, one.keys[0], one.values[0], factor, window)[0] for one in sequences])
+            return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window, backend)
+        return dense.packed(operands.q, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
 
 
 def _attend(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend]
 ) -> Tensor:
+    """The gated sum; the branches of a fused backend at once, unless another one selects the blocks for it."""
     assert operands.gates is not None
-    first, *others = set(backends.values())
-    if not others and _is_fused(first):
-        return _attend_at_once(operands, config, scale, branches, first)
     gate = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
-    parts = (_branch(branch, operands, gate[branch], config, scale, backends) for branch in branches)
-    out = next(parts)
-    for part in parts:
-        out += part
+    parts: list[Tensor] = []
+    for backend in _distinct(backends[branch] for branch in branches):
+        own: tuple[Branch, ...] = tuple(branch for branch in branches if backends[branch] is backend)
+        if _is_fused(backend) and ("slc" not in own or backends["select"] is backend):
+            parts.append(_attend_at_once(operands, config, scale, own, backend))
+        else:
+            parts += [_branch(branch, operands, gate[branch], config, scale, backends) for branch in own]
+    out = parts.pop(0)
+    while parts:
+        out += parts.pop(0)  # which frees it
     return out
+
+
+def _distinct(backends: Iterable[Backend]) -> list[Backend]:
+    """Each once, in order. torch.compile takes equal modules for different keys, so no dict will do."""
+    found: list[Backend] = []
+    for backend in backends:
+        if not any(backend is other for other in found):
+            found.append(backend)
+    return found
 
 
 def _is_fused(backend: Backend) -> TypeGuard[FusedBackend]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from .. import reference
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
-from . import chunked, naive, triton
+from . import chunked, flash, naive, triton
 
 
-class Backend(Protocol):
-    """What a backend module provides.
+class WindowBackend(Protocol):
+    """What a backend module provides that computes the window branch, if no other.
 
     All take q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and return in q's dtype. `gate`
     [B,S,Hq] multiplies the branch's output; None stands for ones.
@@ -26,6 +26,14 @@ class Backend(Protocol):
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it cannot run there; None if it can."""
         ...
+
+    def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+        """Window branch over the last `window` positions up to and with the query's own."""
+        ...
+
+
+class Backend(WindowBackend, Protocol):
+    """What a backend module provides that computes every branch."""
 
     def compressed(
         self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
@@ -41,10 +49,6 @@ class Backend(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
     ) -> Tensor:
         """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] and the blocks of `select`."""
-        ...
-
-    def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-        """Window branch over the last `window` positions up to and with the query's own."""
         ...
 
 
@@ -73,11 +77,16 @@ class FusedBackend(Backend, Protocol):
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {"reference": reference, "naive": naive, "chunked": chunked, "triton": triton}
 )
+WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "flash": flash})
 
 
-def available_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
-    """Every backend's name, with None if it can run on `device` in `dtype`, else the reason why not."""
-    return {name: backend.unavailable(device, dtype) for name, backend in BACKENDS.items()}
+def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
+    """Backends' names, each with None if it can run on `device` in `dtype`, else the reason why not.
+
+    Args:
+        branch: list those that compute this one; None: those that compute every branch.
+    """
+    return {name: backend.unavailable(device, dtype) for name, backend in _backends(branch).items()}
 
 
 def resolve(
@@ -90,7 +99,8 @@ def resolve(
         branches: what will be computed.
 
     Raises:
-        BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here.
+        BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here or
+            does not compute the branch.
     """
     wanted = list(branches)
     if not isinstance(backend, str | Mapping):
@@ -99,19 +109,27 @@ def resolve(
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
         raise BackendError(f"backend[{branch!r}]", repr(named[branch]), fix)
-    return {branch: _find(named.get(branch, "auto"), device, dtype) for branch in wanted}
+    return {branch: _find(named.get(branch, "auto"), branch, device, dtype) for branch in wanted}
 
 
-def _find(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype) -> Backend:
     if name == "auto":
         name = default(device, dtype)
-    if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendError("backend", repr(name), f"use one of auto, {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].unavailable(device, dtype)
+    backends = _backends(branch)
+    if isinstance(name, str) and name in WINDOW_BACKENDS and name not in backends:
+        fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {", ".join(backends)}'
+        raise BackendError("backend", repr(name), fix)
+    if not isinstance(name, str) or name not in backends:
+        raise BackendError("backend", repr(name), f"use one of auto, {', '.join(backends)}")
+    reason = backends[name].unavailable(device, dtype)
     if reason is not None:
-        usable = [other for other, why in available_backends(device, dtype).items() if why is None]
+        usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
-    return BACKENDS[name]
+    return cast(Backend, backends[name])  # a WindowBackend at "win" alone, where nothing else is asked of it
+
+
+def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
+    return WINDOW_BACKENDS if branch == "win" else BACKENDS
 
 
 def default(device: torch.device, dtype: torch.dtype, reasons: Mapping[str, str | None] | None = None) -> str:

@@ -1,59 +1,176 @@
-"""Dense causal attention by PyTorch's scaled_dot_product_attention, with the kernel that ran on record."""
+"""Dense causal attention by the fastest kernel there is, or the one asked for, with the kernel that ran on record."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
+from .._inputs import sequence_spans
+from ..errors import BackendError, InputError
 from ..routes import note
-from . import chunked
+from . import _providers, chunked
 
-_NAMES = {
-    SDPBackend.FLASH_ATTENTION: "sdpa-flash",
-    SDPBackend.EFFICIENT_ATTENTION: "sdpa-efficient",
-    SDPBackend.CUDNN_ATTENTION: "sdpa-cudnn",
-    SDPBackend.MATH: "sdpa-math",
+_SDPA: Mapping[str, SDPBackend] = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
 }
+KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # that can be asked for
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: str = "auto") -> Tensor:
     """Causal attention [B,S,Hq,Dv]; the rows of q are the last S positions of k.
 
-    Windows, and several rows of q behind a longer k, go through the chunked window branch: a mask for
-    scaled_dot_product_attention would take S² memory, and its is_causal aligns to the first key instead of the last.
+    Windows, and several rows of q behind a longer k, are for the flash kernels, and chunked where there is none: a
+    mask for scaled_dot_product_attention would take S² memory, and its is_causal aligns to the first key instead of
+    the last.
+
+    Raises:
+        BackendError: the kernel that was asked for cannot compute it.
     """
     rows, tokens = q.shape[1], k.shape[1]
-    if (window is not None and window < tokens) or 1 < rows < tokens:
-        note("dense", "chunked")
-        return chunked.banded(q, k, v, None, min(window or tokens, tokens), scale)
-    return _sdpa(q, k, v, scale, causal=rows > 1)
+    window = None if window is None or window >= tokens else window
+    banded = window is not None or 1 < rows < tokens
+    provider = _provider(q, v, kernel, _providers.PROVIDERS if banded else _ahead_of_sdpa(q.device, rows))
+    if provider is not None:
+        note("dense", provider)
+        return _providers.attend(provider, q, k, v, scale, window)
+    if not banded:
+        return _sdpa(q, k, v, scale, _sdpa_order(q.device, rows) if kernel == "auto" else (kernel,))
+    if kernel != "auto":
+        raise BackendError("backend", repr(kernel), "it has neither windows nor rows behind a longer k; use auto")
+    note("dense", "chunked")
+    return chunked.banded(q, k, v, None, window or tokens, scale)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    dim, value_dim = q.shape[-1], v.shape[-1]
-    # The fused kernels want one head dim; zeros change neither q·k nor the columns that are kept.
-    widest = max(dim, value_dim)
-    q, k, v = (_widen(x, widest).transpose(1, 2) for x in (q, k, v))
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, kernel: str = "auto"
+) -> Tensor:
+    """The same for sequences behind each other: q [total,Hq,Dk], k, v likewise -> [total,Hq,Dv].
+
+    A flash kernel takes them all at once and waits for nothing: what is wrong with the values of cu_seqlens on a GPU
+    is then an assertion of the device's. Where there is none, sequence after sequence is computed.
+
+    Raises:
+        InputError: cu_seqlens are no bounds of sequences.
+        BackendError: the kernel that was asked for cannot compute it.
+    """
+    provider = _provider(q, v, kernel, _providers.PROVIDERS)
+    if provider is None:
+        spans = sequence_spans(cu_seqlens, len(q))
+        singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
+        return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
+    note("dense", provider)
+    return _providers.attend_packed(provider, q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
+
+
+def unusable(kernel: str, host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
+    """Why `kernel` of KERNELS cannot compute head dims up to `width` there; None if nothing is known against it."""
+    if kernel not in _SDPA:
+        return _providers.unusable(kernel, host, dtype, width)
+    if host.capability is None:
+        return None if kernel == "sdpa-flash" else "it runs on cuda, not on the cpu"
+    return _providers.unusable("torch-varlen", host, dtype, width)  # the same demands on GPU and dtype
+
+
+def _provider(q: Tensor, v: Tensor, kernel: str, candidates: Sequence[str]) -> str | None:
+    """The kernel from outside scaled_dot_product_attention that is to compute it; None where that one is to."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise BackendError("backend", repr(kernel), f"use one of auto, {', '.join(KERNELS)}")
+    host, width = _providers.here(q.device), _providers.common_width(q, v)
+    if kernel == "auto":
+        return _providers.first_usable(candidates, host, q.dtype, width)
+    reason = unusable(kernel, host, q.dtype, width)
+    if reason is not None:
+        usable = [name for name in KERNELS if unusable(name, host, q.dtype, width) is None]
+        raise BackendError("backend", repr(kernel), f"{reason}; use one of {', '.join(['auto', *usable])}")
+    return None if kernel in _SDPA else kernel
+
+
+def _ahead_of_sdpa(device: torch.device, rows: int) -> tuple[str, ...]:
+    """Kernels that are faster than PyTorch's best; its own split a single row's keys over the GPU."""
+    if rows == 1 or device.type != "cuda":
+        return ()
+    return ("flash-attn-4",) if torch.cuda.get_device_capability(device)[0] >= 9 else ("flash-attn-2",)
+
+
+def _sdpa_order(device: torch.device, rows: int) -> tuple[str, ...]:
+    """PyTorch's kernels, fastest first: cuDNN's is on Hopper (docs/kernel-log.md), and knows no single row."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and rows > 1:
+        return ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
+    return ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...]) -> Tensor:
+    one_row = q.shape[1] == 1
+    causal = not one_row  # a bool, even where torch.compile knows the length as a symbol
+    value_dim, width = v.shape[-1], _providers.common_width(q, v)
+    q, k, v = (_providers.widened(x, width).transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    kernel = _kernel(q, k, v, scale, causal, grouped)
-    if kernel == SDPBackend.MATH and grouped:  # not every fused kernel knows groups: give each query head its own
+    kernel = _first_viable(order, q, k, v, causal, grouped)
+    if kernel in (None, "sdpa-math") and grouped:  # not every fused kernel knows groups: give each query head its own
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-        kernel = _kernel(q, k, v, scale, causal, grouped)
-    note("dense", _NAMES[kernel])
-    with sdpa_kernel(kernel):
+        kernel = _first_viable(order, q, k, v, causal, grouped)
+    if kernel is None:  # one was asked for: else there is always "sdpa-math"
+        raise BackendError("backend", repr(order[0]), "PyTorch cannot run it on this input; use auto")
+    note("dense", kernel)
+    with sdpa_kernel(_SDPA[kernel]):
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return (out if value_dim == widest else out[..., :value_dim]).transpose(1, 2)
+    return (out if value_dim == width else out[..., :value_dim]).transpose(1, 2)
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
-    """x [..,D] with zeros up to `width`; x itself where it is as wide: padding by nothing would copy it."""
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+def _first_viable(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> str | None:
+    """The first of `order` that PyTorch can run on this input."""
+    if not torch.compiler.is_compiling():
+        return _ask(order, q, k, v, causal, grouped)
+    heads = q.shape[1], k.shape[1], q.shape[3]
+    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    rows = 64 if causal else 1  # any length stands for all but a single row
+    return _ask_while_tracing(order, *heads, rows, str(q.device), q.dtype, trained, grouped)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:
-    """The kernel that PyTorch prefers for this input."""
+def _ask(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> str | None:
     choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]: there is no public way to ask
-    return SDPBackend(choose(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
+    try:
+        with sdpa_kernel([_SDPA[name] for name in order], set_priority=True):
+            chosen = SDPBackend(choose(q, k, v, None, 0.0, causal, enable_gqa=grouped))
+    except RuntimeError:
+        return None
+    return next((name for name in order if _SDPA[name] == chosen), None)
+
+
+@torch.compiler.assume_constant_result
+def _ask_while_tracing(
+    order: tuple[str, ...],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rows: int,
+    device: str,
+    dtype: torch.dtype,
+    trained: bool,
+    grouped: bool,
+) -> str | None:
+    """The answer for torch.compile, which traces without tensors to ask for."""
+    row = torch.empty(dim, device=device, dtype=dtype, requires_grad=trained)
+    q, k = row.expand(1, heads, rows, dim), row.expand(1, kv_heads, 64, dim)
+    return _ask(order, q, k, k, rows > 1, grouped)
+
+
+def _checked_bounds(cu_seqlens: Tensor, q: Tensor) -> Tensor:
+    """As int32 on q's device, checked where they are: on the host, or by the device without waiting for it."""
+    if not cu_seqlens.is_cuda:
+        sequence_spans(cu_seqlens, len(q))
+        return cu_seqlens.to(q.device, torch.int32, non_blocking=True)
+    fix = f"give an int32 tensor that ascends from 0 to the {len(q)} tokens of the input: the bounds of the sequences"
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise InputError("cu_seqlens", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}", fix)
+    sound = (cu_seqlens.diff() > 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(q))
+    torch.ops.aten._assert_async.msg(sound, f"cu_seqlens: {fix}")
+    return cu_seqlens.to(torch.int32)

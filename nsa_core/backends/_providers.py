@@ -1,0 +1,230 @@
+"""Flash attention by kernels made elsewhere: flash-attn 4, flash-attn 2 and PyTorch's variable-length attention.
+
+All take half precision on a GPU, one head dim of queries, keys and values that is a multiple of 8 (zeros make it up:
+they change neither q·k nor the columns that are kept), and rows of q that are the last of the positions of k. Their
+gradients have the same bits twice only under torch.use_deterministic_algorithms(True), which costs them time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.functional import pad
+
+# Name of a kernel's package, and the module that has it; PyTorch's own needs none.
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    "flash-attn-4": ("flash-attn-4", "flash_attn.cute"),
+    "flash-attn-2": ("flash-attn", "flash_attn"),
+}
+# Fastest first, as measured on an H200 (docs/kernel-log.md); flash-attn 2 and PyTorch's are the same algorithm.
+PROVIDERS = ("flash-attn-4", "flash-attn-2", "torch-varlen")
+
+_HALF = (torch.bfloat16, torch.float16)
+_MULTIPLE = 8
+# Compute capabilities by major number, with the widest head dim that each kernel takes there, forward and backward.
+_WIDEST: Mapping[str, Mapping[int, int]] = {
+    "flash-attn-4": {9: 256, 10: 128, 11: 128},
+    "flash-attn-2": {8: 256, 9: 256, 10: 256, 11: 256, 12: 256},
+    "torch-varlen": {8: 256, 9: 256, 10: 256, 11: 256, 12: 256},
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    """What decides which kernels can run.
+
+    Attributes:
+        capability: the GPU's compute capability; None where there is no GPU.
+        lacks: kernels whose package cannot be used, with the reason.
+    """
+
+    capability: tuple[int, int] | None
+    lacks: Mapping[str, str]
+
+
+def here(device: torch.device) -> Host:
+    """This process's host, for tensors on `device`."""
+    if device.type != "cuda":
+        return Host(None, {})
+    return Host(torch.cuda.get_device_capability(device), _lacking())
+
+
+def lacking(versions: Mapping[str, str]) -> dict[str, str]:
+    """Kernels whose package is not among the installed `versions`, with what to do about it."""
+    missing = [(name, package) for name, (package, _) in PACKAGES.items() if package not in versions]
+    return {name: f"{package} is not installed there: pip install {package}" for name, package in missing}
+
+
+def unusable(name: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
+    """Why the kernel cannot compute half-precision attention of head dims up to `width` there; None if it can."""
+    if host.capability is None:
+        return "it runs on cuda, not on the cpu"
+    if dtype not in _HALF:
+        return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    widest = _WIDEST[name]
+    major, minor = host.capability
+    if major not in widest:
+        return f"it needs a GPU of compute capability {min(widest)}.0 to {max(widest)}.x, this one has {major}.{minor}"
+    if width > widest[major]:
+        return f"it takes head dims up to {widest[major]} there, not {width}"
+    return host.lacks.get(name)
+
+
+def first_usable(names: Iterable[str], host: Host, dtype: torch.dtype, width: int) -> str | None:
+    """The first of `names` that can compute it, or None."""
+    return next((name for name in names if unusable(name, host, dtype, width) is None), None)
+
+
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention [B,S,Hq,Dv] over the last `window` positions (None: all), by the kernel of that name."""
+    return _at_one_width(_ATTEND[name], q, k, v, scale, _left(window, k.shape[1]))
+
+
+def attend_packed(
+    name: str, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """The same for sequences behind each other: q [total,Hq,Dk], k, v likewise, int32 bounds [sequences + 1].
+
+    The kernels want the longest sequence's length as a number of the host; the total is a bound that costs no waiting.
+    """
+    run = _ATTEND_PACKED[name]
+    return _at_one_width(lambda *args: run(*args, bounds), q, k, v, scale, _left(window, len(k)))
+
+
+@cache
+def _lacking() -> Mapping[str, str]:
+    """Of this process. A package that is there may still not load: built for another PyTorch, say."""
+    versions = {package: version for package, _ in PACKAGES.values() if (version := _version(package))}
+    lacks = lacking(versions)
+    for name, (package, module) in PACKAGES.items():
+        if package in versions:
+            try:
+                import_module(module)
+            except Exception as err:  # whatever its import raises, others can compute
+                lacks[name] = f"{package} {versions[package]} does not load: {str(err).partition(chr(10))[0]}"
+    return lacks
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _left(window: int | None, tokens: int) -> int | None:
+    """Keys that a query sees before its own, which the kernels count apart; None where it sees all."""
+    return None if window is None or window >= tokens else window - 1
+
+
+def _at_one_width(
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None
+) -> Tensor:
+    value_dim, width = v.shape[-1], common_width(q, v)
+    out = run(*(widened(x, width) for x in (q, k, v)), scale, left)
+    return out if value_dim == width else out[..., :value_dim]
+
+
+def common_width(q: Tensor, v: Tensor) -> int:
+    """The one head dim that fused kernels want of queries, keys and values: a multiple of 8."""
+    return -(-max(q.shape[-1], v.shape[-1]) // _MULTIPLE) * _MULTIPLE
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """x [..,D] with zeros up to `width`; x itself where it is as wide: padding by nothing would copy it."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
+    run = _untraced("flash_attn_func")
+    return run(
+        q, k, v, softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic()
+    )[0]  # fmt: skip
+
+
+def _flash_attn_4_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
+    run = _untraced("flash_attn_varlen_func")
+    return run(
+        q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=len(q), max_seqlen_k=len(k),
+        softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic(),
+    )[0]  # fmt: skip
+
+
+@cache
+def _untraced(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A function of flash-attn 4, which compiles its kernels itself: torch.compile is to leave it alone."""
+    run: Any = torch.compiler.disable(getattr(import_module("flash_attn.cute"), name))
+    return run
+
+
+def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
+    run = import_module("flash_attn").flash_attn_func
+    return run(q, k, v, softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic())
+
+
+def _flash_attn_2_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
+    run = import_module("flash_attn").flash_attn_varlen_func
+    return run(
+        q, k, v, bounds, bounds, len(q), len(k),
+        softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic(),
+    )  # fmt: skip
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
+    (batch, rows), tokens = q.shape[:2], k.shape[1]
+    sequences = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    return _varlen(flat, (sequences * rows, sequences * tokens), (rows, tokens), scale, left).unflatten(
+        0, (batch, rows)
+    )
+
+
+def _torch_varlen_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
+    return _varlen((q, k, v), (bounds, bounds), (len(q), len(k)), scale, left)
+
+
+# From 2.12 on, groups have to be asked for; before, they were taken unasked.
+_GROUPS: Mapping[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
+
+
+def _varlen(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    left: int | None,
+) -> Tensor:
+    """Pairs are of q and of k."""
+    out = varlen.varlen_attn(*qkv, *bounds, *longest, scale=scale, window_size=_pair(left), **_GROUPS)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _pair(left: int | None) -> tuple[int, int]:
+    return (-1 if left is None else left, 0)
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+_ATTEND: Mapping[str, Callable[..., Tensor]] = {
+    "flash-attn-4": _flash_attn_4,
+    "flash-attn-2": _flash_attn_2,
+    "torch-varlen": _torch_varlen,
+}
+_ATTEND_PACKED: Mapping[str, Callable[..., Tensor]] = {
+    "flash-attn-4": _flash_attn_4_packed,
+    "flash-attn-2": _flash_attn_2_packed,
+    "torch-varlen": _torch_varlen_packed,
+}
