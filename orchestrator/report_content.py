@@ -8,8 +8,10 @@ from typing import Any
 
 import pandas as pd
 
+from orchestrator import report_bench
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.gates import TargetVerdict, evaluate, load_gates
+from orchestrator.report_bench import Bench
 from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
@@ -25,12 +27,14 @@ class Content:
     Attributes:
         runs: the rows of `queries.run`, as asked for.
         points: every point of these runs with its state and reason.
-        scaling: their rows of v_scaling.
+        scaling: their rows of v_scaling; of a bench those of its fullest pass alone, which are for the charts.
         metrics: their rows of v_metrics.
-        fits: the fitted exponents.
-        peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric.
+        fits: the fitted exponents of these rows.
+        peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric;
+            not of a bench.
         environments: the distinct environments of the points, as flat text pairs.
         verdicts: the go/no-go rules, judged on these runs.
+        benches: the runs of kind bench, which have tables of their own.
     """
 
     runs: list[dict[str, Any]]
@@ -41,6 +45,12 @@ class Content:
     peers: pd.DataFrame
     environments: list[dict[str, str]]
     verdicts: list[TargetVerdict]
+    benches: list[Bench]
+
+    @property
+    def general(self) -> list[str]:
+        """Ids of the runs that are shown in the tables for all kinds."""
+        return [run["run_id"] for run in self.runs if run["kind"] != report_bench.KIND]
 
     @property
     def fits_frame(self) -> pd.DataFrame:
@@ -58,18 +68,23 @@ class Content:
 
 def collect(store: Store, run_ids: Sequence[str]) -> Content:
     """Gather the facts of these runs. Raises StoreUnavailable, GatesError."""
+    runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
+    benches = [run["run_id"] for run in runs if run["kind"] == report_bench.KIND]
     scaling = queries.scaling(store, run_ids=run_ids)
     scaling = scaling.loc[scaling["metric"].isin([*_HEADLINE, "throughput"])]
+    of_bench = scaling["run_id"].isin(benches)
+    charted = scaling.loc[~of_bench | (scaling["pass"] == report_bench.BOTH)]
     points = queries.states(store, run_ids=run_ids)
     return Content(
-        runs=[run for run_id in run_ids if (run := queries.run(store, run_id)) is not None],
+        runs=runs,
         points=points,
-        scaling=scaling,
+        scaling=charted,
         metrics=queries.measurements(store, run_ids=run_ids),
-        fits=scaling_fits(scaling),
-        peers=_beside_peers(scaling, queries.scaling(store, origin=Origin.REPORTED)),
+        fits=scaling_fits(charted),
+        peers=_beside_peers(scaling.loc[~of_bench], queries.scaling(store, origin=Origin.REPORTED)),
         environments=_environments(store, points),
         verdicts=evaluate(store, load_gates(load_settings().gates), run_ids),
+        benches=report_bench.collect(store, run_ids),
     )
 
 

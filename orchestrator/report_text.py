@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import pandas as pd
 
+from orchestrator import report_bench_text
 from orchestrator.analysis import Fit
 from orchestrator.gates import TargetVerdict
 from orchestrator.report_content import Content
+from orchestrator.report_table import Table, missing, shape, whole
 from orchestrator.states import PointState
 
 _CHART_TITLES = {
@@ -22,23 +22,13 @@ _CHART_TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """A heading, what to know about the rows, the rows."""
-
-    title: str
-    note: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def to_markdown(content: Content, charts: Mapping[str, str]) -> str:
     """The report in Markdown; `charts`: names and image files to show."""
     parts = [f"# {_title(content)}", *(f"![{_CHART_TITLES[name]}]({file})" for name, file in charts.items())]
     for table in _tables(content):
         parts.append(f"## {table.title}")
         parts += [table.note] if table.note else []
-        parts.append(_markdown_table(table) if table.rows else "None.")
+        parts.append(table.markdown() if table.rows else "None.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,7 +40,7 @@ def to_html(content: Content, charts: Mapping[str, str]) -> str:
     for table in _tables(content):
         parts.append(f"<h2>{html.escape(table.title)}</h2>")
         parts += [f"<p>{html.escape(table.note)}</p>"] if table.note else []
-        parts.append(_html_table(table) if table.rows else "<p>None.</p>")
+        parts.append(table.html() if table.rows else "<p>None.</p>")
     title = html.escape(_title(content))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
@@ -63,11 +53,13 @@ def _title(content: Content) -> str:
 
 def _tables(content: Content) -> Iterable[Table]:
     yield _runs(content)
+    yield from report_bench_text.tables(content.benches)
     for verdict in content.verdicts:
         yield _verdict(verdict)
-    yield _fits(content.fits, content.run_names)
-    yield _measured(content.scaling, content.run_names)
-    yield _peers(content.peers)
+    if general := content.general:
+        yield _fits([fit for fit in content.fits if fit.run_id in general], content.run_names)
+        yield _measured(content.scaling.loc[content.scaling["run_id"].isin(general)], content.run_names)
+        yield _peers(content.peers)
     yield _states(content.points)
     yield _failures(content.points, content.run_names)
     for number, environment in enumerate(content.environments, 1):
@@ -121,7 +113,7 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
             fit.origin,
             str(fit.implementation),
             str(fit.pass_),
-            _shape(fit.query_heads, fit.kv_heads, fit.head_dim, fit.layers),
+            shape(fit.query_heads, fit.kv_heads, fit.head_dim, fit.layers),
             fit.metric,
             f"{fit.exponent:.3f}",
             f"{fit.ci_low:.3f} to {fit.ci_high:.3f}",
@@ -154,9 +146,9 @@ def _measured(scaling: pd.DataFrame, names: Mapping[str, str]) -> Table:
             names[row["run_id"]],
             str(row["implementation"]),
             str(row["pass"]),
-            _shape(row["query_heads"], row["kv_heads"], row["head_dim"], row["layers"]),
-            _whole(row["seq_len"]),
-            _whole(row["batch"]),
+            shape(row["query_heads"], row["kv_heads"], row["head_dim"], row["layers"]),
+            whole(row["seq_len"]),
+            whole(row["batch"]),
             str(row["metric"]),
             f"{row['value']:,.4g}" + _interval(row["ci_low"], row["ci_high"]),
             str(row["unit"]),
@@ -172,9 +164,9 @@ def _peers(peers: pd.DataFrame) -> Table:
         [
             str(row["implementation"]),
             str(row["pass"]),
-            _shape(row["query_heads"], row["kv_heads"], row["head_dim"], None),
-            _whole(row["seq_len"]),
-            _whole(row["batch"]),
+            shape(row["query_heads"], row["kv_heads"], row["head_dim"], None),
+            whole(row["seq_len"]),
+            whole(row["batch"]),
             f"{row['metric']} [{row['unit']}]",
             f"{row['value']:,.4g} on {row['gpu'] or 'CPU'}",
             f"{row['value_reported']:,.4g} on {row['gpu_reported']}",
@@ -210,51 +202,22 @@ def _failures(points: pd.DataFrame, names: Mapping[str, str]) -> Table:
 
 
 def _methods(metrics: pd.DataFrame) -> Table:
-    named = metrics.loc[metrics["method"] != ""].drop_duplicates(["metric", "unit", "method"]).sort_values("metric")
-    rows = [[str(row["metric"]), str(row["unit"]), str(row["method"])] for row in named.to_dict("records")]
+    """How each metric was taken; methods that differ in their numbers alone, and those of all stages, stand once."""
+    named = metrics.loc[metrics["method"] != "", ["metric", "unit", "method"]].drop_duplicates().sort_values("metric")
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for row in named.to_dict("records"):
+        metric = "stage_*" if row["metric"].startswith("stage_") else str(row["metric"])
+        shown = alike.setdefault((metric, str(row["unit"]), re.sub(r"\d+", "0", row["method"])), [])
+        shown += [row["method"]] if row["method"] not in shown else []
+    rows = [
+        [metric, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if len(methods) > 1 else "")]
+        for (metric, unit, _), methods in alike.items()
+    ]
     return Table("How it was measured", "", ["metric", "unit", "method"], rows)
 
 
-def _shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
-    if _missing(query_heads) or _missing(kv_heads):
-        return ""
-    shape = f"{_whole(query_heads)}/{_whole(kv_heads)}" + ("" if _missing(head_dim) else f" d{_whole(head_dim)}")
-    return shape + ("" if _missing(layers) else f", {_whole(layers)} layers")
-
-
-def _whole(value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else f"{int(value):,}"
-
-
-def _missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
 def _interval(low: float | None, high: float | None) -> str:
-    return "" if _missing(low) or _missing(high) else f" ({low:,.4g} to {high:,.4g})"
-
-
-def _markdown_table(table: Table) -> str:
-    def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(map(_cell, cells)) + " |"
-
-    return "\n".join([line(table.columns), line(["---"] * len(table.columns)), *(line(row) for row in table.rows)])
-
-
-def _cell(text: str) -> str:
-    """Text that a Markdown table shows as it is, whatever a run or a failure is called; backticks still mark code."""
-    pieces = text.replace("\n", " ").split("`")
-    shown = [
-        piece if place % 2 else re.sub(r"([\\*]|<(?=[A-Za-z/!?])|\](?=\())", r"\\\1", piece)
-        for place, piece in enumerate(pieces)
-    ]
-    return "`".join(shown).replace("|", "\\|")
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    return "" if missing(low) or missing(high) else f" ({low:,.4g} to {high:,.4g})"
 
 
 _STYLE = (

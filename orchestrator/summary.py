@@ -15,6 +15,7 @@ from orchestrator.states import PointState, Result
 if TYPE_CHECKING:
     from orchestrator.analysis import Fit
     from orchestrator.gates import TargetVerdict
+    from orchestrator.report_table import Table as ReportTable
     from orchestrator.store import Store
 
 _HEADLINE = ("time", "peak_extra_memory")
@@ -37,17 +38,31 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
-    """Scaling fits of the run and the verdict on it; the verdict is stored, too."""
+    """What the run came to (a bench's tables, else its scaling fits) and the verdict on it, which is stored, too."""
+    from orchestrator import report_bench, report_bench_text
     from orchestrator.analysis import scaling_fits
     from orchestrator.gates import evaluate, load_gates, save_verdicts
     from orchestrator.store import queries
 
-    fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in _HEADLINE]
-    if fits:
-        print_fits(fits, console)
+    if benches := report_bench.collect(store, [run_id]):
+        for table in report_bench_text.tables(benches):
+            print_table(table, console)
+    else:
+        fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in _HEADLINE]
+        if fits:
+            print_fits(fits, console)
     verdicts = evaluate(store, load_gates(gates_file), run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
     print_verdicts(verdicts, console, brief=True)
+
+
+def print_table(table: ReportTable, console: Console) -> None:
+    """A table of a report, its note under it."""
+    shown = _table(table.title, *table.columns)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown if table.rows else f"{table.title}: none")
+    console.print(table.note, style="dim", markup=False)
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:

@@ -1,0 +1,142 @@
+"""The facts of runs of kind `bench`: figures of the operator, of dense attention and of the best peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from orchestrator.report_table import shape
+from orchestrator.states import Origin
+from orchestrator.store import Store, queries
+
+KIND = "bench"
+FORWARD, BOTH = "forward", "forward+backward"
+TIME, MEMORY, STAGE = "time", "peak_extra_memory", "stage_"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Heads and dtype of an operator."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return shape(self.query_heads, self.kv_heads, self.head_dim, None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where figures are comparable: the same layout, length and batch, in the same pass."""
+
+    layout: Layout
+    seq_len: int
+    batch: int
+    pass_: str
+
+    def of(self, pass_: str) -> Place:
+        """The same in another pass."""
+        return replace(self, pass_=pass_)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The best of several at a place, and whose it is."""
+
+    value: float
+    owner: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run.
+
+    Attributes:
+        name: of the run.
+        states: of its points of times, by place and implementation, in the order of the run.
+        values: of its points, by place, implementation and metric.
+        routes: the kernels that ran, by place and implementation.
+        peers: the best reported figures of other NSA implementations on the same card, by place and metric.
+    """
+
+    name: str
+    states: Mapping[tuple[Place, str], str]
+    values: Mapping[tuple[Place, str, str], float]
+    routes: Mapping[tuple[Place, str], str]
+    peers: Mapping[tuple[Place, str], Figure]
+
+    def rows(self) -> Iterator[tuple[Place, str]]:
+        """A row a layout, length and NSA implementation, its pass the fullest: layouts as in the run, then lengths."""
+        layouts = list(dict.fromkeys(place.layout for place, _ in self.states))
+        fullest = max((place.pass_ for place, _ in self.states), key=len, default=BOTH)
+        rows = [row for row in self.states if row[0].pass_ == fullest and not is_dense(row[1])]
+        yield from sorted(rows, key=lambda row: (layouts.index(row[0].layout), row[1], row[0].seq_len))
+
+    def value(self, place: Place, implementation: str, metric: str) -> float | None:
+        return self.values.get((place, implementation, metric))
+
+    def stages(self, place: Place, implementation: str) -> dict[str, float]:
+        """Milliseconds by stage; empty where none was told."""
+        return {
+            metric.removeprefix(STAGE): value
+            for (at, name, metric), value in self.values.items()
+            if (at, name) == (place, implementation) and metric.startswith(STAGE)
+        }
+
+    def dense(self, place: Place) -> Figure | None:
+        """The fastest dense attention of the run, and the kernel that it was."""
+        found = [
+            Figure(value, self.routes.get((at, name), name))
+            for (at, name, metric), value in self.values.items()
+            if at == place and metric == TIME and is_dense(name)
+        ]
+        return min(found, key=lambda figure: figure.value, default=None)
+
+
+def is_dense(implementation: str) -> bool:
+    return implementation.startswith("dense")
+
+
+def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
+    """Those of the runs that are of kind bench. Raises StoreUnavailable."""
+    runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None and run["kind"] == KIND]
+    if not runs:
+        return []
+    reported = queries.scaling(store, origin=Origin.REPORTED)
+    return [_bench(store, run, reported) for run in runs]
+
+
+def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame) -> Bench:
+    states: dict[tuple[Place, str], str] = {}
+    routes: dict[tuple[Place, str], str] = {}
+    for row in queries.points(store, run["run_id"]).to_dict("records"):
+        at = _place(row), row["implementation"]
+        states.setdefault(at, row["state"])  # a point of stages comes after the one of times
+        if is_dense(row["implementation"]) and row["route"]:
+            routes[at] = row["route"].get("dense", "")
+    measured = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
+    values = {(_place(row), row["implementation"], row["metric"]): row["value"] for row in measured}
+    return Bench(str(run["name"]), states, values, routes, _best_peers(reported, str(run["gpu"] or "")))
+
+
+def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Figure]:
+    """Of the card that `gpu` names, e.g. H200 and NVIDIA H200."""
+    best: dict[tuple[Place, str], Figure] = {}
+    known = reported.dropna(subset=["query_heads", "kv_heads", "head_dim", "batch", "seq_len", "dtype", "gpu"])
+    for row in known.to_dict("records"):
+        if is_dense(row["implementation"]) or row["workload"] != "attention" or row["gpu"] not in gpu:
+            continue
+        at = _place(row), row["metric"]
+        if at not in best or row["value"] < best[at].value:
+            best[at] = Figure(row["value"], row["implementation"])
+    return best
+
+
+def _place(row: Mapping[Any, Any]) -> Place:
+    layout = Layout(int(row["query_heads"]), int(row["kv_heads"]), int(row["head_dim"]), row["dtype"])
+    return Place(layout, int(row["seq_len"]), int(row["batch"]), row["pass"])

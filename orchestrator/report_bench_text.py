@@ -1,0 +1,137 @@
+"""Runs of kind `bench` in tables: the operator beside dense attention and the best peer, its growth, its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from orchestrator.analysis import fit_power_law
+from orchestrator.report_bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
+from orchestrator.report_table import Table
+from orchestrator.states import PointState
+
+UNMEASURED = "-"
+_GROWTH_FROM = 16384  # tokens: in shorter calls what does not grow still counts
+
+
+def tables(benches: Sequence[Bench]) -> Iterable[Table]:
+    """For each run: the operator, its growth, and its stages a layout."""
+    for bench in benches:
+        of = f", {bench.name}" if len(benches) > 1 else ""
+        yield _operator(bench, of)
+        yield _growth(bench, of)
+        yield from _stages(bench, of)
+
+
+def _operator(bench: Bench, of: str) -> Table:
+    note = (
+        "Of the whole call; pairs are forward / forward+backward. A ratio above 1 speaks for the row: × dense is the "
+        "time of the fastest dense attention of the run over the row's; × peer that of the best figure reported for "
+        "the same heads, dtype, length, batch and card, of any NSA implementation; MiB × peer the same of extra "
+        f"memory. {UNMEASURED}: not measured."
+    )
+    times = ["forward ms", "fwd+bwd ms", "extra MiB", "× dense", "× peer", "MiB × peer"]
+    columns = ["heads", "S", "batch", "NSA", *times, "dense ms", "best peer ms", "peer MiB"]
+    return Table(f"Operator{of}", note, columns, [_line(bench, *row) for row in bench.rows()])
+
+
+def _line(bench: Bench, place: Place, implementation: str) -> list[str]:
+    passes = [place.of(FORWARD), place.of(BOTH)]
+    times = [bench.value(at, implementation, TIME) for at in passes]
+    states = [bench.states.get((at, implementation)) for at in passes]
+    dense = [bench.dense(at) for at in passes]
+    peers = [bench.peers.get((at, TIME)) for at in passes]
+    memory, peer_memory = bench.value(passes[1], implementation, MEMORY), bench.peers.get((passes[1], MEMORY))
+    return [
+        *(str(place.layout), f"{place.seq_len:,}", f"{place.batch}", implementation),
+        *(_or_state(time, state) for time, state in zip(times, states, strict=True)),
+        _mib(memory),
+        _ratios(dense, times),
+        _ratios(peers, times),
+        _ratio(peer_memory, memory),
+        _owned(dense),
+        _owned(peers),
+        _mib(None if peer_memory is None else peer_memory.value),
+    ]
+
+
+def _growth(bench: Bench, of: str) -> Table:
+    series = dict.fromkeys((place.layout, name) for place, name in bench.states if place.pass_ == BOTH)
+    rows = [row for one in series for metric in (TIME, MEMORY) if (row := _fitted(bench, *one, metric))]
+    note = f"Exponent p of value = c · S^p from S = {_GROWTH_FROM:,} on, {BOTH}, per sequence; Student's 95 % interval."
+    return Table(
+        f"Growth{of}", note, ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n"], rows
+    )
+
+
+def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
+    """The row of one series; None where it has too few lengths."""
+    found = {
+        place.seq_len: value / place.batch
+        for (place, name, what), value in bench.values.items()
+        if (place.layout, place.pass_, name, what) == (layout, BOTH, implementation, metric)
+        and place.seq_len >= _GROWTH_FROM
+    }
+    law = fit_power_law(list(found), list(found.values()))
+    if law is None:
+        return None
+    interval, lengths = f"{law.ci_low:.3f} to {law.ci_high:.3f}", f"{law.lengths[0]:,} to {law.lengths[-1]:,}"
+    return [str(layout), implementation, metric, f"{law.exponent:.3f}", interval, lengths, f"{law.n}"]
+
+
+def _stages(bench: Bench, of: str) -> Iterable[Table]:
+    """A table a layout, implementation and pass."""
+    staged = [(place, name) for place, name in bench.states if bench.stages(place, name)]
+    for layout, pass_, name in dict.fromkeys((place.layout, place.pass_, name) for place, name in staged):
+        places = [place for place, n in staged if (place.layout, place.pass_, n) == (layout, pass_, name)]
+        places.sort(key=lambda place: place.seq_len)
+        note = (
+            "Milliseconds on the device by stage of the operator; other: PyTorch's own kernels. Gaps: the rest of the "
+            "call's time, in which the device waits for the host, or for a kernel's last programs."
+        )
+        columns = ["stage", *(f"{place.seq_len:,}" for place in places)]
+        rows = _stage_rows(bench, places, name)
+        yield Table(f"Stages of {layout}, {name} {pass_}{of}", note, columns, rows)
+
+
+def _stage_rows(bench: Bench, places: Sequence[Place], implementation: str) -> list[list[str]]:
+    """A row a stage, those first that take longest at the last place; then what they add up to."""
+    spent = [bench.stages(place, implementation) for place in places]
+    names = sorted({name for times in spent for name in times}, key=lambda name: -spent[-1].get(name, 0.0))
+    calls = [bench.value(place, implementation, TIME) for place in places]
+    sums = [sum(times.values()) for times in spent]
+    gaps = [None if call is None else call - busy for call, busy in zip(calls, sums, strict=True)]
+    rows = [[name, *(_ms(times.get(name)) for times in spent)] for name in names]
+    return rows + [[title, *map(_ms, row)] for title, row in (("all kernels", sums), ("gaps", gaps), ("call", calls))]
+
+
+def _ms(value: float | None) -> str:
+    """Three figures, as far as milliseconds go."""
+    if value is None:
+        return UNMEASURED
+    size = abs(value)
+    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def _mib(value: float | None) -> str:
+    return UNMEASURED if value is None else f"{value:,.0f}"
+
+
+def _or_state(value: float | None, state: str | None) -> str:
+    """Milliseconds, or what became of the point that has none."""
+    return _ms(value) if value is not None or state in (None, PointState.OK) else str(state)
+
+
+def _ratio(theirs: Figure | None, ours: float | None) -> str:
+    return UNMEASURED if theirs is None or not ours else f"{theirs.value / ours:.2f}"
+
+
+def _ratios(theirs: Sequence[Figure | None], ours: Sequence[float | None]) -> str:
+    found = [_ratio(figure, value) for figure, value in zip(theirs, ours, strict=True)]
+    return UNMEASURED if set(found) == {UNMEASURED} else " / ".join(found)
+
+
+def _owned(figures: Sequence[Figure | None]) -> str:
+    """Values, and whose they are."""
+    owners = dict.fromkeys(figure.owner for figure in figures if figure is not None)
+    values = " / ".join(_ms(None if figure is None else figure.value) for figure in figures)
+    return f"{values} ({', '.join(owners)})" if owners else UNMEASURED

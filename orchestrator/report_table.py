@@ -1,0 +1,62 @@
+"""Tables of a report and their cells, as Markdown and as HTML."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading, what to know about the rows, the rows."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The rows under their columns."""
+
+        def line(cells: Iterable[str]) -> str:
+            return "| " + " | ".join(map(_cell, cells)) + " |"
+
+        return "\n".join([line(self.columns), line(["---"] * len(self.columns)), *(line(row) for row in self.rows)])
+
+    def html(self) -> str:
+        """The rows under their columns."""
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
+        lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
+        body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
+    """Heads as "12/2 d64", with the layers of a model; empty where they are not known."""
+    if missing(query_heads) or missing(kv_heads):
+        return ""
+    heads = f"{whole(query_heads)}/{whole(kv_heads)}" + ("" if missing(head_dim) else f" d{whole(head_dim)}")
+    return heads + ("" if missing(layers) else f", {whole(layers)} layers")
+
+
+def whole(value: float | None) -> str:
+    """A whole number; empty where there is none."""
+    return "" if value is None or math.isnan(value) else f"{int(value):,}"
+
+
+def missing(value: float | None) -> bool:
+    """Whether a frame has no number there."""
+    return value is None or math.isnan(value)
+
+
+def _cell(text: str) -> str:
+    """Text that a Markdown table shows as it is, whatever a run or a failure is called; backticks still mark code."""
+    pieces = text.replace("\n", " ").split("`")
+    shown = [
+        piece if place % 2 else re.sub(r"([\\*]|<(?=[A-Za-z/!?])|\](?=\())", r"\\\1", piece)
+        for place, piece in enumerate(pieces)
+    ]
+    return "`".join(shown).replace("|", "\\|")

@@ -1,0 +1,167 @@
+"""A bench's tables, from rows made by hand beside the recorded peers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import orchestrator
+from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.report import report
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store
+from orchestrator.store.importer import import_file
+from orchestrator.summary import print_evaluation
+
+PEERS = Path(orchestrator.__file__).parent / "reference_data" / "peers_h200.csv"
+RUN = "20261121-120000-bench-abcd"
+FORWARD, BOTH = "forward", "forward+backward"
+
+
+class Rows:
+    """Builds the records of a run of kind bench, 12/2 heads of 64 in bfloat16."""
+
+    def __init__(self, gpu: str = "NVIDIA H200") -> None:
+        self.gpu = gpu
+        spec = {"kind": "bench", "name": "bench"}
+        self.records: list[Record] = [RunRecord(run_id=RUN, name="bench", kind="bench", spec=spec, spec_hash="5" * 16)]
+
+    def add(
+        self,
+        implementation: str,
+        pass_: str,
+        seq_len: int,
+        metrics: Iterable[MetricData] = (),
+        state: PointState = PointState.OK,
+        kernel: str = "triton",
+    ) -> None:
+        number = len(self.records)
+        point_id, axes = f"{RUN}/{number}", {"implementation": implementation, "pass_": pass_, "seq_len": seq_len}
+        axes |= {"workload": "attention", "batch": max(1, 32768 // seq_len), "query_heads": 12, "kv_heads": 2}
+        axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
+        label = f"12/2 d64 {implementation} {pass_} S={seq_len}"
+        self.records += [
+            PointRecord(
+                run_id=RUN, point_id=point_id, index=number, key=str(number), label=label, config={}, axes=axes
+            ),
+            OutcomeRecord(
+                run_id=RUN,
+                point_id=point_id,
+                attempt=1,
+                state=state,
+                reason=None if state is PointState.OK else "out of memory",
+                metrics=tuple(metrics),
+                route={"dense": kernel} if implementation.startswith("dense") else {"slc": kernel},
+                environment={"gpu": {"name": self.gpu}} if state is PointState.OK else {},
+            ),
+        ]
+
+    def timed(self, implementation: str, seq_len: int, forward: float, both: float, mib: float, kernel: str) -> None:
+        for pass_, time in ((FORWARD, forward), (BOTH, both)):
+            memory = MetricData(name="peak_extra_memory", unit="MiB", value=mib if pass_ == BOTH else mib / 2)
+            times = MetricData(name="time", unit="ms", value=time, method=f"events; {seq_len} samples")
+            self.add(implementation, pass_, seq_len, (times, memory), kernel=kernel)
+
+    def staged(self, seq_len: int, **stages: float) -> None:
+        metrics = [MetricData(name=f"stage_{name}", unit="ms", value=value) for name, value in stages.items()]
+        self.add("triton", BOTH, seq_len, metrics)
+
+    def into(self, store: Store) -> None:
+        store.apply_many([*self.records, RunEndRecord(run_id=RUN, state=RunState.DONE)])
+
+
+@pytest.fixture
+def rows(sqlite_store: Store) -> Rows:
+    """A run at four lengths whose memory per sequence grows as S, dense twice; out of memory at the longest one."""
+    import_file(sqlite_store, PEERS)
+    made = Rows()
+    for seq_len, mib in ((8192, 640.0), (32768, 606.0), (65536, 1212.0), (131072, 2424.0)):
+        made.timed("triton", seq_len, 1.0, 4.0, mib, "triton")
+        made.timed("dense-flash", seq_len, 3.0, 6.0, 300.0, "sdpa-flash")
+        if seq_len < 131072:
+            made.timed("dense", seq_len, 2.0, 8.0, 300.0, "sdpa-cudnn")
+    for pass_ in (FORWARD, BOTH):
+        made.add("dense", pass_, 131072, state=PointState.OOM)
+    return made
+
+
+def table(text: str, title: str) -> str:
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_store: Store, rows: Rows):
+    rows.into(sqlite_store)
+    shown = table(report(sqlite_store, [RUN]), "Operator")
+    # At 8,192 the best peer takes 2.35 / 6.755 ms and 608 MiB; dense is fastest by another kernel in each pass.
+    assert (
+        "| 12/2 d64 | 8,192 | 4 | triton | 1.00 | 4.00 | 640 | 2.00 / 1.50 | 2.35 / 1.69 | 0.95 "
+        "| 2.00 / 6.00 (sdpa-cudnn, sdpa-flash) | 2.35 / 6.75 (Scalable-Flash-NSA) | 608 |"
+    ) in shown
+    # At 131,072 no peer was measured: no ratio, and no failure.
+    assert (
+        "| 131,072 | 1 | triton | 1.00 | 4.00 | 2,424 | 3.00 / 1.50 | - | - | 3.00 / 6.00 (sdpa-flash) | - | - |"
+        in shown
+    )
+    assert shown.count("| 12/2 d64 |") == 4
+
+
+def test_a_point_that_failed_shows_its_state_and_costs_no_other(sqlite_store: Store, rows: Rows):
+    rows.add("triton", FORWARD, 16384, state=PointState.OOM)
+    rows.add("triton", BOTH, 16384, state=PointState.OOM)
+    rows.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    assert "| 12/2 d64 | 16,384 | 2 | triton | oom | oom | - | - | - | - | - | - | - |" in text
+    assert "| bench | 12/2 d64 dense forward S=131072 | oom | out of memory |" in text
+    assert "nan" not in text.lower()
+
+
+def test_peers_of_another_card_are_no_measure(sqlite_store: Store):
+    import_file(sqlite_store, PEERS)
+    made = Rows("NVIDIA A100-SXM4-80GB")
+    made.timed("triton", 8192, 1.0, 4.0, 640.0, "triton")
+    made.into(sqlite_store)
+    assert "| 8,192 | 4 | triton | 1.00 | 4.00 | 640 | - | - | - | - | - | - |" in report(sqlite_store, [RUN])
+
+
+def test_memory_s_growth_is_fitted_per_sequence_from_16k_on(sqlite_store: Store, rows: Rows):
+    rows.into(sqlite_store)
+    shown = table(report(sqlite_store, [RUN]), "Growth")
+    assert "| 12/2 d64 | triton | peak_extra_memory | 1.000 | 1.000 to 1.000 | 32,768 to 131,072 | 3 |" in shown
+    assert "dense-flash" in shown
+    assert "| dense |" not in shown  # two lengths show no slope that could be wrong
+
+
+def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqlite_store: Store, rows: Rows):
+    rows.staged(8192, selected=2.0, window=0.5, other=0.25)
+    rows.staged(131072, selected=1.0, window=2.0, brand_new=0.5)
+    rows.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    shown = table(text, "Stages of 12/2 d64, triton forward+backward")
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert lines[0] == "| stage | 8,192 | 131,072 |"
+    assert lines[2:] == [
+        "| window | 0.500 | 2.00 |",
+        "| selected | 2.00 | 1.00 |",
+        "| brand_new | - | 0.500 |",
+        "| other | 0.250 | - |",
+        "| all kernels | 2.75 | 3.50 |",
+        "| gaps | 1.25 | 0.500 |",
+        "| call | 4.00 | 4.00 |",
+    ]
+    assert "## Results" not in text  # the same figures once more, a row each
+    assert "| time | ms | events; 8192 samples (and 3 with other numbers) |" in text
+
+
+def test_the_run_s_closing_words_are_the_same_tables(sqlite_store: Store, rows: Rows):
+    rows.staged(8192, selected=2.0)
+    rows.into(sqlite_store)
+    out = io.StringIO()
+    print_evaluation(sqlite_store, RUN, None, Console(file=out, width=220))
+    printed = " ".join(out.getvalue().split())
+    assert "12/2 d64 8,192 4 triton 1.00 4.00 640 2.00 / 1.50 2.35 / 1.69 0.95" in printed
+    assert "selected 2.00 all kernels 2.00 gaps 2.00 call 4.00" in printed
+    assert "Growth with sequence length" not in printed
