@@ -120,7 +120,9 @@ class Spec(JobSpec):
             raise ValueError(f"shape: missing; give shape or preset (one of {', '.join(PRESETS)})")
         if self.shape is not None:
             _check_shape(self.shape, self.workload)
-        if self.workload == "model" and (forced := [name for name in self.implementations if DENSE.get(name)]):
+        if self.workload == "model" and (
+            forced := [name for name in self.implementations if DENSE.get(name, "auto") != "auto"]
+        ):
             raise ValueError(f"implementations: {forced[0]!r}: is for workload attention alone; use dense")
         if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
             raise ValueError(

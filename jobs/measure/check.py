@@ -10,28 +10,24 @@ sequence as well, and may differ where float32 scores tie but nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from jobs.point import Metric
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
-from nsa_core.backends import BACKENDS, Backend
+from nsa_core.backends import BACKENDS, Backend, dense
 from nsa_core.model import ModelConfig, NSATransformer
 
 _MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
 _REACHES = 4  # the selection is compared over a sequence so many times as long as what a query selects
 _CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
 
-# Dense attention by the kernel that dense_attention takes, or by one of PyTorch's, where it can run.
-DENSE: Mapping[str, SDPBackend | None] = MappingProxyType(
-    {"dense": None, "dense-cudnn": SDPBackend.CUDNN_ATTENTION, "dense-flash": SDPBackend.FLASH_ATTENTION}
-)
+# Dense attention by the fastest kernel that is there, or by one of them: implementation -> dense_attention's backend.
+DENSE: Mapping[str, str] = MappingProxyType({"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS})
 
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -93,9 +89,7 @@ def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str)
     """The operator that is timed, from gate logits to the gated sum [B,S,Hq,D]; the DENSE ones use no gates."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     if implementation in DENSE:
-        kernel = DENSE[implementation]
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            return dense_attention(q, k, v)
+        return dense_attention(q, k, v, backend=DENSE[implementation])
     return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend=implementation)
 
 

@@ -80,10 +80,10 @@ MISTAKES = [
     (SCALING, {"workload": "model", "shape": {**MODEL_SHAPE, "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
     (
         SCALING,
-        {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-flash"]},
-        r"implementations: 'dense-flash': is for workload attention alone; use dense",
+        {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-sdpa-flash"]},
+        r"implementations: 'dense-sdpa-flash': is for workload attention alone; use dense",
     ),
-    (BENCH, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*dense-flash"),
+    (BENCH, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*dense-sdpa-flash"),
     (BENCH, {"lengths": [96]}, r"lengths: 96: use a divisor of tokens = 32768, or a length beyond it"),
     (BENCH, {"shapes": []}, r"shapes: \[\]: .*at least 1"),
     (BENCH, {"shapes": [SCALING["shape"], WIDE] * 2}, r"shapes: .*head_dim=16, .*head_dim=32 appears more than once"),

@@ -24,7 +24,7 @@ H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 SMALL = {
     "kind": "bench",
     "name": "t",
-    "implementations": ["chunked", "dense", "dense-flash"],
+    "implementations": ["chunked", "dense", "dense-sdpa-flash"],
     "shapes": [{"query_heads": 4, "kv_heads": 2, "head_dim": 8}, {"query_heads": 3, "kv_heads": 1, "head_dim": 16}],
     "lengths": [256, 64],
     "tokens": 128,
@@ -72,7 +72,7 @@ def test_points_bring_what_a_scaling_point_brings_and_the_kernel_that_ran() -> N
     names = {metric.name for metric in found["4/2 d8 chunked forward+backward S=64"].metrics}
     assert {"time", "throughput", "peak_extra_memory", "oracle_error"} <= names
     assert found["4/2 d8 chunked forward S=64"].route["slc"] == "chunked"
-    assert found["4/2 d8 dense-flash forward S=64"].route == {"dense": "sdpa-flash"}
+    assert found["4/2 d8 dense-sdpa-flash forward S=64"].route == {"dense": "sdpa-flash"}
 
 
 def _launches(*kernels: str, **constants: int) -> list[Started]:
