@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ._footprints import ACCOUNTS, footprint
+from ._footprints import footprint, unpredicted
 from ._footprints.ledger import Ledger
 from ._footprints.model import Model
 from ._footprints.sizes import Sizes
@@ -47,8 +47,8 @@ class MemoryEstimate:
 
 
 def predicts(implementation: str) -> bool:
-    """Whether the memory of `implementation` can be estimated: that of a backend without an account cannot."""
-    return implementation in ACCOUNTS
+    """Whether the memory of `implementation` can be estimated here: of "triton" only where Triton is installed."""
+    return unpredicted(implementation) is None
 
 
 def estimate_attention(
@@ -68,13 +68,13 @@ def estimate_attention(
 
     Args:
         config: block sizes; without a meaning for "dense".
-        implementation: "chunked", "naive", "reference" or "dense" (without gates).
+        implementation: "chunked", "naive", "reference", "triton" or "dense" (without gates).
         batch, seq_len, query_heads, kv_heads, head_dim, dtype: of the tensors.
         backward: the gradients of all inputs, towards a given gradient of the output.
         device: chunks and kernels differ with it.
 
     Raises:
-        InputError: an unknown implementation.
+        InputError: an implementation that `predicts` does not know.
     """
     sizes = Sizes(batch, seq_len, query_heads, kv_heads, head_dim, dtype, device)
     gates = 0 if implementation == "dense" else sizes.gates
@@ -105,7 +105,7 @@ def estimate_model(
     Args:
         config: the model; its checkpointing counts where `backward` is set, its attention and backend give way to
             `implementation`.
-        implementation: "chunked", "naive", "reference" or "dense".
+        implementation: "chunked", "naive", "reference", "triton" or "dense".
         batch, seq_len: of tokens.
         dtype: of parameters and activations.
         backward: the pass is a training step's; else it runs without gradients.
@@ -114,7 +114,7 @@ def estimate_model(
         autocast: the dtype that activations are cast to, where weights are kept in a wider one.
 
     Raises:
-        InputError: an unknown implementation.
+        InputError: an implementation that `predicts` does not know.
     """
     sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, autocast or dtype, device)
     model, ledger = Model(config, implementation, sizes, dtype.itemsize), Ledger()

@@ -48,6 +48,7 @@ class Chunked:
     sizes: Sizes
     config: NSAConfig
     compresses: bool
+    released = 0
 
     def forward(self, ledger: Ledger, grad: bool) -> None:
         run: dict[Branch, Callable[[], None]] = {

@@ -15,6 +15,7 @@ class Dense:
     """scaled_dot_product_attention's fused kernels; k and v are the caller's, nothing but lse is kept beside out."""
 
     sizes: Sizes
+    released = 0
 
     @property
     def _lse(self) -> int:

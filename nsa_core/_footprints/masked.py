@@ -21,6 +21,7 @@ class Masked:
     config: NSAConfig
     compresses: bool
     exhaustive: bool = False
+    released = 0
 
     def forward(self, ledger: Ledger, grad: bool) -> None:
         run: dict[Branch, Callable[[], None]] = {

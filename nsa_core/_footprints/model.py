@@ -208,21 +208,25 @@ class Model:
             ledger.touch(self._compression_kept() // 2)  # keys, then values
         self._operator.forward(ledger, grad)
         ledger.release("workspace", unrotated)
+        if grad:
+            ledger.release("activations", self._operator.released)
         ledger.touch(2 * self._stream)
 
     def _loss_backward(self, ledger: Ledger, embedding: int) -> None:
-        """Chunk after chunk: logits once more, and the gradient of the head's weight added up."""
-        rows = min(LOSS_ROWS, self.sizes.tokens)
-        more = self.sizes.tokens > rows
+        """Chunk after chunk: logits once more, and the gradient of the head's weight added up, cast where it is."""
+        summed = embedding * self.sizes.element // self.weight if self._mixed else embedding
         ledger.hold("workspace", self._cast_head)
         ledger.hold("workspace", self._stream)  # gradients of the rows
         ledger.touch(3 * self._logits)  # log-softmax, its gradient, the logits' gradient
-        ledger.touch(self._logits + embedding)
-        ledger.hold("gradients", embedding)
-        if more:
+        ledger.touch(self._logits + summed)
+        ledger.hold("gradients", summed)
+        if self.sizes.tokens > LOSS_ROWS:
             ledger.touch(3 * self._logits)
-            ledger.touch(self._logits + embedding)
+            ledger.touch(self._logits + summed)
         ledger.release("workspace", self._cast_head)
+        if self._mixed:
+            ledger.hold("gradients", embedding)
+            ledger.release("gradients", summed)
         ledger.touch(self._stream)
         ledger.release("workspace", self._stream)
 
@@ -250,7 +254,8 @@ class Model:
         if not self._sparse:
             ledger.release("activations", s.q)  # the kernel needed it as well
         ledger.release("workspace", s.q)
-        ledger.release("activations", self._attention_inputs() + self._compression_kept())
+        kept = self._attention_inputs() - self._operator.released
+        ledger.release("activations", kept + self._compression_kept())
         ledger.touch(3 * s.q)  # halves of q turned back
         ledger.release("gradients", ledger.now["gradients"] - before)  # of q, k, v: no parameters
         ledger.hold("gradients", (self._attention_parameters + 2 * self.config.dim) * self.weight)

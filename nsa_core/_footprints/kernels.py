@@ -1,0 +1,148 @@
+"""What the Triton kernels' operator allocates: counted while its own host code runs, forward and backward.
+
+There is no account to keep in step with the kernels: backends/triton.py runs as it is, with autograd, on tensors that
+have no memory and with the launches left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..backends import triton
+from ..config import NSAConfig
+from ..routes import Branch
+from .allocations import Allocations
+from .branches import BRANCHES
+from .ledger import Ledger
+from .sizes import Sizes
+
+_CUDA_GRANULE = 512  # bytes that PyTorch's caching allocator rounds up to
+_LONGEST = 1 << 20  # tokens that are traced; the chunks of a longer call are many and alike
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of one pass, beyond its operands and the gradient that the backward starts from.
+
+    Attributes:
+        forward: the most that live during the forward.
+        kept: after it, the output included.
+        released: operands that nobody needs after it: copies were made of them.
+        backward: the most that live during the backward, `kept` included.
+        gradients: after it, of q and of all keys and values.
+    """
+
+    forward: int
+    kept: int
+    released: int
+    backward: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """backends/triton.py, all branches at once."""
+
+    sizes: Sizes
+    config: NSAConfig
+    compresses: bool
+
+    @property
+    def released(self) -> int:
+        return self._trace(grad=True).released
+
+    def forward(self, ledger: Ledger, grad: bool) -> None:
+        trace = self._trace(grad)
+        ledger.hold("activations", trace.kept)
+        ledger.touch(trace.forward - trace.kept)
+
+    def backward(self, ledger: Ledger) -> None:
+        trace = self._trace(grad=True)
+        ledger.hold("gradients", trace.gradients)
+        ledger.touch(trace.backward - trace.kept - trace.gradients)
+        ledger.release("activations", trace.kept - self.sizes.q)
+
+    def _trace(self, grad: bool) -> Trace:
+        sizes = self.sizes
+        if sizes.tokens <= _LONGEST:
+            return _trace_of(sizes, self.config, self.compresses, grad)
+        longer, shorter = (_cut(sizes, tokens) for tokens in (_LONGEST, _LONGEST // 2))
+        further = (sizes.tokens - longer.tokens) / (longer.tokens - shorter.tokens)
+        ends = (astuple(_trace_of(part, self.config, self.compresses, grad)) for part in (longer, shorter))
+        return Trace(*(round(far + further * (far - near)) for far, near in zip(*ends, strict=True)))
+
+
+def _cut(sizes: Sizes, tokens: int) -> Sizes:
+    """The same with about so many tokens, in fewer sequences or, where one has more, in one."""
+    seq_len = min(sizes.seq_len, tokens)
+    return replace(sizes, batch=tokens // seq_len, seq_len=seq_len)
+
+
+@lru_cache(maxsize=1024)
+def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> Trace:
+    from ..kernels import _launch  # needs Triton
+
+    granule = _CUDA_GRANULE if sizes.device.type == "cuda" else 1
+    given, made = Allocations(granule), Allocations(granule)
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), _launch.omit():
+        with given:
+            operands = _operands(sizes, config, compresses)
+        held, edges = given.now, [get_gradient_edge(x) for x in operands.differentiated] if grad else []
+        with made:
+            out = operands.attend(config)
+        del operands
+        trace = Trace(made.peak, made.now, held - given.now)
+        if not grad:
+            return trace
+        towards = torch.empty_like(out)
+        made.peak = made.now
+        with made:
+            _, *gradients = torch.autograd.grad(out, edges, towards)
+        return replace(trace, backward=made.peak, gradients=sum(x.nbytes for x in gradients))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Of backends/triton.attend. Where `compressed`, the pair of cmp is compressed already."""
+
+    q: Tensor
+    gates: Tensor
+    pairs: dict[Branch, tuple[Tensor, Tensor]]
+    compressed: bool
+
+    @property
+    def differentiated(self) -> list[Tensor]:
+        """Gates, q, and each key and value once."""
+        tensors = self.gates, self.q, *(x for pair in self.pairs.values() for x in pair)
+        return list({id(x): x for x in tensors}.values())
+
+    def attend(self, config: NSAConfig) -> Tensor:
+        compressed = self.pairs["cmp"] if self.compressed else (None, None)
+        scale = self.q.shape[-1] ** -0.5
+        return triton.attend(self.q, self.pairs, compressed, self.gates, config, BRANCHES, 0, scale)
+
+
+def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> Operands:
+    """Those of the operator alone, or as NativeSparseAttention has them: its values are parts of one projection."""
+    kv = sizes.batch, sizes.seq_len, sizes.kv_heads, sizes.dim
+    anchor = torch.empty((), dtype=sizes.dtype, device="meta", requires_grad=True)
+
+    def tensor(*shape: int) -> Tensor:
+        return anchor.expand(shape).clone()  # no leaf: autograd holds leaves, needed or not
+
+    q, gates = (tensor(sizes.batch, sizes.seq_len, sizes.heads, width) for width in (sizes.dim, 3))
+    if compresses:
+        pair = tensor(*kv), tensor(*kv)
+        return Operands(q, gates, {"cmp": pair, "slc": pair, "win": pair}, compressed=False)
+    tokens = config.cmp_tokens(sizes.seq_len)
+    k_cmp, v_cmp = (tensor(sizes.batch, tokens, *kv[2:]) for _ in range(2))
+    _, v_slc, v_win = tensor(*kv[:2], 3, *kv[2:]).unbind(2)
+    pairs: dict[Branch, tuple[Tensor, Tensor]] = {
+        "cmp": (k_cmp, v_cmp), "slc": (tensor(*kv), v_slc), "win": (tensor(*kv), v_win),
+    }  # fmt: skip
+    return Operands(q, gates, pairs, compressed=True)
