@@ -64,6 +64,11 @@ class NSAConfig:
             fix = f"use at least init_blocks + local_blocks = {forced}: forced blocks count among the selected"
             raise InputError("slc_count", self.slc_count, fix)
 
+    @property
+    def free_blocks(self) -> int:
+        """Blocks a query chooses by score."""
+        return self.slc_count - self.init_blocks - self.local_blocks
+
     def cmp_tokens(self, seq_len: int) -> int:
         """Compressed tokens of a sequence of `seq_len` tokens; those that a query at seq_len - 1 sees."""
         return max(0, (seq_len - self.cmp_block) // self.cmp_stride + 1)

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, operators, scores, selected, span
+from . import _launch, operators, scores, selected, span, span_keys
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
@@ -86,6 +86,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     with (
         patch.object(span, "arch", lambda x: arch),
+        patch.object(span_keys, "arch", lambda x: arch),
         patch.object(selected, "arch", lambda x: arch),
         _launch.record() as seen,
         patch.object(scores.torch, "empty", _zeros),

@@ -6,7 +6,7 @@ Autograd and torch.compile meet them in `operators.py`. Shapes of all results fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..config import NSAConfig
 from ..routes import Branch
-from . import inverse, merge, scores, selected, span
+from . import inverse, merge, ranges, scores, selected, span, span_keys
 from .inverse import Inverse
+from .merge import Slots
 from .ranges import Span
+from .span import Part
 
 __all__ = ["Plan", "backward", "forward", "select"]
 
@@ -38,16 +40,24 @@ class Plan:
     scale: float
 
     def causal_rows(self, q: Tensor) -> int:
-        """Rows of q that select every block up to their own: their selected attention is causal attention."""
+        """Rows of q that select every block up to their own: they choose nothing."""
         return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), q.shape[1])
 
-    def span(self, branch: Branch, q: Tensor) -> Span | None:
-        """Which keys the queries see, or None where they have to be looked up in the selected blocks."""
-        if branch == "cmp":
-            return Span(self.config.cmp_block, self.config.cmp_stride)
-        if branch == "win":
-            return Span(window=self.config.window)
-        return Span() if self.causal_rows(q) == q.shape[1] else None
+    def chooses(self, q: Tensor) -> bool:
+        """Whether any row of q has blocks to choose by score."""
+        return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(q) < q.shape[1]
+
+    def parts(self, flat: Sequence[Tensor]) -> list[Part]:
+        """The branches' keys and values, with what is dense of each branch."""
+        pairs = zip(self.branches, flat[::2], flat[1::2], strict=True)
+        return [Part(branch, _SPANS[branch](self.config), k, v) for branch, k, v in pairs]
+
+
+_SPANS: Mapping[Branch, Callable[[NSAConfig], Span]] = {
+    "cmp": ranges.compressed,
+    "win": ranges.window,
+    "slc": ranges.forced,
+}
 
 
 def forward(
@@ -62,112 +72,81 @@ def forward(
         gates: [B,S,HQ,len(branches)], not negative.
         flat: keys and values of each branch in turn, compressed ones for cmp.
     """
-    outputs: list[Tensor] = []
-    lses: list[Tensor] = []
-    selection: list[Tensor] = []
-    for branch, (k, v) in zip(plan.branches, _pairs(flat), strict=True):
-        keys = plan.span(branch, q)
-        if keys is not None:
-            o, lse = span.forward(q, k, v, keys, plan.offset, plan.scale)
-            assert o is not None
-        else:
-            chosen = _select(q, flat, lses, plan) if blocks is None else blocks
-            index = _invert(q, k, v, chosen, plan)
-            o, lse = _selected_forward(q, k, v, chosen, index, plan)
-            selection = [*index.tensors(), *([chosen] if blocks is None else [])]
-        outputs.append(o)
-        lses.append(lse)
-    return merge.gated_sum(outputs, gates), [*outputs, *lses, *selection]
+    parts = plan.parts(flat)
+    outputs, lses = zip(*span.forward(q, parts, plan.offset, plan.scale), strict=True)
+    out, saved = torch.empty_like(outputs[0]), [*outputs, *lses]
+    if not plan.chooses(q):
+        merge.gated_sum(outputs, gates, out)
+        return out, saved
+    if blocks is None:
+        cmp = plan.branches.index("cmp")
+        k_cmp, skip = parts[cmp].k, plan.causal_rows(q)
+        blocks = scores.select(q, k_cmp, lses[cmp], plan.config, plan.offset, plan.scale, skip)
+    way = plan.branches.index("slc")
+    index = _invert(q, parts[way], blocks, plan)
+    for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
+        selected.forward_chunk(q, parts[way], slots, index, chunk, plan.config, plan.offset, plan.scale)
+        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots)
+    return out, [*saved, *index.tensors()]
 
 
 def backward(
-    plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, flat: Sequence[Tensor], saved: Sequence[Tensor],
-    do: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    plan: Plan, q: Tensor, gates: Tensor, flat: Sequence[Tensor], saved: Sequence[Tensor], do: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Gradients of q, gates and `flat`, from that of the output and from what `forward` saved."""
-    ways = len(plan.branches)
-    outputs, lses, selection = list(saved[:ways]), list(saved[ways : 2 * ways]), list(saved[2 * ways :])
-    dgates, folded, deltas = merge.prepare(outputs, lses, gates, do)
-    grads: dict[Branch, tuple[Tensor, Tensor]] = {}
-    dqs: list[Tensor] = []
-    pairs = dict(zip(plan.branches, _pairs(flat), strict=True))
-    for branch in sorted(plan.branches, key="slc".__eq__):  # selected last: its kernel sums the gradients of q
-        way, (k, v), keys = plan.branches.index(branch), pairs[branch], plan.span(branch, q)
-        given = q, k, v, do, folded[way], deltas[way]
-        if keys is not None:
-            grads[branch] = span.backward_kv(*given, keys, plan.offset, plan.scale)
-            dqs.append(span.backward_q(*given, keys, plan.offset, plan.scale))
+    ways, parts = len(plan.branches), plan.parts(flat)
+    dgates, lses, deltas = merge.prepare(saved[:ways], saved[ways : 2 * ways], gates, do)
+    dq = span.backward_q(q, do, parts, lses, deltas, plan.offset, plan.scale)
+    grads: list[Tensor] = []
+    for part, lse, delta in zip(parts, lses, deltas, strict=True):
+        given = q, do, part, lse, delta
+        if part.branch == "slc" and plan.chooses(q):
+            index = Inverse(*saved[2 * ways :], *_sizes(q, part, plan))
+            grads += _selected_backward(*given, index, dq, plan)
         else:
-            chosen = selection.pop() if blocks is None else blocks
-            index = Inverse(*selection, *_sizes(q, k, v, chosen, plan))
-            dq, dk, dv = _selected_backward(*given, chosen, index, dqs, plan)
-            grads[branch], dqs = (dk, dv), [dq]
-    return sum(dqs[1:], dqs[0]), dgates, [x for branch in plan.branches for x in grads[branch]]
+            grads += span_keys.backward_kv(*given, plan.offset, plan.scale, part.k.dtype)
+    return dq, dgates, grads
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]."""
-    _, lse = span.forward(q, k_cmp, None, Span(config.cmp_block, config.cmp_stride), offset, scale)
+    lse = span.log_sum_exp(q, k_cmp, ranges.compressed(config), offset, scale)
     return scores.select(q, k_cmp, lse, config, offset, scale)
 
 
-def _select(q: Tensor, flat: Sequence[Tensor], lses: list[Tensor], plan: Plan) -> Tensor:
-    """The selected blocks of all rows that have a choice, by the softmax of the compressed branch."""
-    cmp = plan.branches.index("cmp")
-    return scores.select(q, flat[2 * cmp], lses[cmp], plan.config, plan.offset, plan.scale, plan.causal_rows(q))
+def _invert(q: Tensor, part: Part, blocks: Tensor, plan: Plan) -> Inverse:
+    rows, _, of_sequence, cap = _sizes(q, part, plan)
+    return inverse.invert(blocks, plan.config, of_sequence, rows, cap, plan.causal_rows(q))
 
 
-def _pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _invert(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, plan: Plan) -> Inverse:
-    rows, _, count, cap = _sizes(q, k, v, blocks, plan)
-    return inverse.invert(blocks, count, rows, cap, plan.causal_rows(q))
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, plan: Plan) -> tuple[int, int, int, int]:
+def _sizes(q: Tensor, part: Part, plan: Plan) -> tuple[int, int, int, int]:
     """Of the inverse index: query rows of a chunk, its keys, selection blocks of a sequence, entries of a work item."""
-    batch, _, kv_heads, count = blocks.shape
-    rows = selected.slot_rows(q, max(q.shape[-1], v.shape[-1]), count)
-    of_sequence = plan.config.slc_blocks(k.shape[1])
-    return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, count, rows)
+    batch, tokens, kv_heads, dim = part.k.shape
+    free = plan.config.free_blocks
+    rows = selected.slot_rows(q, max(dim, part.v.shape[-1]), free)
+    of_sequence = plan.config.slc_blocks(tokens)
+    return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, free, rows)
 
 
-def _selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, index: Inverse, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    skip = plan.causal_rows(q)
-    o, lse = span.forward(q, k, v, Span(), plan.offset, plan.scale, skip)
-    assert o is not None
-    parts = q.new_empty(index.rows, q.shape[2] * blocks.shape[3], v.shape[-1])
-    lse_parts = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
-    for chunk, (first, rows) in enumerate(_row_chunks(q, index)):
-        selected.forward_chunk(q, k, v, parts, lse_parts, index, chunk, plan.config, plan.offset, plan.scale)
-        merge.merge_slots(parts, lse_parts, blocks, first, rows, skip, o, lse)
-    return o, lse
+def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]:
+    """The slots of each chunk of queries in turn, for parts as wide as `of` [..,HKV,D], in the same memory."""
+    kv_heads, dim = of.shape[2:]
+    shape = index.rows, kv_heads, plan.config.free_blocks, q.shape[2] // kv_heads
+    parts, lse = q.new_empty(*shape, dim), torch.empty(shape, dtype=torch.float32, device=q.device)
+    total = q.shape[0] * q.shape[1]
+    for first in range(0, total, index.rows):
+        yield Slots(parts, lse, first, min(index.rows, total - first), plan.causal_rows(q))
 
 
 def _selected_backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor, index: Inverse,
-    others: list[Tensor], plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, with those of the other branches added, of k and of v."""
-    out, skip = others[0] if others else torch.empty_like(q), plan.causal_rows(q)
-    head = span.backward_q(q, k, v, do, lse, delta, Span(), plan.offset, plan.scale, skip)
-    totals = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-    span.backward_kv_into(q, k, v, do, lse, delta, totals, plan.offset, plan.scale, skip)
-    dk_scratch, dv_scratch = (totals[0].new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in (k, v))
-    scratch = dk_scratch, dv_scratch
-    parts = q.new_empty(index.rows, q.shape[2] * blocks.shape[3], q.shape[-1])
-    for chunk, (first, rows) in enumerate(_row_chunks(q, index)):
-        where = plan.config, plan.offset, plan.scale
-        selected.backward_chunk(q, k, v, do, lse, delta, parts, totals, scratch, index, chunk, *where)
-        merge.sum_dq(parts, blocks, head, first, rows, others, out)
-    return out, totals[0].to(k.dtype), totals[1].to(v.dtype)
-
-
-def _row_chunks(q: Tensor, index: Inverse) -> list[tuple[int, int]]:
-    """(first, count) of the query rows of each chunk, batch and sequence flattened."""
-    total = q.shape[0] * q.shape[1]
-    return [(first, min(index.rows, total - first)) for first in range(0, total, index.rows)]
+    q: Tensor, do: Tensor, part: Part, lse: Tensor, delta: Tensor, index: Inverse, dq: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v; that of q from the free blocks is added to dq."""
+    config, offset, scale = plan.config, plan.offset, plan.scale
+    totals = span_keys.backward_kv(q, do, part, lse, delta, offset, scale, torch.float32)
+    dk_parts, dv_parts = (x.new_empty(index.limit, config.slc_block, x.shape[-1]) for x in totals)
+    for chunk, slots in enumerate(_slots(q, part.k, index, plan)):
+        scratch, where = (dk_parts, dv_parts), (config, offset, scale)
+        selected.backward_chunk(q, do, part, lse, delta, slots, totals, scratch, index, chunk, *where)
+        merge.sum_dq(slots, dq)
+    return totals[0].to(part.k.dtype), totals[1].to(part.v.dtype)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Which queries chose a block: the inverse of the selection, cut into work items of bounded size.
+"""Which queries chose a block freely: the inverse of the selection, cut into work items of bounded size.
 
 Queries are taken in chunks, so that what the selected branch writes for each (query, chosen block) stays small. Within
 a chunk, entries (query, kv head, rank) are sorted by block, stably, so that every block meets its queries in order.
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..config import NSAConfig
 from ._launch import Tile, ceil_div, launch
 
 _PROGRAM = 256
@@ -22,12 +23,14 @@ _TILE = Tile(warps=4)
 
 @triton.jit
 def _sort_keys(
-    CHOSEN, KEYS, total, S, rows, blocks, keys, skip, HKV: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr
+    CHOSEN, KEYS, total, S, rows, blocks, keys, skip,
+    HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """KEYS of the entries of CHOSEN [B,S,HKV,COUNT]: chunk, batch, kv head, block; padding is last in its chunk."""
+    """KEYS of the free ranks of CHOSEN [B,S,HKV,COUNT]: chunk, batch, kv head, block; padding is last in its chunk."""
     i = tl.program_id(0) * N + tl.arange(0, N)
-    block = tl.load(CHOSEN + i, mask=i < total, other=-1)
-    row, kvh = i // (HKV * COUNT), i // COUNT % HKV
+    head = (i // FREE).to(tl.int64)
+    block = tl.load(CHOSEN + head * COUNT + INIT + i % FREE, mask=i < total, other=-1)
+    row, kvh = i // (HKV * FREE), i // FREE % HKV
     place = (row // S * HKV + kvh) * blocks + block
     place = tl.where((block < 0) | (row % S < skip), keys, place)
     tl.store(KEYS + i, row // rows * (keys + 1) + place, mask=i < total)
@@ -74,7 +77,8 @@ class Inverse:
     """Entries sorted by (chunk, batch, kv head, block).
 
     Attributes:
-        entries: int32; an entry is (query row · HKV + kv head) · n + rank, rows counting over batch and sequence.
+        entries: int32; an entry is (query row · HKV + kv head) · free + free rank, rows counting over batch and
+            sequence.
         bounds: int32 [chunks · (keys + 1) + 1], where the entries of each block begin; the extra key of each chunk
             collects the padding.
         pieces: int32 [chunks, keys + 2], work items before each block within its chunk.
@@ -108,21 +112,24 @@ class Inverse:
         return self.entries, self.bounds, self.pieces, self.items
 
 
-def invert(chosen: Tensor, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
-    """The inverse of `chosen` int32 [B,S,HKV,n].
+def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
+    """The inverse of `chosen` int32 [B,S,HKV,slc_count].
 
     Args:
+        config: how many of the blocks, first and last of those chosen, are forced.
         blocks: selection blocks of a sequence.
         rows: query rows of a chunk.
         cap: entries of a work item.
         skip: rows at the start of every sequence whose choice does not count.
     """
     batch, length, kv_heads, count = chosen.shape
-    keys, total = batch * kv_heads * blocks, chosen.numel()
-    chunks, per_chunk = ceil_div(batch * length, rows), rows * kv_heads * count
+    free = config.free_blocks
+    keys, total = batch * kv_heads * blocks, batch * length * kv_heads * free
+    chunks, per_chunk = ceil_div(batch * length, rows), rows * kv_heads * free
     sort_keys = torch.empty(total, dtype=torch.int32, device=chosen.device)
     sizes = dict(total=total, S=length, rows=rows, blocks=blocks, keys=keys, skip=skip)
-    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, dict(HKV=kv_heads, COUNT=count))
+    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
+    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
     last, limit = (
         chunks * (keys + 1),

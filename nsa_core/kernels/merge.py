@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,83 +15,70 @@ from ._launch import Tile, ceil_div, launch, padded
 
 
 @triton.jit
-def _merge(
-    PARTS, LPARTS, CHOSEN, O, LSE, total, first, per_sequence, skip,
-    G: tl.constexpr, COUNT: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
+def _with_slots(
+    acc, PARTS, LPARTS, LSE, place, ok, used, pair, g, d,
+    G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """O [.,DV] and LSE of M (row, head) pairs, whose first is `first` + M · program, from their COUNT slots.
-
-    The first `skip` of every `per_sequence` pairs are left alone.
-    """
-    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, dv = (i < total) & ((first + i) % per_sequence >= skip), tl.arange(0, DVP)
-    pair, g = i // G, i % G
-    m = tl.full([M], -1e30, tl.float32)
-    for rank in range(COUNT):
-        used = ok & (tl.load(CHOSEN + pair * COUNT + rank, mask=ok, other=-1) >= 0)
-        lse = tl.load(LPARTS + (pair * COUNT + rank) * G + g, mask=used, other=float("-inf"))
-        m = tl.maximum(m, lse)
-    l = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DVP], tl.float32)
-    for rank in range(COUNT):
-        used = ok & (tl.load(CHOSEN + pair * COUNT + rank, mask=ok, other=-1) >= 0)
-        slot = (pair * COUNT + rank) * G + g
+    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; LSE becomes that of both."""
+    own = tl.load(LSE + place, mask=ok, other=float("inf"))
+    own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
+    m = tl.maximum(own, -1e30)
+    for rank in range(FREE):
+        m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=used, other=float("-inf")))
+    l = tl.exp2(own - m)
+    acc *= l[:, None]
+    for rank in range(FREE):
+        slot = (pair * FREE + rank) * G + g
         p = tl.exp2(tl.load(LPARTS + slot, mask=used, other=float("-inf")) - m)
-        o = tl.load(PARTS + slot[:, None] * DV + dv[None, :], mask=used[:, None] & (dv < DV)[None, :], other=0.0)
+        o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=used[:, None] & (d < DV)[None, :], other=0.0)
         l += p
         acc += p[:, None] * o.to(tl.float32)
-    acc = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
-    at = O + (first + i)[:, None] * DV + dv[None, :]
-    tl.store(at, acc.to(O.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + first + i, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
+    tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
+    return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
+
+
+@triton.jit
+def _merge(
+    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, per_sequence, skip,
+    WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr,
+):  # fmt: skip
+    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs, whose first is `first` + M · program.
+
+    Way SLC, if there is one, has slots, which the first `skip` of every `per_sequence` pairs do not have.
+    """
+    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    ok, d, place = i < total, tl.arange(0, DVP), first + i
+    inside = ok[:, None] & (d < DV)[None, :]
+    at = place[:, None] * DV + d[None, :]
+    out = tl.zeros([M, DVP], tl.float32)
+    for way in tl.static_range(WAYS):
+        source = O1 if way == 0 else (O2 if way == 1 else O3)
+        o = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        if way == SLC:
+            used = ok & (place % per_sequence >= skip)
+            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, used, i // G, i % G, d, G, FREE, DV)
+            tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
+        out += tl.load(GATES + place * WAYS + way, mask=ok, other=0.0).to(tl.float32)[:, None] * o
+    tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _sum_dq(
-    PARTS, CHOSEN, HEAD, D1, D2, DQ, total, first, per_sequence, skip,
-    G: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, OTHERS: tl.constexpr,
+    PARTS, DQ, total, first, per_sequence, skip,
+    G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """DQ = the COUNT slots of M (row, head) pairs, in rank order, + the first OTHERS of D1 and D2.
-
-    The first `skip` of every `per_sequence` pairs have no slots but a row of HEAD [sequences,skip,D].
-    """
+    """DQ += the FREE slots of M (row, head) pairs in rank order; the first `skip` of every `per_sequence` have none."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, d = i < total, tl.arange(0, DP)
-    pair, g = i // G, i % G
-    inside = ok[:, None] & (d < D)[None, :]
-    at = (first + i)[:, None] * D + d[None, :]
-    acc = tl.zeros([M, DP], tl.float32)
-    if OTHERS > 0:
-        acc = tl.load(D1 + at, mask=inside, other=0.0).to(tl.float32)
-    if OTHERS > 1:
-        acc += tl.load(D2 + at, mask=inside, other=0.0).to(tl.float32)
-    sequence, place = (first + i) // per_sequence, (first + i) % per_sequence
-    slots = place >= skip
-    of_head = (ok & (place < skip))[:, None] & (d < D)[None, :]
-    acc += tl.load(HEAD + (sequence * skip + place)[:, None] * D + d[None, :], mask=of_head, other=0.0).to(tl.float32)
-    for rank in range(COUNT):
-        used = ok & slots & (tl.load(CHOSEN + pair * COUNT + rank, mask=ok, other=-1) >= 0)
-        slot = (pair * COUNT + rank) * G + g
-        part = tl.load(PARTS + slot[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
-        acc += part.to(tl.float32)
-    tl.store(DQ + at, acc.to(DQ.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gate(
-    O1, O2, O3, GATES, OUT, total, WAYS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr
-):  # fmt: skip
-    """OUT = Σ of the WAYS outputs times their columns of GATES [.,WAYS], for M (row, head) pairs."""
-    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, d = i < total, tl.arange(0, DVP)
-    inside = ok[:, None] & (d < DV)[None, :]
-    at = i[:, None] * DV + d[None, :]
-    out = tl.zeros([M, DVP], tl.float32)
-    for way in tl.static_range(WAYS):
-        source = O1 if way == 0 else (O2 if way == 1 else O3)
-        g = tl.load(GATES + i * WAYS + way, mask=ok, other=0.0).to(tl.float32)
-        out += g[:, None] * tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=inside)
+    d, pair, g, place = tl.arange(0, DP), i // G, i % G, first + i
+    used = (i < total) & (place % per_sequence >= skip)
+    inside = used[:, None] & (d < D)[None, :]
+    at = DQ + place[:, None] * D + d[None, :]
+    acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for rank in range(FREE):
+        slot = (pair * FREE + rank) * G + g
+        acc += tl.load(PARTS + slot[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(DQ.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,51 +102,57 @@ def _prepare(
         tl.store(LSES + way * total + i, tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g), mask=ok)
 
 
-def merge_slots(
-    parts: Tensor, lse_parts: Tensor, chosen: Tensor, first: int, rows: int, skip: int, o: Tensor, lse: Tensor
-) -> None:
-    """Writes query rows first .. first+rows-1 (batch and sequence flattened) of o [B,S,HQ,DV] and lse [B,S,HQ].
+@dataclass(frozen=True)
+class Slots:
+    """What the free blocks add to query rows first .. first+rows-1, batch and sequence flattened.
 
-    The first `skip` rows of every sequence are left alone.
-
-    Args:
-        parts, lse_parts: the slots of these rows, [rows,HKV,n,G,DV] and [rows,HKV,n,G].
-        chosen: the selected blocks [B,S,HKV,n].
+    Attributes:
+        parts: in q's dtype, [rows,HKV,free,G,D].
+        lse: float32 [rows,HKV,free,G]; without a meaning in the backward.
+        skip: the first rows of every sequence, which have no slots.
     """
-    pointers = dict(PARTS=parts, LPARTS=lse_parts, CHOSEN=_of_rows(chosen, first), O=o, LSE=lse)
-    _launch_rows(_merge, o, rows, pointers, _places(o, first, skip), _slots(chosen, o, "DV"))
+
+    parts: Tensor
+    lse: Tensor
+    first: int
+    rows: int
+    skip: int
+
+    @property
+    def free(self) -> int:
+        return self.parts.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.parts.shape[3]
 
 
-def sum_dq(
-    parts: Tensor, chosen: Tensor, head: Tensor, first: int, rows: int, others: list[Tensor], dq: Tensor
+def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:
+    """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)] to `out`."""
+    o1, o2, o3 = _three(outputs)
+    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
+    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, G=1, FREE=0)
+    _launch_rows(_merge, out, None, pointers, constants)
+
+
+def gated_sum_with_slots(
+    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots
 ) -> None:
-    """Sums the slots [rows,HKV,n,G,D] of query rows first .. first+rows-1, and `others`, into dq.
-
-    dq and at most two others are [B,S,HQ,D]; dq may be one of them. The first rows of every sequence have no slots;
-    their part is head [B,skip,HQ,D].
-    """
-    d1, d2, *_ = [*others, dq, dq]
-    pointers = dict(PARTS=parts, CHOSEN=_of_rows(chosen, first), HEAD=head, D1=d1, D2=d2, DQ=dq)
-    constants = _slots(chosen, dq, "D") | dict(OTHERS=len(others))
-    _launch_rows(_sum_dq, dq, rows, pointers, _places(dq, first, head.shape[1]), constants)
+    """The same for the rows that have slots, which are first merged into one way's output and lse [B,S,HQ]."""
+    o1, o2, o3 = _three(outputs)
+    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
+    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, G=slots.group, FREE=slots.free)
+    _launch_rows(_merge, out, slots, pointers, constants)
 
 
-def _places(x: Tensor, first: int, skip: int) -> dict[str, int]:
-    """In (row, head) pairs of x [B,S,HQ,D]."""
-    heads = x.shape[2]
-    return dict(first=first * heads, per_sequence=x.shape[1] * heads, skip=skip * heads)
-
-
-def gated_sum(outputs: list[Tensor], gates: Tensor) -> Tensor:
-    """Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)]."""
-    out = torch.empty_like(outputs[0])
-    pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True)) | dict(GATES=gates, OUT=out)
-    _launch_rows(_gate, out, out.shape[0] * out.shape[1], pointers, {}, _width(out, "DV") | dict(WAYS=len(outputs)))
-    return out
+def sum_dq(slots: Slots, dq: Tensor) -> None:
+    """Adds the slots to dq [B,S,HQ,D]."""
+    constants = _width(dq, "D") | dict(G=slots.group, FREE=slots.free)
+    _launch_rows(_sum_dq, dq, slots, dict(PARTS=slots.parts, DQ=dq), constants)
 
 
 def prepare(
-    outputs: list[Tensor], lses: list[Tensor], gates: Tensor, do: Tensor
+    outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, do: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """What the branches' backwards start from, in one pass.
 
@@ -173,35 +169,33 @@ def prepare(
     pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, LSES=folded, DELTAS=deltas)
-    _launch_rows(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways))
+    _launch_pairs(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways))
     return dgates, list(folded.unbind()), list(deltas.unbind())
 
 
 def _launch_rows(
-    kernel: object,
-    x: Tensor,
-    rows: int,
-    pointers: dict[str, Tensor],
-    numbers: dict[str, int],
-    constants: dict[str, int],
+    kernel: object, x: Tensor, slots: Slots | None, pointers: dict[str, Tensor], constants: dict[str, int]
 ) -> None:
+    """Over the rows of x [B,S,HQ,D] that have slots, or over all."""
+    batch, length, heads, _ = x.shape
+    first, rows, skip = (0, batch * length, 0) if slots is None else (slots.first, slots.rows, slots.skip)
+    numbers = dict(first=first * heads, per_sequence=length * heads, skip=skip * heads)
+    _launch_pairs(kernel, x, rows, pointers, numbers, constants)
+
+
+def _launch_pairs(
+    kernel: object, x: Tensor, rows: int, pointers: dict[str, Tensor], numbers: dict[str, int],
+    constants: dict[str, int],
+) -> None:  # fmt: skip
     """Over the (row, head) pairs of `rows` query rows of x [B,S,HQ,D], about 2048 elements a program."""
     total, tile = rows * x.shape[2], max(4, 2048 // padded(x.shape[-1]))
     grid = (ceil_div(total, tile),)
     launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile), Tile(warps=4))
 
 
-def _slots(chosen: Tensor, x: Tensor, dim: str) -> dict[str, int]:
-    return _width(x, dim) | dict(G=x.shape[2] // chosen.shape[2], COUNT=chosen.shape[3])
-
-
 def _width(x: Tensor, dim: str) -> dict[str, int]:
     return {dim: x.shape[-1], f"{dim}P": padded(x.shape[-1])}
 
 
-def _of_rows(chosen: Tensor, first: int) -> Tensor:
-    return chosen.flatten(0, 1)[first:]
-
-
-def _three(xs: list[Tensor]) -> list[Tensor]:
+def _three(xs: Sequence[Tensor]) -> list[Tensor]:
     return [*xs, *xs[:1] * (3 - len(xs))]

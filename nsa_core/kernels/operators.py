@@ -86,15 +86,15 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
         out, saved = attention.forward(plan, blocks, q, gates, flat)
         ctx.plan = plan
-        ctx.save_for_backward(blocks, q, gates, *flat, *saved)
+        ctx.save_for_backward(q, gates, *flat, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        blocks, q, gates, *rest = ctx.saved_tensors
+        q, gates, *rest = ctx.saved_tensors
         pairs = 2 * len(ctx.plan.branches)
-        dq, dgates, grads = attention.backward(ctx.plan, blocks, q, gates, rest[:pairs], rest[pairs:], do.contiguous())
+        dq, dgates, grads = attention.backward(ctx.plan, q, gates, rest[:pairs], rest[pairs:], do.contiguous())
         return None, None, dq, dgates, *grads
 
 
@@ -138,12 +138,12 @@ def _attend_operator(
 
 @_operator("attend_backward")
 def _attend_backward_operator(
-    do: Tensor, q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor], saved: list[Tensor],
+    do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
     branches: str, sizes: list[int], offset: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
     plan = _plan(branches, sizes, offset, scale)
-    dq, dgates, grads = attention.backward(plan, blocks, q, gates, flat, saved, do)
+    dq, dgates, grads = attention.backward(plan, q, gates, flat, saved, do)
     return [dq, dgates, *grads]
 
 
@@ -167,20 +167,20 @@ def _plan(branches: str, sizes: list[int], offset: int, scale: float) -> Plan:
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, gates, blocks, flat, *ctx.plan = inputs
+    q, gates, _, flat, *ctx.plan = inputs
     saved = output[1:]
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)  # or zeros would be made for each of them
     ctx.pairs = len(flat)
-    ctx.save_for_backward(q, gates, blocks, *flat, *saved)
+    ctx.save_for_backward(q, gates, *flat, *saved)
 
 
 def _grad_attend(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    q, gates, blocks, *rest = ctx.saved_tensors
+    q, gates, *rest = ctx.saved_tensors
     if grads[0] is None:
         return (None, None, None, [None] * ctx.pairs, *[None] * len(ctx.plan))
     do, flat, saved = grads[0].contiguous(), rest[: ctx.pairs], rest[ctx.pairs :]
-    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, blocks, flat, saved, *ctx.plan)
+    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, flat, saved, *ctx.plan)
     return dq, dgates, None, dflat, *[None] * len(ctx.plan)
 
 

@@ -1,9 +1,13 @@
 # pyright: reportMissingImports=false
 """What the attention kernels share: which keys a query sees, and tiles of rows.
 
-Query t sees keys lo(t) .. hi(t)-1 with hi(t) = max(0, t + 1 - BLOCK + STRIDE) // STRIDE, the keys that end at or before
-t when key n covers positions n·STRIDE .. n·STRIDE + BLOCK - 1, and lo(t) = max(0, t + 1 - WINDOW), or 0 when WINDOW
-is 0. BLOCK = STRIDE = 1 is ordinary causal attention.
+Key n covers positions n·STRIDE .. n·STRIDE + BLOCK - 1; query t sees it if it ends at or before t, and, where keys are
+banded (ALIGN > 0), if n >= lo(t) or n < INIT besides, with
+
+    lo(t) = 0 for t < CAUSAL, else max(0, t // ALIGN · ALIGN + ALIGN - WINDOW).
+
+So ALIGN = 1 is the window of the last WINDOW keys, and ALIGN = slc_block with INIT are the blocks that every query
+selects. BLOCK = STRIDE = 1 are the tokens themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from ..config import NSAConfig
+
 
 @dataclass(frozen=True)
 class Span:
@@ -20,59 +26,106 @@ class Span:
 
     Attributes:
         block, stride: of a compressed token; 1 and 1 for the tokens themselves.
-        window: positions seen, 0 for all.
+        align: 0 for all keys up to the query's own; else the band moves by so many keys.
+        window: keys of the band.
+        init: keys at the start that all queries see.
+        causal: queries before this position see all keys up to their own.
     """
 
     block: int = 1
     stride: int = 1
+    align: int = 0
     window: int = 0
+    init: int = 0
+    causal: int = 0
+
+
+def compressed(config: NSAConfig) -> Span:
+    return Span(config.cmp_block, config.cmp_stride)
+
+
+def window(config: NSAConfig) -> Span:
+    return Span(align=1, window=config.window)
+
+
+def forced(config: NSAConfig) -> Span:
+    """The forced blocks; and everything, for queries that have no more than slc_count blocks to choose from."""
+    init, local, causal = (n * config.slc_block for n in (config.init_blocks, config.local_blocks, config.slc_count))
+    return Span(align=config.slc_block, window=local, init=init, causal=causal)
 
 
 @triton.jit
 def _hi(t, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Keys that end at or before t."""
     return tl.maximum(t + (1 - BLOCK + STRIDE), 0) // STRIDE
 
 
 @triton.jit
-def _lo(t, WINDOW: tl.constexpr):
-    return tl.maximum(t + 1 - WINDOW, 0) if WINDOW > 0 else t * 0
+def _lo(t, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    lo = tl.maximum(t // ALIGN * ALIGN + (ALIGN - WINDOW), 0)
+    return tl.where(t < CAUSAL, 0, lo) if CAUSAL > 0 else lo
 
 
 @triton.jit
-def key_range(t0, t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr):
-    """Bounds of the three loops of queries t0..t1: masked [a,b), whole [b,c), masked [c,d); a, b, c by BN."""
-    d = tl.minimum(_hi(t1, BLOCK, STRIDE), N)
-    a = _lo(t0, WINDOW) // BN * BN
-    end = tl.maximum(tl.cdiv(d, BN) * BN, a)
-    b = tl.minimum(tl.cdiv(_lo(t1, WINDOW), BN) * BN, end)
-    c = tl.maximum(tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN, b)
-    return a, b, c, d
+def whole_tiles(t0, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr):
+    """Keys, a multiple of BN, that all queries from t0 on see; for spans without a band."""
+    return tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN
 
 
 @triton.jit
-def sees(t, n, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+def key_end(t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """The end of the keys that t1 sees."""
+    return tl.minimum(_hi(t1, BLOCK, STRIDE), N)
+
+
+@triton.jit
+def band_start(
+    t0, ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """(end of the tiles of INIT keys, start of the band's tiles), both multiples of BN, for queries from t0 on."""
+    start = _lo(t0, ALIGN, WINDOW, CAUSAL) // BN * BN
+    return tl.minimum(start, tl.cdiv(INIT, BN) * BN), start
+
+
+@triton.jit
+def sees(
+    t, n, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     """Whether query t sees key n, by broadcasting; n < N is checked by the caller."""
     seen = n * STRIDE + (BLOCK - 1) <= t
-    if WINDOW > 0:
-        seen = seen & (n > t - WINDOW)
+    if ALIGN > 0:
+        near = n >= _lo(t, ALIGN, WINDOW, CAUSAL)
+        seen = seen & (near | (n < INIT)) if INIT > 0 else seen & near
     return seen
 
 
 @triton.jit
 def query_range(
-    n0, n1, s0, s1, offset, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BQ: tl.constexpr
-):
-    """Rows of q, within s0..s1-1, that see keys n0..n1: masked [a,b), whole [b,c), masked [c,d); b, c from a by BQ."""
+    n0, n1, s0, s1, offset,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    """Rows of q, within s0..s1-1, that see keys n0..n1, INIT left out: masked [a,b), whole [b,c), masked [c,d).
+
+    b and c are multiples of BQ away from a.
+    """
     a = tl.maximum(n0 * STRIDE + BLOCK - 1 - offset, s0)
-    d = s1
-    all_from = n1 * STRIDE + BLOCK - 1 - offset
-    c = s1
-    if WINDOW > 0:
-        d = tl.minimum(d, n1 + WINDOW - offset)
-        c = tl.minimum(c, n0 + WINDOW - offset)
-    b = tl.minimum(a + tl.cdiv(tl.maximum(all_from - a, 0), BQ) * BQ, tl.maximum(d, a))
-    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if WINDOW > 0 else tl.maximum(d, b)
+    c, d = s1, s1
+    if ALIGN > 0:
+        d = tl.minimum(d, _last(n1, n0, ALIGN, WINDOW, CAUSAL) - offset)
+        c = tl.minimum(c, _last(n0, n0, ALIGN, WINDOW, 0) - offset)
+    d = tl.maximum(d, a)
+    b = tl.minimum(a + tl.cdiv(tl.maximum(n1 * STRIDE + BLOCK - 1 - offset - a, 0), BQ) * BQ, d)
+    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if ALIGN > 0 else d
     return a, b, c, d
+
+
+@triton.jit
+def _last(n, first, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """End of the positions whose band holds key n, or that are causal and see key `first`."""
+    end = (n + WINDOW) // ALIGN * ALIGN
+    return tl.where(first < CAUSAL, tl.maximum(end, CAUSAL), end) if CAUSAL > 0 else end
 
 
 @triton.jit

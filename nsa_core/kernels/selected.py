@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """Selected attention with the keys outside: a block stays in place and meets all queries that chose it.
 
-Reading each query's blocks anew moves n·slc_block keys a query; here a block is read once a work item and its queries,
-the rows of all heads of the group, fill whole tiles. The price is a slot for each (query, rank): the forward writes
+Only the blocks that queries choose freely are met here; those that every query selects are a span (span.py). Reading
+each query's blocks anew moves n·slc_block keys a query; here a block is read once a work item and its queries, the rows
+of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
 sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 from ..config import NSAConfig
 from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
 from .inverse import Inverse
+from .merge import Slots
 from .ranges import load_rows
+from .span import Part
 
 
 @triton.jit
@@ -34,9 +37,10 @@ def _work(ITEMS, PIECES, BOUNDS, item, KEYS, CAP: tl.constexpr):
 def _selected_forward(
     Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS, S, T, offset, first_row, blocks, keys, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """OPART [rows,HKV,COUNT,G,DV] and LPART [rows,HKV,COUNT,G] of one work item: softmax over this block alone."""
+    """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone."""
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, CAP)
@@ -53,17 +57,19 @@ def _selected_forward(
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
             entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
-            row = entry // (HKV * COUNT)
+            row = entry // (HKV * FREE)
             q = load_rows(Q, row.to(tl.int64) * HQ + kvh * G + h, D, d, D, DP, ok, True)
             t = offset + row - b * S
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            seen = (n0 + n)[None, :] <= t[:, None]
-            s = tl.where(seen & (n < SB)[None, :] if SB < SBP else seen, s, float("-inf"))
+            if MASKED:
+                s = tl.where((n0 + n)[None, :] <= t[:, None], s, float("-inf"))
+            if SB < SBP:
+                s = tl.where((n < SB)[None, :], s, float("-inf"))
             m = tl.maximum(tl.max(s, 1) * scale2, -1e30)
             p = tl.exp2(s * scale2 - m[:, None])
             l = tl.sum(p, 1)
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
-            slot = (entry - first_row * (HKV * COUNT)).to(tl.int64) * G + h
+            slot = (entry - first_row * (HKV * FREE)).to(tl.int64) * G + h
             at = OPART + slot[:, None] * DV + dv[None, :]
             tl.store(at, o.to(OPART.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
             tl.store(LPART + slot, m + tl.log2(l), mask=ok)
@@ -74,9 +80,10 @@ def _selected_backward(
     Q, K, V, DO, LSE, DELTA, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
     S, T, offset, first_row, blocks, keys, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, COUNT: tl.constexpr, CAP: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """DQPART [rows,HKV,COUNT,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
+    """DQPART [rows,HKV,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     item = tl.program_id(0)
@@ -96,7 +103,7 @@ def _selected_backward(
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
             entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
-            row = entry // (HKV * COUNT)
+            row = entry // (HKV * FREE)
             at = row.to(tl.int64) * HQ + kvh * G + h
             q = load_rows(Q, at, D, d, D, DP, ok, True)
             do = load_rows(DO, at, DV, e, DV, DVP, ok, True)
@@ -104,14 +111,16 @@ def _selected_backward(
             delta = tl.load(DELTA + at, mask=ok, other=0.0)
             t = offset + row - b * S
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
-            seen = (n0 + n)[:, None] <= t[None, :]
-            p = tl.where(seen & (n < SB)[:, None] if SB < SBP else seen, p, 0.0)
+            if MASKED:
+                p = tl.where((n0 + n)[:, None] <= t[None, :], p, 0.0)
+            if SB < SBP:
+                p = tl.where((n < SB)[:, None], p, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
             dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
-            slot = (entry - first_row * (HKV * COUNT)).to(tl.int64) * G + h
+            slot = (entry - first_row * (HKV * FREE)).to(tl.int64) * G + h
             to = DQPART + slot[:, None] * D + d[None, :]
             tl.store(to, dq.to(DQPART.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         place = item.to(tl.int64) * SB + n
@@ -143,73 +152,78 @@ def _sum_items(
         tl.store(at, total, mask=inside)
 
 
-def slot_rows(q: Tensor, dim: int, count: int) -> int:
-    """Query rows (batch and sequence flattened) of a chunk: slots take four times q's bytes, within bounds."""
-    row = q.shape[2] * count * dim * q.itemsize
-    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 1 << 30)
+def slot_rows(q: Tensor, dim: int, free: int) -> int:
+    """Query rows (batch and sequence flattened) of a chunk: slots take twice q's bytes, within bounds."""
+    row = q.shape[2] * free * dim * q.itemsize
+    budget = min(max(2 * q.numel() * q.itemsize, 64 << 20), 1 << 30)
     return max(1, min(q.shape[0] * q.shape[1], budget // row))
 
 
-def item_entries(q: Tensor, kv_heads: int, count: int, rows: int) -> int:
-    """Entries of a work item: about 2048 items a chunk, each of at least 1024 rows of q."""
+def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
+    """Entries of a work item: about 1024 items a chunk, each of at least 1024 rows of q."""
     group = q.shape[2] // kv_heads
-    return max(ceil_div(1024, group), ceil_div(rows * kv_heads * count, 2048))
+    return max(ceil_div(1024, group), ceil_div(rows * kv_heads * free, 1024))
 
 
 def forward_chunk(
-    q: Tensor, k: Tensor, v: Tensor, parts: Tensor, lse_parts: Tensor, inverse: Inverse, chunk: int,
-    config: NSAConfig, offset: int, scale: float,
-) -> None:  # fmt: skip
-    """Fills the slots of one chunk of queries: parts [rows,HKV,n,G,DV] in q's dtype, lse_parts float32 [rows,HKV,n,G].
-
-    Slots whose rank chose no block stay unwritten.
-    """
-    tile = _forward_tile(q, v).holding(q.shape[2] // k.shape[2])
-    pointers = dict(Q=q, K=k, V=v, OPART=parts, LPART=lse_parts) | _index(inverse, chunk, config)
-    numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E)
-    launch(_selected_forward, (inverse.limit,), pointers | numbers, _constants(q, k, v, tile, config, inverse), tile)
+    q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float
+) -> None:
+    """Fills the slots of one chunk of queries; every row that has a choice has all of its slots filled."""
+    tile = _forward_tile(q, part.v).holding(slots.group)
+    pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
+    numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E)
+    constants = _constants(q, part, tile, config, inverse)
+    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile)
 
 
 def backward_chunk(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq_parts: Tensor,
-    totals: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig,
-    offset: int, scale: float,
+    q: Tensor, do: Tensor, part: Part, lse: Tensor, delta: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
+    scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float,
 ) -> None:  # fmt: skip
-    """Fills the slots dq_parts [rows,HKV,n,G,D] of one chunk and adds to the totals of dk and dv.
+    """Fills the slots of one chunk with parts of dq, and adds to the totals of dk and dv.
 
     Args:
-        do, lse, delta: as in span.backward_q.
-        totals: float32 [B,T,HKV,D] and [B,T,HKV,DV], zeros before the first chunk.
+        do, lse, delta: as in span_keys.backward_kv.
+        totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
-    tile = _backward_tile(q, v).holding(q.shape[2] // k.shape[2])
-    pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DQPART=dq_parts, DKPART=scratch[0], DVPART=scratch[1])
-    numbers = _numbers(q, k, inverse, chunk, offset) | dict(scale2=scale * LOG2_E, scale=scale)
-    constants = _constants(q, k, v, tile, config, inverse)
-    launch(_selected_backward, (inverse.limit,), pointers | _index(inverse, chunk, config) | numbers, constants, tile)
-    for part, total in zip(scratch, totals, strict=True):
-        dim = total.shape[-1]
-        arguments = dict(PARTS=part, TOTAL=total, PIECES=inverse.pieces[chunk], T=k.shape[1], blocks=inverse.blocks)
-        sizes = dict(HKV=k.shape[2], D=dim, DP=padded(dim), SB=config.slc_block, ROWS=16, UNROLL=4)
+    tile = _backward_tile(q, part.v).holding(slots.group)
+    pointers = dict(Q=q, K=part.k, V=part.v, DO=do, LSE=lse, DELTA=delta)
+    pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
+    numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
+    constants = _constants(q, part, tile, config, inverse)
+    launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
+    _add_items(scratch, totals, inverse, chunk, config)
+
+
+def _add_items(
+    scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig
+) -> None:
+    """Sums the parts of every block's work items in order."""
+    for parts, total in zip(scratch, totals, strict=True):
+        _, tokens, kv_heads, dim = total.shape
+        arguments = dict(PARTS=parts, TOTAL=total, PIECES=inverse.pieces[chunk], T=tokens, blocks=inverse.blocks)
+        sizes = dict(HKV=kv_heads, D=dim, DP=padded(dim), SB=config.slc_block, ROWS=16, UNROLL=4)
         grid = inverse.keys, ceil_div(config.slc_block, 16)
         launch(_sum_items, grid, arguments, sizes, Tile(warps=4))
 
 
-def _index(inverse: Inverse, chunk: int, config: NSAConfig) -> dict[str, Tensor]:
+def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
     bounds = inverse.bounds[chunk * (inverse.keys + 1) :]
     return dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
 
 
-def _numbers(q: Tensor, k: Tensor, inverse: Inverse, chunk: int, offset: int) -> dict[str, int]:
-    sizes = dict(S=q.shape[1], T=k.shape[1], offset=offset, first_row=chunk * inverse.rows)
+def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots) -> dict[str, int]:
+    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=offset, first_row=slots.first)
     return sizes | dict(blocks=inverse.blocks, keys=inverse.keys)
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile, config: NSAConfig, inverse: Inverse) -> dict[str, int]:
-    dim, value_dim = q.shape[-1], v.shape[-1]
-    heads = dict(HQ=q.shape[2], HKV=k.shape[2], D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
-    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), COUNT=config.slc_count, CAP=inverse.cap)
-    return heads | block | dict(M=tile.rows)
+def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig, inverse: Inverse) -> dict[str, int]:
+    kv_heads, dim, value_dim = part.k.shape[2], q.shape[-1], part.v.shape[-1]
+    heads = dict(HQ=q.shape[2], HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
+    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks, CAP=inverse.cap)
+    # A free block lies before the local ones, and so wholly before the query.
+    return heads | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:

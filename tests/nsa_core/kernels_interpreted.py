@@ -76,7 +76,7 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch):
 
     case = make_case(85, 4, 2, batch=2)
     whole = run(case.leaves, config, "triton")
-    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, count: 37)
+    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, free: 37)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
     for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
