@@ -1,4 +1,5 @@
-# `make demo`: from a fresh clone to a verdict. `make test`: the whole CPU test suite. Needs Python >= 3.11 and make.
+# `make demo`: from a fresh clone to a verdict. `make bench`: the same on a GPU, against dense attention and the peers.
+# `make test`: the whole CPU test suite. Needs Python >= 3.11 and make.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,10 +12,14 @@ RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo up down test aot lint format check clean
+.PHONY: help env demo bench up down test test-gpu aot lint format check clean
+
+# Fails on a host without a GPU, before anything is started.
+NO_GPU   := error: device: PyTorch sees no CUDA device here; run this on a GPU host, with its driver and a PyTorch for CUDA
+NEED_GPU  = $(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "$(NO_GPU)")'
 
 help:  ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
 env: $(DEV)  ## make the environment in .venv
 
@@ -41,6 +46,17 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, reported results be
 	@echo "Report:    var/demo-report.html"
 	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"
 
+bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded peers, by length and stage
+	@$(NEED_GPU)
+	@$(BIN)/nsa up
+	@$(BIN)/nsa import orchestrator/reference_data/*.csv
+	@job=bench-$$(date -u +%Y%m%d-%H%M%S); status=0; \
+	  $(BIN)/ray job submit --address $(RAY_DASHBOARD) --submission-id $$job --working-dir . \
+	    -- python -m jobs jobs/configs/bench.yaml || status=$$?; \
+	  $(BIN)/nsa report $$job --out var/bench.md || exit $$?; \
+	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"; \
+	  exit $$status
+
 up: $(RUN)  ## start the local Ray cluster and the dashboard
 	@$(BIN)/nsa up
 
@@ -49,6 +65,10 @@ down:  ## stop what demo or up started
 
 test: env  ## the whole test suite (CPU)
 	$(BIN)/python -m pytest
+
+test-gpu: env  ## the kernels' tests on this host's GPU, four at a time where pytest-xdist is installed
+	@$(NEED_GPU)
+	$(BIN)/python -m pytest tests/gpu $$($(BIN)/python -c 'import xdist; print("-n 4")' 2>/dev/null)
 
 aot: env  ## compile every kernel for sm80 and sm90, without a GPU (needs triton >= 3.6)
 	$(BIN)/python -m nsa_core.kernels.aot --full

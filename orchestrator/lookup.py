@@ -15,7 +15,10 @@ class LookupFailedError(UserError):
 
 
 def find_run(store: Store, text: str) -> str:
-    """The id of the run that `text` names: its id, a unique beginning of it, or "last" (the newest measured one)."""
+    """The id of the run that `text` names.
+
+    That is its id, a unique beginning of it, the submission id of its Ray job, or "last" (the newest measured one).
+    """
     if text == "last":
         newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
         if newest.empty:
@@ -23,10 +26,13 @@ def find_run(store: Store, text: str) -> str:
         return str(newest.iloc[0]["run_id"])
     if not text:
         raise LookupFailedError("RUN: '': is empty; name a run, `nsa runs` lists them")
-    every = [str(run_id) for run_id in queries.runs(store, limit=None)["run_id"]]
+    frame = queries.runs(store, limit=None)
+    every = [str(run_id) for run_id in frame["run_id"]]
     if text in every:
         return text
-    ids = [run_id for run_id in every if run_id.startswith(text)]
+    ids = [run_id for run_id in every if run_id.startswith(text)] or list(
+        frame.loc[frame["submission_id"] == text, "run_id"]
+    )
     if len(ids) != 1:
         what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
         raise LookupFailedError(f"RUN: {text!r}: {what}; `nsa runs` lists them")
