@@ -1,56 +1,85 @@
-"""What attention remembers between decoding steps. All sequences of a batch have one common length."""
+"""What attention remembers between decoding steps. All sequences of a batch have one common length.
+
+A cache grows as tokens arrive. One with a capacity takes all its memory at the first token: its tensors stay where they
+are, so that a CUDA graph of a step can be replayed. Steps are counted on the device, in `position`; the lengths on the
+host follow, except over a graph's replays, of which the host sees nothing until `recount`.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from .config import NSAConfig
+from .errors import InputError
+
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Appended:
-    """Tokens [B,T,H,D] in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all."""
+    """Tokens [B,T,H,D] in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
 
-    def __init__(self, multiple: int = 64) -> None:
-        self._multiple = multiple
+    Args:
+        multiple: the buffer holds a multiple of so many tokens.
+        capacity: tokens that the buffer has room for from the first append on.
+    """
+
+    def __init__(self, multiple: int = 64, capacity: int = 1) -> None:
+        self._multiple, self._capacity = multiple, capacity
         self._buffer: Tensor | None = None
         self.length = 0
+
+    @property
+    def buffer(self) -> Tensor:
+        """The tokens held and the room behind them, [B,room,H,D]."""
+        assert self._buffer is not None, "nothing was appended yet"
+        return self._buffer
 
     def append(self, x: Tensor) -> None:
         """Put x [B,S,H,D] behind the tokens held."""
         end = self.length + x.shape[1]
-        if self._buffer is None or end > self._buffer.shape[1]:
-            self._grow(x, end)
-        assert self._buffer is not None
-        self._buffer[:, self.length : end] = x.detach()
+        self._make_room(end, x)
+        self.buffer[:, self.length : end] = x.detach()
         self.length = end
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` in all, where something was appended before."""
+        self._make_room(tokens, self.buffer)
 
     def values(self) -> Tensor:
         """The tokens held, [B,T,H,D], a view."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer[:, : self.length]
+        return self.buffer[:, : self.length]
 
     def blocks(self) -> Tensor:
         """The buffer cut into blocks of `multiple` tokens, [B,blocks,multiple,H,D]; zeros behind the tokens held."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer.unflatten(1, (-1, self._multiple))
+        return self.buffer.unflatten(1, (-1, self._multiple))
 
-    def _grow(self, x: Tensor, needed: int) -> None:
+    def _make_room(self, needed: int, like: Tensor) -> None:
         held = 0 if self._buffer is None else self._buffer.shape[1]
-        capacity = -(-max(needed, 2 * held) // self._multiple) * self._multiple
-        buffer = x.new_zeros((x.shape[0], capacity, *x.shape[2:]))
+        if self._buffer is not None and needed <= held:
+            return
+        room = -(-max(needed, 2 * held, self._capacity) // self._multiple) * self._multiple
+        buffer = like.new_zeros((like.shape[0], room, *like.shape[2:]))
         if self._buffer is not None:
             buffer[:, : self.length] = self.values()
         self._buffer = buffer
 
 
 class Recent:
-    """The last `size` tokens [B,T,H,D], in no particular order: rotated keys carry their position themselves."""
+    """The last `size` tokens [B,T,H,D]; the one at position p lies in slot p % size."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._buffer: Tensor | None = None
         self.length = 0
+
+    @property
+    def buffer(self) -> Tensor:
+        """All slots, [B,size,H,D]."""
+        assert self._buffer is not None, "nothing was appended yet"
+        return self._buffer
 
     def append(self, x: Tensor) -> None:
         """Take x [B,S,H,D] in, dropping the oldest tokens."""
@@ -63,41 +92,149 @@ class Recent:
         self.length = end
 
     def values(self) -> Tensor:
-        """The tokens held, [B,min(T,size),H,D], a view."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer[:, : min(self.length, self._size)]
+        """The tokens held, [B,min(T,size),H,D], a view, in the order of their slots."""
+        return self.buffer[:, : min(self.length, self._size)]
+
+    def in_order(self) -> Tensor:
+        """The tokens held, [B,min(T,size),H,D], oldest first."""
+        return self.values() if self.length <= self._size else self.buffer.roll(-(self.length % self._size), 1)
 
 
-class NSACache:
+class _Cache(ABC):
+    """Counting and room, the same for both kinds of attention.
+
+    Attributes:
+        capacity: tokens that it takes at most; None: any number.
+        position: tokens taken in so far, int32 [1] on the device; None before the first.
+        frequencies: of RoPE, float32 [D/2], kept by the first step that needs them.
+    """
+
+    def __init__(self, capacity: int | None) -> None:
+        if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+            raise InputError("capacity", repr(capacity), "use a whole number of tokens >= 1, or None to let it grow")
+        self.capacity = capacity
+        self.position: Tensor | None = None
+        self.frequencies: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens taken in so far, as far as the host knows: the position of the next one."""
+
+    @abstractmethod
+    def _set_length(self, tokens: int) -> None: ...
+
+    @abstractmethod
+    def _reserve(self, tokens: int) -> None: ...
+
+    def make_room(self) -> None:
+        """See that one more token fits.
+
+        Raises:
+            InputError: it is one more than the capacity, or a graph is being captured of a cache without one.
+        """
+        if self.capacity is None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InputError("capacity", None, "a CUDA graph needs new_cache(capacity=...): growing moves tensors")
+            self._reserve(self.length + 1)
+        self._check_room(1)
+
+    def count_step(self) -> None:
+        """Note on the host that a step, which counted itself on the device, took a token in."""
+        self._set_length(self.length + 1)
+
+    def recount(self) -> None:
+        """Bring the host's lengths up to the device's after a graph's replays. Waits for the device."""
+        if self.capacity is not None and self.position is not None:
+            self._set_length(int(self.position))
+
+    def _check_room(self, tokens: int) -> None:
+        if self.capacity is not None and self.length + tokens > self.capacity:
+            raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
+
+    def _count(self, x: Tensor) -> None:
+        """Count the tokens of x [B,S,H,D] on the device."""
+        if self.position is None:
+            self.position = torch.zeros(1, dtype=torch.int32, device=x.device)
+        self.position += x.shape[1]
+
+
+class NSACache(_Cache):
     """Keys and values of one NSA layer: what its three branches read, and nothing else.
 
     Attributes:
         k_cmp, v_cmp: the compressed tokens, keys rotated.
         k_slc, v_slc: all tokens of the selected branch, keys rotated.
         k_win, v_win: the last `window` tokens of the window branch, keys rotated.
-        k_open, v_open: the unrotated tokens, fewer than cmp_block, from where the next compressed token starts.
+        k_open, v_open: the last `cmp_block` tokens of the compressed branch, unrotated: what the next compressed token
+            is made of.
     """
 
-    def __init__(self, config: NSAConfig) -> None:
-        self.k_cmp, self.v_cmp = Appended(), Appended()
-        self.k_slc, self.v_slc = Appended(config.slc_block), Appended(config.slc_block)
+    def __init__(self, config: NSAConfig, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self.config = config
+        tokens = capacity or 1
+        compressed = max(1, config.cmp_tokens(tokens))
+        self.k_cmp, self.v_cmp = Appended(capacity=compressed), Appended(capacity=compressed)
+        self.k_slc, self.v_slc = Appended(config.slc_block, tokens), Appended(config.slc_block, tokens)
         self.k_win, self.v_win = Recent(config.window), Recent(config.window)
-        self.k_open: Tensor | None = None
-        self.v_open: Tensor | None = None
+        self.k_open, self.v_open = Recent(config.cmp_block), Recent(config.cmp_block)
 
     @property
     def length(self) -> int:
-        """Tokens taken in so far: the position of the next one."""
         return self.k_slc.length
 
+    def take(self, k: Triple, v: Triple) -> None:
+        """Take tokens in, keys and values of cmp (unrotated), slc and win; `add_compressed` is to follow.
 
-class DenseCache:
+        Raises:
+            InputError: more tokens than the capacity.
+        """
+        self._check_room(k[1].shape[1])
+        for held, x in zip((self.k_open, self.k_slc, self.k_win), k, strict=True):
+            held.append(x)
+        for held, x in zip((self.v_open, self.v_slc, self.v_win), v, strict=True):
+            held.append(x)
+        self._count(k[1])
+
+    def add_compressed(self, k_cmp: Tensor, v_cmp: Tensor) -> None:
+        """Add the compressed tokens that the tokens taken in completed."""
+        self.k_cmp.append(k_cmp)
+        self.v_cmp.append(v_cmp)
+
+    def _set_length(self, tokens: int) -> None:
+        for held in (self.k_slc, self.v_slc, self.k_win, self.v_win, self.k_open, self.v_open):
+            held.length = tokens
+        self.k_cmp.length = self.v_cmp.length = self.config.cmp_tokens(tokens)
+
+    def _reserve(self, tokens: int) -> None:
+        for held in (self.k_slc, self.v_slc):
+            held.reserve(tokens)
+        for held in (self.k_cmp, self.v_cmp):
+            held.reserve(self.config.cmp_tokens(tokens))
+
+
+class DenseCache(_Cache):
     """Keys (rotated) and values of one dense layer."""
 
-    def __init__(self) -> None:
-        self.k, self.v = Appended(), Appended()
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self.k, self.v = Appended(capacity=capacity or 1), Appended(capacity=capacity or 1)
 
     @property
     def length(self) -> int:
-        """Tokens taken in so far: the position of the next one."""
         return self.k.length
+
+    def take(self, k: Tensor, v: Tensor) -> None:
+        """Take tokens in, [B,S,H,D] each. Raises InputError for more tokens than the capacity."""
+        self._check_room(k.shape[1])
+        self.k.append(k)
+        self.v.append(v)
+        self._count(k)
+
+    def _set_length(self, tokens: int) -> None:
+        self.k.length = self.v.length = tokens
+
+    def _reserve(self, tokens: int) -> None:
+        for held in (self.k, self.v):
+            held.reserve(tokens)

@@ -1,37 +1,135 @@
-"""Attention of one new token over the cache, with the meaning that the operators give to its position.
+"""One decoding step: a new token into the cache, and its attention, with the meaning that the operators give to it.
 
-It reads the compressed tokens, the chosen blocks and the window: O(S/d + n·l' + w) tokens a step, against S of dense
-attention. Plain PyTorch, for every device.
+A step reads the compressed tokens, the chosen blocks and the window: O(S/d + n·l' + w) tokens, against S of dense
+attention. Where the Triton backend chooses the blocks, and no gradient is asked for, its kernels do the whole step; a
+CUDA graph of that can be captured, if the cache has a capacity and a step ran before, and be replayed until it is full.
+Plain PyTorch does it everywhere else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from .backends import resolve
+from .backends import BACKENDS, default, resolve
 from .cache import Appended, DenseCache, NSACache
-from .config import NSAConfig
+from .functional import dense_attention
+from .rope import angles, frequencies, rotate
 from .routes import Branch, note
 
-KERNEL = "decode"
+KERNEL, TRITON = "decode", "decode-triton"
+
+# Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first of which is at a position (int32 [1], or int).
+Compress = Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]
 
 
-def nsa_step(q: Tensor, gates: Tensor, cache: NSACache, config: NSAConfig, select_backend: str) -> Tensor:
-    """Output [B,1,Hq,D] of the token that the cache took in last.
+def nsa_step(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, *, theta: float, compress: Compress, backend: str
+) -> Tensor:
+    """Take one token into the cache; its output [B,1,Hq,Dv].
 
     Args:
-        q: its rotated query [B,1,Hq,D].
-        gates: [B,1,Hq,3] in the order cmp, slc, win.
-        cache: with this token's keys and values already in it.
-        config: as in prefill.
-        select_backend: which one chooses the blocks; the prefill's, so that both choose alike.
+        q: its query [B,1,Hq,Dk], not rotated yet, as the keys.
+        k, v: its keys [B,1,3,Hkv,Dk] and values [B,1,3,Hkv,Dv] of the branches cmp, slc, win.
+        gates: logits [B,1,Hq,3] in this order.
+        cache: holds at least one token.
+        theta: RoPE's base.
+        compress: used with a learned compression, and by plain PyTorch.
+        backend: which one chooses the blocks; the prefill's, so that both choose alike.
+
+    Raises:
+        InputError: the cache is full, or a graph is being captured of one without a capacity.
+        BackendError: the backend is unknown or cannot run.
     """
-    scale, position = q.shape[-1] ** -0.5, cache.length - 1
-    cmp, slc, win = gates.to(q.dtype).split(1, -1)
-    k_cmp = cache.k_cmp.values()
-    blocks = _select(q, k_cmp, position, config, scale, select_backend)
-    visible = _positions(blocks, config) <= position
+    select = resolve(backend, ("select",), q.device, q.dtype)["select"]
+    if select is BACKENDS["triton"] and not _needs_gradient(q, k, v, gates):
+        return _kernel_step(q, k, v, gates, cache, theta, compress)
+    cache.recount()
+    cache.make_room()
+    position = cache.length
+    cos, sin = angles(torch.arange(position, position + 1, device=q.device), q.shape[-1], theta, q.dtype)
+    k_cmp, k_slc, k_win = k.unbind(2)
+    v_cmp, v_slc, v_win = v.unbind(2)
+    cache.take((k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin)), (v_cmp, v_slc, v_win))
+    last = cache.k_open.in_order()
+    made = compress(last, cache.v_open.in_order(), cache.length - last.shape[1])
+    new = cache.config.cmp_tokens(cache.length) - cache.k_cmp.length
+    cache.add_compressed(made[0][:, :new], made[1][:, :new])
+    q = rotate(q, cos, sin)
+    with torch.no_grad():
+        blocks = select.select(q, cache.k_cmp.values(), cache.config, position, q.shape[-1] ** -0.5)[:, 0].long()
+    return _attend_all(q, torch.sigmoid(gates).to(q.dtype), cache, blocks)
+
+
+def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: float) -> Tensor:
+    """As `nsa_step`, of dense attention: q [B,1,Hq,Dk], k [B,1,Hkv,Dk] and v [B,1,Hkv,Dv], not rotated yet."""
+    if default(q.device, q.dtype) == "triton" and not _needs_gradient(q, k, v):
+        return _dense_kernel_step(q, k, v, cache, theta)
+    cache.recount()
+    cache.make_room()
+    position = torch.arange(cache.length, cache.length + 1, device=q.device)
+    cos, sin = angles(position, q.shape[-1], theta, q.dtype)
+    cache.take(rotate(k, cos, sin), v)
+    return dense_attention(rotate(q, cos, sin), cache.k.values(), cache.v.values())
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _kernel_step(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, theta: float, compress: Compress
+) -> Tensor:
+    kernels = _kernels()
+    for branch in ("cmp", "select", "slc", "win"):
+        note(branch, TRITON)
+    cache.make_room()
+    if cache.frequencies is None:
+        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
+    rotated = kernels.take(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
+    if cache.config.compress == "mlp":
+        _store_learned(cache, compress)
+    out = kernels.attend(rotated, gates[:, 0].contiguous(), cache)
+    cache.count_step()
+    return out.unsqueeze(1)
+
+
+def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta: float) -> Tensor:
+    kernels = _kernels()
+    note("dense", TRITON)
+    cache.make_room()
+    if cache.frequencies is None:
+        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
+    rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
+    out = kernels.attend_dense(rotated, cache)
+    cache.count_step()
+    return out.unsqueeze(1)
+
+
+def _store_learned(cache: NSACache, compress: Compress) -> None:
+    """Compress the last cmp_block tokens, and keep the result if they are a block; nothing of it is known to the host.
+
+    The newest token is taken in, and not counted yet.
+    """
+    assert cache.position is not None
+    block, stride = cache.config.cmp_block, cache.config.cmp_stride
+    first = cache.position + 1 - block
+    slots = (torch.arange(block, device=first.device) + first) % block
+    made = compress(cache.k_open.buffer[:, slots], cache.v_open.buffer[:, slots], first)
+    complete = (first >= 0) & (first % stride == 0)
+    for held, new in zip((cache.k_cmp.buffer, cache.v_cmp.buffer), made, strict=True):
+        index = (first // stride).clamp(0, held.shape[1] - 1).long()
+        held.index_copy_(1, index, torch.where(complete, new, held[:, index]).to(held.dtype))
+
+
+def _attend_all(q: Tensor, gates: Tensor, cache: NSACache, blocks: Tensor) -> Tensor:
+    """Gated sum [B,1,Hq,Dv] of the branches for the token that the cache took in last; q is rotated."""
+    scale, config, k_cmp = q.shape[-1] ** -0.5, cache.config, cache.k_cmp.values()
+    cmp, slc, win = gates.split(1, -1)
+    visible = _positions(blocks, config.slc_block) < cache.length
     k_slc, v_slc = _chosen(cache.k_slc, blocks), _chosen(cache.v_slc, blocks)
     out = slc * _attend("slc", q, k_slc, v_slc, scale, visible)
     out = out + win * _attend("win", q, _by_head(cache.k_win.values()), _by_head(cache.v_win.values()), scale)
@@ -40,23 +138,10 @@ def nsa_step(q: Tensor, gates: Tensor, cache: NSACache, config: NSAConfig, selec
     return out
 
 
-def dense_step(q: Tensor, cache: DenseCache) -> Tensor:
-    """Output [B,1,Hq,D] of the token that the cache took in last; q [B,1,Hq,D] is its rotated query."""
-    k, v = _by_head(cache.k.values()), _by_head(cache.v.values())
-    return _attend("dense", q, k, v, q.shape[-1] ** -0.5)
-
-
-def _select(q: Tensor, k_cmp: Tensor, position: int, config: NSAConfig, scale: float, backend: str) -> Tensor:
-    """The blocks of the one query, [B,Hkv,slc_count]."""
-    select = resolve(backend, ("select",), q.device, q.dtype)["select"].select
-    with torch.no_grad():
-        return select(q, k_cmp, config, position, scale)[:, 0].long()
-
-
-def _positions(blocks: Tensor, config: NSAConfig) -> Tensor:
-    """Position of every token of the chosen blocks, [B,Hkv,slc_count·slc_block]; past the end for absent blocks."""
-    within = torch.arange(config.slc_block, device=blocks.device)
-    first = torch.where(blocks < 0, torch.iinfo(torch.int64).max // 2, blocks * config.slc_block)
+def _positions(blocks: Tensor, size: int) -> Tensor:
+    """Position of every token of the chosen blocks, [B,Hkv,slc_count·size]; past the end for absent blocks."""
+    within = torch.arange(size, device=blocks.device)
+    first = torch.where(blocks < 0, torch.iinfo(torch.int64).max // 2, blocks * size)
     return (first.unsqueeze(-1) + within).flatten(2)
 
 
@@ -82,3 +167,9 @@ def _attend(branch: Branch, q: Tensor, k: Tensor, v: Tensor, scale: float, visib
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
     return (p @ v).flatten(1, 2).unsqueeze(1)
+
+
+def _kernels() -> ModuleType:
+    from .kernels import decode
+
+    return decode

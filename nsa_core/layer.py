@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .cache import DenseCache, NSACache
+from .cache import DenseCache, NSACache, Triple
 from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention
 from .rope import angles, rotate
-
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class LearnedCompression(nn.Module):
@@ -79,9 +77,9 @@ class NativeSparseAttention(nn.Module):
             self.compress_k = LearnedCompression(self.config, head_dim)
             self.compress_v = LearnedCompression(self.config, head_dim)
 
-    def new_cache(self) -> NSACache:
-        """An empty cache for `forward`."""
-        return NSACache(self.config)
+    def new_cache(self, capacity: int | None = None) -> NSACache:
+        """An empty cache for `forward`, with room for `capacity` tokens from the start if given."""
+        return NSACache(self.config, capacity)
 
     def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
@@ -94,27 +92,30 @@ class NativeSparseAttention(nn.Module):
         q, k, v, gates = self._project(x, 0)
         k_cmp, v_cmp = self._compress(k[0], v[0], 0)
         if cache is not None:
-            self._remember(cache, k, v, (k_cmp, v_cmp))
+            cache.take(k, v)
+            cache.add_compressed(k_cmp, v_cmp)
         out = nsa_attention(q, k, v, gates, self.config, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend)
         return self.out_proj(out.flatten(2))
 
     def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
         """Rotated q [B,S,Hq,D]; keys (cmp unrotated) and values, three of [B,S,Hkv,D]; gates [B,S,Hq,3]."""
-        k_cmp, k_slc, k_win = self._per_branch(self.k_proj(x))
-        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), k_cmp.dtype)
-        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
+        q, k, v, gates = self._heads_of(x)
+        k_cmp, k_slc, k_win = k.unbind(2)
+        v_cmp, v_slc, v_win = v.unbind(2)
+        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), k.dtype)
         keys = (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin))
-        gates = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.heads, 3))
-        return q, keys, self._per_branch(self.v_proj(x)), gates
+        return rotate(q, cos, sin), keys, (v_cmp, v_slc, v_win), torch.sigmoid(gates)
 
-    def _per_branch(self, x: Tensor) -> Triple:
-        cmp, slc, win = x.unflatten(-1, (3, self.kv_heads, self.head_dim)).unbind(2)
-        return cmp, slc, win
+    def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Unrotated q [B,S,Hq,D], k and v of the three branches [B,S,3,Hkv,D], logits of the gates [B,S,Hq,3]."""
+        k, v = (proj(x).unflatten(-1, (3, self.kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return q, k, v, self.gate_proj(x).unflatten(-1, (self.heads, 3))
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, self.head_dim, self.rope_theta, dtype)
 
-    def _compress(self, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    def _compress(self, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
         """Compressed keys, rotated, and values, of tokens [B,T,Hkv,D] whose first one is at `position`."""
         if self.config.compress == "mlp":
             k_cmp, v_cmp = self.compress_k(k), self.compress_v(v)
@@ -124,26 +125,11 @@ class NativeSparseAttention(nn.Module):
         return rotate(k_cmp, *self._angles(starts, k_cmp.dtype)), v_cmp
 
     def _step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """One token x [B,1,dim] behind those of the cache. Compresses at most the one block that it completes."""
-        q, k, v, gates = self._project(x, cache.length)
-        assert cache.k_open is not None
-        assert cache.v_open is not None
-        k_open, v_open = torch.cat((cache.k_open, k[0]), 1), torch.cat((cache.v_open, v[0]), 1)
-        compressed = self._compress(k_open, v_open, cache.length + 1 - k_open.shape[1])
-        self._remember(cache, (k_open, *k[1:]), (v_open, *v[1:]), compressed)
+        """One token x [B,1,dim] behind those of the cache."""
         select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
-        return self.out_proj(nsa_step(q, gates, cache, self.config, select).flatten(2))
-
-    def _remember(self, cache: NSACache, k: Triple, v: Triple, compressed: tuple[Tensor, Tensor]) -> None:
-        """Add tokens to the cache; k[0] and v[0] begin where the next compressed token does."""
-        cache.k_cmp.append(compressed[0])
-        cache.v_cmp.append(compressed[1])
-        cache.k_slc.append(k[1])
-        cache.v_slc.append(v[1])
-        cache.k_win.append(k[2])
-        cache.v_win.append(v[2])
-        done = compressed[0].shape[1] * self.config.cmp_stride
-        cache.k_open, cache.v_open = k[0][:, done:].detach().clone(), v[0][:, done:].detach().clone()
+        heads = self._heads_of(x)
+        out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
+        return self.out_proj(out.flatten(2))
 
 
 class DenseAttention(nn.Module):
@@ -158,9 +144,9 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def new_cache(self) -> DenseCache:
-        """An empty cache for `forward`."""
-        return DenseCache()
+    def new_cache(self, capacity: int | None = None) -> DenseCache:
+        """As NativeSparseAttention.new_cache."""
+        return DenseCache(capacity)
 
     def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
         """As NativeSparseAttention.forward."""
@@ -168,22 +154,23 @@ class DenseAttention(nn.Module):
             return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
         q, k, v = self._project(x, 0)
         if cache is not None:
-            cache.k.append(k)
-            cache.v.append(v)
+            cache.take(k, v)
         return self.out_proj(dense_attention(q, k, v).flatten(2))
 
     def _project(self, x: Tensor, position: int) -> Triple:
         """Rotated q and k, and v, each [B,S,heads,D]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._heads_of(x)
         positions = torch.arange(position, position + x.shape[1], device=x.device)
         cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def _heads_of(self, x: Tensor) -> Triple:
+        """Unrotated q and k, and v, each [B,S,heads,D]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
     def _step(self, x: Tensor, cache: DenseCache) -> Tensor:
-        q, k, v = self._project(x, cache.length)
-        cache.k.append(k)
-        cache.v.append(v)
-        return self.out_proj(dense_step(q, cache).flatten(2))
+        return self.out_proj(dense_step(*self._heads_of(x), cache, theta=self.rope_theta).flatten(2))
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

@@ -141,9 +141,9 @@ class NSATransformer(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def new_cache(self) -> list[LayerCache]:
-        """An empty cache for `forward`, one entry a layer."""
-        return [block.attention.new_cache() for block in self._blocks()]
+    def new_cache(self, capacity: int | None = None) -> list[LayerCache]:
+        """An empty cache for `forward`, one entry a layer, with room for `capacity` tokens from the start if given."""
+        return [block.attention.new_cache(capacity) for block in self._blocks()]
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: list[LayerCache] | None = None
@@ -170,7 +170,7 @@ class NSATransformer(nn.Module):
         self, tokens: Tensor, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """Continue tokens [B,S] by `count`: [B,S+count]; the likeliest ones, or sampled at a temperature > 0."""
-        cache, new = self.new_cache(), tokens
+        cache, new = self.new_cache(tokens.shape[1] + count), tokens
         for _ in range(count):
             logits = self.forward(new, cache=cache)[:, -1].float()
             if temperature > 0:

@@ -12,9 +12,13 @@ def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
     In float64 where `dtype` is that, else in float32: bfloat16 cannot tell positions beyond 256 apart.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angle = positions.to(wide)[:, None, None] * theta**-exponent
+    angle = positions.to(wide)[:, None, None] * frequencies(head_dim, theta, positions.device, wide)
     return angle.cos(), angle.sin()
+
+
+def frequencies(head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Angle a position [rad] of every pair of columns, [head_dim/2]."""
+    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
