@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -79,14 +80,25 @@ def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
 def test_a_backend_whose_memory_nothing_predicts_is_measured_all_the_same(
     workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.scaling.BACKENDS", dict(BACKENDS) | {"new": chunked})
-    monkeypatch.setattr("nsa_core.backends.BACKENDS", dict(BACKENDS) | {"new": chunked})
+    for name in ("jobs.scaling.BACKENDS", "nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
+        monkeypatch.setattr(name, dict(BACKENDS) | {"new": chunked})
     shape = {"shape": None, "preset": "tiny"} if workload == "model" else {}
     point = _spec(implementations=["new"], workload=workload, passes=["forward"], memory_gib=1e-6, **shape).points(CPU)[
         0
     ]
     assert (point.estimate_bytes, point.skip_reason) == (None, None)
     assert "estimate_error" not in _values(_measure(point))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("workload", ["attention", "model"])
+def test_the_kernels_memory_is_predicted_for_a_gpu_that_is_elsewhere(workload: str) -> None:
+    spec = _spec(implementations=["triton"], preset="m7c_125m", shape=None, nsa=None, workload=workload,
+                 dtype="bfloat16", lengths=[2048, 2**20], passes=["forward+backward"])  # fmt: skip
+    short, long = spec.points(Machine("cuda", "card", 8 * 2**30))
+    assert short.skip_reason is None
+    assert short.estimate_bytes is not None
+    assert "the cuda device has 8.0 GiB" in str(long.skip_reason)
 
 
 def test_the_key_ignores_what_dense_attention_does_not_use() -> None:

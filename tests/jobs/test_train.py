@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jobs._corpus import load_corpus
 from jobs.measure import check
 from jobs.measure.check import WrongResult
-from jobs.point import Machine, Measurement
+from jobs.point import Machine, Measurement, Point
 from jobs.train import Diverged, OptimizerSpec, Spec, learning_rate, measure
 from nsa_core.backends import chunked
 
@@ -92,6 +93,18 @@ def test_it_trains_in_each_precision_and_needs_the_memory_that_was_predicted(tex
     found = _values(_train(_spec(text, precision=precision)))
     assert found["heldout_loss"] < found["heldout_loss_before"] - 1
     assert abs(found["estimate_error"]) < 10
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_auto_on_a_gpu_predicts_the_kernels_memory(text: Path) -> None:
+    def point(gib: float, **changes: Any) -> Point:
+        spec = _spec(text, preset="m7c_125m", precision="bfloat16", seq_len=2048, batch=16, **changes)
+        return spec.points(Machine("cuda", "card", int(gib * 2**30)))[0]
+
+    plain, saving = point(8), point(8, checkpointing=True)
+    assert (plain.axes.implementation, saving.skip_reason) == ("triton", None)
+    assert "lower batch or turn checkpointing on" in str(plain.skip_reason)
+    assert saving.estimate_bytes is not None
 
 
 def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:
