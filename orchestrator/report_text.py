@@ -90,6 +90,11 @@ def _commit(run: Mapping) -> str:
 
 
 def _verdict(verdict: TargetVerdict) -> Table:
+    columns = ["rule", "result", "value", "bound", "margin", "reason"]
+    title = f"Verdict {verdict.name}: {verdict.result.value}"
+    if all(rule.value is None for rule in verdict.rules):
+        note = f"{verdict.title}. These runs are evidence for no rule; `nsa gate` says what each needs."
+        return Table(title, note, columns, [])
     rows = [
         [
             rule.rule,
@@ -101,9 +106,8 @@ def _verdict(verdict: TargetVerdict) -> Table:
         ]
         for rule in verdict.rules
     ]
-    title = f"Verdict {verdict.name}: {verdict.result.value}"
     note = f"{verdict.title}. GO needs every rule; a rule without evidence is UNKNOWN."
-    return Table(title, note, ["rule", "result", "value", "bound", "margin", "reason"], rows)
+    return Table(title, note, columns, rows)
 
 
 def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:

@@ -57,12 +57,13 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
 
 
 def print_table(table: ReportTable, console: Console) -> None:
-    """A table of a report, its note under it."""
+    """A table of a report, its note under it; nothing where it has no rows."""
     shown = _table(table.title, *table.columns)
     for row in table.rows:
         shown.add_row(*row)
-    console.print(shown if table.rows else f"{table.title}: none")
-    console.print(table.note, style="dim", markup=False)
+    if table.rows:
+        console.print(shown)
+        console.print(table.note, style="dim", markup=False)
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:

@@ -152,6 +152,8 @@ def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqli
         "| gaps | 1.25 | 0.500 |",
         "| call | 4.00 | 4.00 |",
     ]
+    assert "## Verdict m7c-125m-training: UNKNOWN" in text
+    assert "are evidence for no rule; `nsa gate` says what each needs.\n\nNone." in text
     assert "## Results" not in text  # the same figures once more, a row each
     assert "| time | ms | events; 8192 samples (and 3 with other numbers) |" in text
 
