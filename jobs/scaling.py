@@ -264,7 +264,7 @@ class Case:
         return check.Shape(self.model.heads, self.model.kv_heads, self.model.head_dim)
 
     def estimate(self) -> MemoryEstimate | None:
-        """What nsa_core.memory predicts for it; None where it has no account of the implementation."""
+        """What nsa_core.memory predicts for it; None where it cannot tell."""
         if not predicts(self.implementation):
             return None
         if self.workload == "model":
