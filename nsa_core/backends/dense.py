@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ _SDPA: Mapping[str, SDPBackend] = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
+# All rows of all positions; one row at the last position; or a window, or several rows at the last positions.
+Case = Literal["square", "one row", "band"]
 KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # that can be asked for
 
 
@@ -35,16 +38,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
     """
     rows, tokens = q.shape[1], k.shape[1]
     window = None if window is None or window >= tokens else window
-    banded = window is not None or 1 < rows < tokens
-    provider = _provider(q, v, kernel, _providers.PROVIDERS if banded else _ahead_of_sdpa(q.device, rows))
-    if provider is not None:
-        note("dense", provider)
-        return _providers.attend(provider, q, k, v, scale, window)
-    if not banded:
-        return _sdpa(q, k, v, scale, _sdpa_order(q.device, rows) if kernel == "auto" else (kernel,))
-    if kernel != "auto":
-        raise BackendError("backend", repr(kernel), "it has neither windows nor rows behind a longer k; use auto")
-    note("dense", "chunked")
+    names = _candidates_here(kernel, _case(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
+    if names[0] in _SDPA:
+        return _sdpa(q, k, v, scale, names)
+    note("dense", names[0])
+    if names[0] in _providers.PROVIDERS:
+        return _providers.attend(names[0], q, k, v, scale, window)
     return chunked.banded(q, k, v, None, window or tokens, scale)
 
 
@@ -60,13 +59,14 @@ def packed(
         InputError: cu_seqlens are no bounds of sequences.
         BackendError: the kernel that was asked for cannot compute it.
     """
-    provider = _provider(q, v, kernel, _providers.PROVIDERS)
-    if provider is None:
+    case: Case = "square" if kernel in _SDPA else "band"  # one after another, or all at once as a band is
+    names = _candidates_here(kernel, case, q.device, q.dtype, _providers.common_width(q, v))
+    if names[0] not in _providers.PROVIDERS:
         spans = sequence_spans(cu_seqlens, len(q))
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
         return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
-    note("dense", provider)
-    return _providers.attend_packed(provider, q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
+    note("dense", names[0])
+    return _providers.attend_packed(names[0], q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
 
 
 def unusable(kernel: str, host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
@@ -78,32 +78,50 @@ def unusable(kernel: str, host: _providers.Host, dtype: torch.dtype, width: int)
     return _providers.unusable("torch-varlen", host, dtype, width)  # the same demands on GPU and dtype
 
 
-def _provider(q: Tensor, v: Tensor, kernel: str, candidates: Sequence[str]) -> str | None:
-    """The kernel from outside scaled_dot_product_attention that is to compute it; None where that one is to."""
-    if kernel != "auto" and kernel not in KERNELS:
-        raise BackendError("backend", repr(kernel), f"use one of auto, {', '.join(KERNELS)}")
-    host, width = _providers.here(q.device), _providers.common_width(q, v)
+def candidates(kernel: str, case: Case, host: _providers.Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """The kernel that computes the case there, or several of PyTorch's, of which the first that takes the input does.
+
+    Raises:
+        BackendError: `kernel` is neither "auto" nor a kernel that can compute it.
+    """
     if kernel == "auto":
-        return _providers.first_usable(candidates, host, q.dtype, width)
-    reason = unusable(kernel, host, q.dtype, width)
+        return _fastest(case, host, dtype, width)
+    if kernel not in KERNELS:
+        raise BackendError("backend", repr(kernel), f"use one of auto, {', '.join(KERNELS)}")
+    reason = unusable(kernel, host, dtype, width)
+    if reason is None and kernel in _SDPA and case == "band":
+        reason = "it has neither windows nor several rows behind a longer k"
     if reason is not None:
-        usable = [name for name in KERNELS if unusable(name, host, q.dtype, width) is None]
+        usable = [name for name in KERNELS if name != kernel and unusable(name, host, dtype, width) is None]
         raise BackendError("backend", repr(kernel), f"{reason}; use one of {', '.join(['auto', *usable])}")
-    return None if kernel in _SDPA else kernel
+    return (kernel,)
 
 
-def _ahead_of_sdpa(device: torch.device, rows: int) -> tuple[str, ...]:
-    """Kernels that are faster than PyTorch's best; its own split a single row's keys over the GPU."""
-    if rows == 1 or device.type != "cuda":
-        return ()
-    return ("flash-attn-4",) if torch.cuda.get_device_capability(device)[0] >= 9 else ("flash-attn-2",)
+_candidates_here = torch.compiler.assume_constant_result(
+    lambda kernel, case, device, dtype, width: candidates(kernel, case, _providers.here(device), dtype, width)
+)
 
 
-def _sdpa_order(device: torch.device, rows: int) -> tuple[str, ...]:
-    """PyTorch's kernels, fastest first: cuDNN's is on Hopper (docs/kernel-log.md), and knows no single row."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and rows > 1:
-        return ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
-    return ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+def _case(rows: int, tokens: int, window: int | None) -> Case:
+    if window is not None or 1 < rows < tokens:
+        return "band"
+    return "one row" if rows == 1 else "square"
+
+
+def _fastest(case: Case, host: _providers.Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """By measurement on an H200 (docs/kernel-log.md): flash-attn 4, then cuDNN's, then what A100s have, too.
+
+    PyTorch's split a single row's keys over the GPU; cuDNN's knows no such row.
+    """
+    hopper = host.capability is not None and host.capability[0] >= 9
+    ahead = {"band": _providers.PROVIDERS, "square": ("flash-attn-4",) if hopper else ("flash-attn-2",), "one row": ()}
+    provider = _providers.first_usable(ahead[case], host, dtype, width)
+    if provider is not None:
+        return (provider,)
+    if case == "band":
+        return ("chunked",)
+    first = ("sdpa-cudnn", "sdpa-flash") if hopper and case == "square" else ("sdpa-flash", "sdpa-cudnn")
+    return (*first, "sdpa-efficient", "sdpa-math")
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...]) -> Tensor:

@@ -25,13 +25,19 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
     """Window branch; raises BackendError where no kernel takes the head dims."""
-    host, width = _providers.here(q.device), _providers.common_width(q, v)
-    provider = _providers.first_usable(_providers.PROVIDERS, host, q.dtype, width)
-    if provider is None:
-        raise BackendError("backend['win']", "'flash'", f"{_why_not(host, q.dtype, width)}; use triton or chunked")
+    provider = _fastest(q.device, q.dtype, _providers.common_width(q, v))
     note("win", provider)
     out = _providers.attend(provider, q, k, v, scale, window)
     return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
+    host = _providers.here(device)
+    provider = _providers.first_usable(_providers.PROVIDERS, host, dtype, width)
+    if provider is None:
+        raise BackendError("backend['win']", "'flash'", f"{_why_not(host, dtype, width)}; use triton or chunked")
+    return provider
 
 
 def _why_not(host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
