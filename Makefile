@@ -60,7 +60,7 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 up: $(RUN)  ## start the local Ray cluster and the dashboard
 	@$(BIN)/nsa up
 
-down:  ## stop what demo or up started
+down:  ## stop what demo, bench or up started
 	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
 
 test: env  ## the whole test suite (CPU)

@@ -58,16 +58,26 @@ def measure_stages(call: Callable[[], object], device: torch.device, runs: int, 
         ProfileError: none of the project's kernels ran, or the profiler did not see what was launched.
     """
     filler = l2_filler(device)
+    _profile(call, device, filler)  # a process's first one starts CUPTI, and may miss kernels meanwhile
     profiles: list[Profile] = []
     for run in range(runs):
         beat("stages", run, runs)
-        filler.zero_()
-        torch.cuda.synchronize(device)
-        with observe() as launches, profile(activities=[ProfilerActivity.CUDA]) as watch:
-            call()
-            torch.cuda.synchronize(device)
-        profiles.append(by_stage(_kernels(watch), launches))
+        profiles.append(by_stage(*_profile(call, device, filler)))
     return summarize_stages(profiles)
+
+
+def _profile(
+    call: Callable[[], object], device: torch.device, filler: torch.Tensor
+) -> tuple[list[Kernel], list[Started]]:
+    """The kernels of one call, copies and fills among them, and its launches."""
+    filler.zero_()
+    torch.cuda.synchronize(device)
+    with observe() as launches, profile(activities=[ProfilerActivity.CUDA]) as watch:
+        call()
+        torch.cuda.synchronize(device)
+    inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
+    events = (e for e in inner.kineto_results.events() if e.device_type() == DeviceType.CUDA)
+    return [Kernel(e.name(), e.start_ns(), e.duration_ns()) for e in events if not e.is_user_annotation()], launches
 
 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
@@ -107,10 +117,3 @@ def summarize_stages(profiles: Sequence[Profile]) -> Stages:
         tuple(sorted(metrics, key=lambda metric: -metric.value)),
         "\n".join(["Device time of one call, by stage and kernel.", *lines, ""]),
     )
-
-
-def _kernels(watch: profile) -> list[Kernel]:
-    """What ran on the device: kernels, copies and fills."""
-    inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
-    events = inner.kineto_results.events()
-    return [Kernel(e.name(), e.start_ns(), e.duration_ns()) for e in events if e.device_type() == DeviceType.CUDA]
