@@ -27,7 +27,9 @@ app = typer.Typer(
 db = typer.Typer(help="The results database.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, or 'last'")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
+]
 Runs = Annotated[
     list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
 ]

@@ -1,0 +1,38 @@
+"""A bench on a CUDA device: stages are whole, and no longer than the call."""
+
+import pytest
+import torch
+
+from jobs.bench import Spec, measure
+from jobs.measure.machine import probe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STAGES = {"compress", "compressed_attention", "scores", "topk", "inverse_index", "selected", "window", "other"}
+BACKWARD = {"compress_backward", "compressed_attention_backward", "selected_backward", "window_backward"}
+
+
+def values(point):
+    result = measure(point.config, lambda phase, done=0, total=0: None)
+    return {metric.name: metric.value for metric in result.metrics}, result.files
+
+
+def test_the_stages_of_a_call_are_all_there_and_add_up_to_no_more_than_it_takes():
+    data = {
+        "kind": "bench",
+        "name": "t",
+        "implementations": ["triton"],
+        "shapes": [{"query_heads": 12, "kv_heads": 2, "head_dim": 64}],
+        "lengths": [8192],
+        "passes": ["forward+backward"],
+    }
+    timed, staged = Spec.model_validate(data).points(probe("cuda"))
+    call, _ = values(timed)
+    found, files = values(staged)
+    stages = {name.removeprefix("stage_"): ms for name, ms in found.items() if name.startswith("stage_")}
+    assert stages.keys() >= STAGES | BACKWARD
+    assert all(ms > 0 for ms in stages.values())
+    assert 0.3 * call["time"] < sum(stages.values()) <= 1.15 * call["time"]
+    assert "_selected_forward" in files["kernels.txt"]
