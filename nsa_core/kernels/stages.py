@@ -9,7 +9,7 @@ from ._launch import Started, observe
 
 __all__ = ["Started", "observe", "stage"]
 
-# Stages of the backward end in "_backward".
+# Stages of the backward end in "_backward"; "_q" and "_kv" say towards what.
 _STAGES = {
     "_mean": "compress",
     "_importance": "scores",
@@ -19,13 +19,16 @@ _STAGES = {
     "_assign": "inverse_index",
     "_selected_forward": "selected",
     "_merge": "merge",
-    "_gate": "gates",
     "_prepare": "gates_backward",
     "_selected_backward": "selected_backward",
     "_sum_items": "sum_items_backward",
     "_sum_dq": "merge_backward",
     "_spread": "compress_backward",
 }
+
+
+# A span kernel works for the branches that are on, or by its `ranges.Span` for one.
+_BRANCHES = {"CMP": "compressed", "WIN": "window", "SLC": "forced"}
 
 
 def stage(kernel: str, constants: Mapping[str, Any]) -> str:
@@ -35,13 +38,17 @@ def stage(kernel: str, constants: Mapping[str, Any]) -> str:
         kernel: its name, as in `Started`.
         constants: its compile-time constants: what a span kernel works for is told by them.
     """
-    if kernel.startswith("_span_"):
-        return _span(constants) + ("_backward" if "backward" in kernel else "")
+    if kernel.startswith("_span_") and (branches := _branches(constants)):
+        return branches + kernel.removeprefix("_span").removesuffix("_forward")
     return _STAGES.get(kernel, kernel.lstrip("_"))
 
 
-def _span(constants: Mapping[str, Any]) -> str:
-    """The branch by its `ranges.Span`; "causal" are the queries that see every block: the selected branch's first."""
+def _branches(constants: Mapping[str, Any]) -> str:
+    """Those of a span kernel; forced are the blocks that every query selects, or all where there is no choice."""
+    if constants.keys() >= _BRANCHES.keys():
+        return "_".join(name for branch, name in _BRANCHES.items() if constants[branch])
+    if not constants.keys() >= {"BLOCK", "STRIDE", "ALIGN"}:
+        return ""
     if constants["BLOCK"] > 1 or constants["STRIDE"] > 1:
-        return "compressed_attention"
-    return "window" if constants["WINDOW"] > 0 else "causal"
+        return "compressed"
+    return "window" if constants["ALIGN"] == 1 else "forced"

@@ -10,8 +10,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-STAGES = {"compress", "compressed_attention", "scores", "topk", "inverse_index", "selected", "window", "other"}
-BACKWARD = {"compress_backward", "compressed_attention_backward", "selected_backward", "window_backward"}
+STAGES = {"compress", "scores", "topk", "inverse_index", "selected", "merge", "other"}
+BACKWARD = {"compress_backward", "compressed_backward_kv", "window_backward_kv", "selected_backward"}
 
 
 def values(point):

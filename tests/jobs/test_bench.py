@@ -79,23 +79,27 @@ def _launches(*kernels: str, **constants: int) -> list[Started]:
     return [Started(kernel, constants) for kernel in kernels]
 
 
-WINDOW = {"BLOCK": 1, "STRIDE": 1, "WINDOW": 512}
-COMPRESSED = {"BLOCK": 32, "STRIDE": 16, "WINDOW": 0}
+WINDOW = {"BLOCK": 1, "STRIDE": 1, "ALIGN": 1}
+COMPRESSED = {"BLOCK": 32, "STRIDE": 16, "ALIGN": 0}
 
 
 def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:
-    launches = [*_launches("_span_forward", **COMPRESSED), *_launches("_new"), *_launches("_span_forward", **WINDOW)]
+    launches = [
+        *_launches("_span_backward_kv", **COMPRESSED),
+        *_launches("_new"),
+        *_launches("_span_backward_kv", **WINDOW),
+    ]
     kernels = [
-        Kernel("_span_forward", start=50, duration=7),  # the profiler's order is not the device's
+        Kernel("_span_backward_kv", start=50, duration=7),  # the profiler's order is not the device's
         Kernel("sort<int>", start=20, duration=3),
-        Kernel("_span_forward", start=10, duration=5),
+        Kernel("_span_backward_kv", start=10, duration=5),
         Kernel("_new", start=30, duration=2),
     ]
     assert by_stage(kernels, launches) == {
-        ("compressed_attention", "_span_forward"): 5,
+        ("compressed_backward_kv", "_span_backward_kv"): 5,
         ("other", "sort<int>"): 3,
         ("new", "_new"): 2,
-        ("window", "_span_forward"): 7,
+        ("window_backward_kv", "_span_backward_kv"): 7,
     }
 
 
@@ -103,8 +107,8 @@ def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:
     ("seen", "launched", "message"),
     [
         ([], [], "none of the project's kernels ran"),
-        (["_gate"], ["_gate", "_gate"], "lacks launches of _gate"),
-        (["_gate", "_gate"], ["_gate"], "has _gate more often"),
+        (["_merge"], ["_merge", "_merge"], "lacks launches of _merge"),
+        (["_merge", "_merge"], ["_merge"], "has _merge more often"),
     ],
 )
 def test_a_profile_that_is_not_whole_tells_nothing(seen: list[str], launched: list[str], message: str) -> None:
@@ -114,22 +118,23 @@ def test_a_profile_that_is_not_whole_tells_nothing(seen: list[str], launched: li
 
 def test_stages_are_medians_longest_first() -> None:
     profiles = [
-        by_stage([Kernel("_gate", 0, gate * 10**6), Kernel("fill", 1, 10**6)], _launches("_gate")) for gate in (3, 9, 5)
+        by_stage([Kernel("_merge", 0, gate * 10**6), Kernel("fill", 1, 10**6)], _launches("_merge"))
+        for gate in (3, 9, 5)
     ]
     found = summarize_stages(profiles)
     assert [(metric.name, metric.unit, metric.value) for metric in found.metrics] == [
-        ("stage_gates", "ms", 5.0),
+        ("stage_merge", "ms", 5.0),
         ("stage_other", "ms", 1.0),
     ]
     assert found.metrics[0].samples == (3.0, 9.0, 5.0)
-    assert "5.0000 ms  gates" in found.text
+    assert "5.0000 ms  merge" in found.text
 
 
 def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with the profiler and the launches played: what is attributed is a real call's."""
     calls: list[int] = []
     event = SimpleNamespace(
-        name=lambda: "_gate",
+        name=lambda: "_merge",
         start_ns=lambda: 0,
         duration_ns=lambda: 2 * 10**6,
         device_type=lambda: DeviceType.CUDA,
@@ -144,7 +149,7 @@ def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) ->
 
     @contextmanager
     def observe() -> Any:
-        yield _launches("_gate")
+        yield _launches("_merge")
 
     monkeypatch.setattr(stages, "profile", profile)
     monkeypatch.setattr(stages, "observe", observe)
@@ -153,7 +158,7 @@ def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) ->
     point = Spec.model_validate({**SMALL, "implementations": ["chunked"]}).points(CPU)[1]
     result = measure({**point.config, "profiles": 3}, _quiet)
     found = {metric.name: metric.value for metric in result.metrics}
-    assert found["stage_gates"] == 2.0
+    assert found["stage_merge"] == 2.0
     assert found["oracle_error"] <= found["oracle_error_bound"]
     assert len(calls) == 1 + 3  # the first starts the profiler
-    assert "_gate" in result.files["kernels.txt"]
+    assert "_merge" in result.files["kernels.txt"]

@@ -15,7 +15,7 @@ from nsa_core.kernels.stages import Started, observe, stage
 class Kernel:
     """Stands for a Triton kernel: counts its runs."""
 
-    __name__ = "_gate"
+    __name__ = "_merge"
 
     def __init__(self) -> None:
         self.runs = 0
@@ -41,23 +41,30 @@ def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> N
         thread.join()
         _launch(kernel, (0,))  # an empty grid runs nothing
     _launch(kernel)
-    assert seen == [Started("_gate", {"WAYS": 3})] * 2
+    assert seen == [Started("_merge", {"WAYS": 3})] * 2
     assert kernel.runs == 4
 
 
-def _span(**constants: int) -> dict[str, int]:
-    return {"BLOCK": 1, "STRIDE": 1, "WINDOW": 0, "M": 128} | constants
+def _on(**branches: bool) -> dict[str, Any]:
+    return {"CMP": False, "WIN": False, "SLC": False, "BLOCK": 32, "STRIDE": 16} | branches
+
+
+def _of(block: int = 1, stride: int = 1, align: int = 0) -> dict[str, int]:
+    return {"BLOCK": block, "STRIDE": stride, "ALIGN": align, "M": 128}
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants", "expected"),
     [
         ("_mean", {}, "compress"),
-        ("_span_forward", _span(BLOCK=32, STRIDE=16), "compressed_attention"),
-        ("_span_backward_q", _span(BLOCK=32, STRIDE=16), "compressed_attention_backward"),
-        ("_span_forward", _span(WINDOW=512), "window"),
-        ("_span_backward_kv", _span(WINDOW=512), "window_backward"),
-        ("_span_forward", _span(), "causal"),
+        ("_span_forward", _on(CMP=True, WIN=True, SLC=True), "compressed_window_forced"),
+        ("_span_backward_q", _on(CMP=True, SLC=True), "compressed_forced_backward_q"),
+        ("_span_forward", _on(CMP=True), "compressed"),
+        ("_span_backward_kv", _of(block=32, stride=16), "compressed_backward_kv"),
+        ("_span_backward_kv", _of(align=1), "window_backward_kv"),
+        ("_span_backward_kv", _of(align=64), "forced_backward_kv"),
+        ("_span_backward_kv", _of(), "forced_backward_kv"),  # the initial blocks, by the queries far behind them
+        ("_span_forward", {"M": 64}, "span_forward"),
         ("_choose", {}, "topk"),
         ("_count", {}, "inverse_index"),
         ("_sum_dq", {}, "merge_backward"),
