@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from jobs.measure.check import DENSE
 from jobs.point import Machine
 from jobs.spec import JobSpec
 from nsa_core import NSAConfig, available_backends
+from nsa_core.backends.dense import Host, unusable
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -65,6 +67,19 @@ def backend_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | Non
         missing = machine.fingerprint and "triton" not in machine.fingerprint
         reasons["triton"] = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
     return reasons
+
+
+def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+    """The same for the implementations of dense attention, at a head dim.
+
+    What a GPU host has is what its fingerprint says. Where nobody has asked it, the point itself will tell.
+    """
+    capability = machine.fingerprint.get("capability", "unknown")
+    if machine.device == "cuda" and capability == "unknown":
+        return dict.fromkeys(DENSE)
+    host = Host.described(capability, machine.fingerprint) if machine.device == "cuda" else Host(None, {})
+    kernels = {name: kernel for name, kernel in DENSE.items() if kernel != "auto"}
+    return dict.fromkeys(DENSE) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
 
 
 def threads(spec: JobSpec, machine: Machine) -> int | None:

@@ -24,6 +24,7 @@ from jobs._fields import (
     Preset,
     Unique,
     backend_reasons,
+    dense_reasons,
     does_not_fit,
     threads,
     torch_dtype,
@@ -151,11 +152,12 @@ class Spec(JobSpec):
         return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]
 
     def _check_runnable(self, machine: Machine) -> None:
-        reasons = backend_reasons(machine, torch_dtype(self.dtype))
+        dtype = torch_dtype(self.dtype)
+        reasons = backend_reasons(machine, dtype) | dense_reasons(machine, dtype, self.model.head_dim)
         for name in self.implementations:
             if reasons.get(name) is not None:
                 usable = [other for other, reason in reasons.items() if reason is None]
-                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join([*usable, *DENSE])}")
+                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join(usable)}")
 
     def _point(self, machine: Machine, seq_len: int, pass_: str, implementation: str) -> Point:
         model = self.model

@@ -13,6 +13,7 @@ import torch
 from jobs.measure import nvml
 from jobs.point import Machine
 
+_FLASH = ("flash-attn", "flash-attn-4")
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the part of the usage that the kernel gives back when asked
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -36,7 +37,8 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
         return Machine("cpu", cpu_name(), host_memory(), versions)
     card = _card()
     versions["cuda"] = torch.version.cuda or "unknown"
-    versions["driver"] = card.get("driver", "unknown")
+    versions |= {name: card.get(name, "unknown") for name in ("driver", "capability")}
+    versions |= {package: version for package in _FLASH if (version := installed(package))}
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
 
 
@@ -44,12 +46,13 @@ def _card() -> dict[str, str]:
     """The first GPU that CUDA shows; from CUDA itself (which creates a context) where NVML does not know it."""
     try:
         card = nvml.describe(nvml.visible_gpus()[0])
-        if {"name", "memory_mib"} <= card.keys():
+        if {"name", "memory_mib", "capability"} <= card.keys():
             return card
     except (nvml.NvmlError, IndexError):
         pass
     properties = torch.cuda.get_device_properties(0)
-    return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20)}
+    capability = f"{properties.major}.{properties.minor}"
+    return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20), "capability": capability}
 
 
 def host_memory() -> int:

@@ -68,14 +68,15 @@ def compute_pids(device: Any) -> list[int]:
 
 
 def describe(gpu_id: str) -> dict[str, str]:
-    """Name, UUID, memory, driver, clocks, power limit, persistence and ECC of a GPU, as text; what NVML refuses is
-    left out. Raises NvmlError when there is no such GPU."""
+    """Name, UUID, memory, compute capability, driver, clocks, power limit and ECC of a GPU, as text; what NVML refuses
+    is left out. Raises NvmlError when there is no such GPU."""
     with session():
         device = handle(gpu_id)
         queries = {
             "name": lambda: pynvml.nvmlDeviceGetName(device),
             "uuid": lambda: pynvml.nvmlDeviceGetUUID(device),
             "memory_mib": lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).total) // 2**20,
+            "capability": lambda: "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(device)),
             "driver": pynvml.nvmlSystemGetDriverVersion,
             "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM),
             "sm_clock_max_mhz": lambda: pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM),

@@ -49,6 +49,12 @@ class Host:
     capability: tuple[int, int] | None
     lacks: Mapping[str, str]
 
+    @classmethod
+    def described(cls, capability: str, versions: Mapping[str, str]) -> Host:
+        """Another host, by its GPU's capability ("9.0") and the versions of the packages installed there."""
+        major, minor = capability.split(".")
+        return cls((int(major), int(minor)), lacking(versions))
+
 
 def here(device: torch.device) -> Host:
     """This process's host, for tensors on `device`."""

@@ -14,6 +14,7 @@ from .._inputs import sequence_spans
 from ..errors import BackendError, InputError
 from ..routes import note
 from . import _providers, chunked
+from ._providers import Host
 
 _SDPA: Mapping[str, SDPBackend] = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -69,7 +70,7 @@ def packed(
     return _providers.attend_packed(names[0], q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
 
 
-def unusable(kernel: str, host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
+def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
     """Why `kernel` of KERNELS cannot compute head dims up to `width` there; None if nothing is known against it."""
     if kernel not in _SDPA:
         return _providers.unusable(kernel, host, dtype, width)
@@ -78,7 +79,7 @@ def unusable(kernel: str, host: _providers.Host, dtype: torch.dtype, width: int)
     return _providers.unusable("torch-varlen", host, dtype, width)  # the same demands on GPU and dtype
 
 
-def candidates(kernel: str, case: Case, host: _providers.Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+def candidates(kernel: str, case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
     """The kernel that computes the case there, or several of PyTorch's, of which the first that takes the input does.
 
     Raises:
@@ -108,7 +109,7 @@ def _case(rows: int, tokens: int, window: int | None) -> Case:
     return "one row" if rows == 1 else "square"
 
 
-def _fastest(case: Case, host: _providers.Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+def _fastest(case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
     """By measurement on an H200 (docs/kernel-log.md): flash-attn 4, then cuDNN's, then what A100s have, too.
 
     PyTorch's split a single row's keys over the GPU; cuDNN's knows no such row.

@@ -73,7 +73,8 @@ def assert_as_good_as_eager(attend, leaves, window, name):
     assert kernels == [name]
     for ours, other, want in zip(got, eager, exact, strict=True):
         assert ours.dtype == other.dtype
-        assert distance(ours, want) <= 2 * distance(other, want)
+        floor = 1e-3 * want.numel() ** 0.5  # a window of one gives an eager run zeros, as gradients of q and k
+        assert (ours.double() - want).norm() <= 2 * (other.double() - want).norm() + floor
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "dtype"), HEADS)

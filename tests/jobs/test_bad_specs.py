@@ -190,6 +190,50 @@ def test_triton_is_looked_for_where_the_points_will_run(
             spec.points(CPU)
 
 
+H200 = {"torch": "2.11", "triton": "3.6", "capability": "9.0"}
+DENSE_KERNELS = [
+    # implementation, dtype, head dim, the host's fingerprint, the mistake (None: none)
+    ("dense-sdpa-cudnn", "bfloat16", 128, H200, None),
+    ("dense-torch-varlen", "bfloat16", 256, H200, None),
+    ("dense-flash-attn-4", "bfloat16", 128, H200 | {"flash-attn-4": "4.0"}, None),
+    (
+        "dense-flash-attn-4",
+        "bfloat16",
+        128,
+        H200,
+        "not installed there: pip install flash-attn-4; use .*dense, dense-sdpa",
+    ),
+    (
+        "dense-flash-attn-2",
+        "bfloat16",
+        128,
+        H200 | {"flash-attn-4": "4.0"},
+        "not installed there: pip install flash-attn;",
+    ),
+    ("dense-flash-attn-4", "bfloat16", 128, H200 | {"capability": "8.0", "flash-attn-4": "4"}, r"this one has 8\.0"),
+    ("dense-flash-attn-4", "float32", 128, H200 | {"flash-attn-4": "4.0"}, "it computes bfloat16 and float16"),
+    ("dense-torch-varlen", "bfloat16", 512, H200, "head dims up to 256 there, not 512"),
+    ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # nobody asked the host
+    ("dense-flash-attn-4", "bfloat16", 128, {"torch": "2.11", "capability": "unknown"}, None),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "dim", "fingerprint", "mistake"), DENSE_KERNELS)
+def test_dense_kernels_are_looked_for_where_the_points_will_run(
+    tmp_path: Path, implementation: str, dtype: str, dim: int, fingerprint: dict[str, str], mistake: str | None
+) -> None:
+    shape = {"query_heads": 4, "kv_heads": 2, "head_dim": dim}
+    spec = _load(tmp_path, {**SCALING, "implementations": [implementation], "shape": shape, "dtype": dtype})
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, fingerprint)
+    if mistake is None:
+        assert _implementations_on(machine, spec) == {implementation}
+    else:
+        with pytest.raises(SpecError, match=rf"^implementations: '{implementation}': .*{mistake}"):
+            spec.points(machine)
+    with pytest.raises(SpecError, match=r"it runs on cuda, not on the cpu; use .*chunked.*dense, dense-sdpa-flash$"):
+        spec.points(CPU)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
 @pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
 def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:
