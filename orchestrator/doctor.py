@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -60,8 +60,8 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
 
 def findings(settings: Settings) -> list[Finding]:
     """Look at everything; a check that fails is a finding, never an exception."""
-    checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _flash, _ray, _database, _artifacts]
-    checks += [_pyspy, _dashboard]
+    checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
+    checks += [_ray, _database, _artifacts, _pyspy, _dashboard]
     return [check(settings) for check in checks]
 
 
@@ -106,8 +106,38 @@ def _triton(_: Settings) -> Finding:
     return _optional("triton", "pip install '.[gpu]'")
 
 
-def _flash(_: Settings) -> Finding:
-    return _optional("flash-attn", "pip install '.[flash]' on a CUDA host; PyTorch's own flash kernels serve meanwhile")
+def _dense(_: Settings) -> Finding:
+    usable = [name for name, reason in _dense_kernels().items() if reason is None]
+    if not usable:
+        return Finding("dense", Health.MISSING, "no fused kernel for half precision here", "make env")
+    return Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")
+
+
+def _flash_attn_4(_: Settings) -> Finding:
+    return _flash("flash-attn-4")
+
+
+def _flash_attn_2(_: Settings) -> Finding:
+    return _flash("flash-attn-2")
+
+
+def _flash(kernel: str) -> Finding:
+    reason = _dense_kernels().get(kernel, "PyTorch is not installed")
+    if reason is None:
+        return Finding(kernel, Health.OK, "dense attention and the window branch can take it")
+    return Finding(kernel, Health.MISSING, f"{reason}; PyTorch's own kernels serve meanwhile")
+
+
+def _dense_kernels() -> Mapping[str, str | None]:
+    """Those of dense attention, with the reason why one cannot run here."""
+    try:
+        import torch
+
+        from nsa_core.backends.dense import available_kernels
+    except ImportError:
+        return {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return available_kernels(device, torch.bfloat16, 64)
 
 
 def _optional(package: str, fix: str) -> Finding:

@@ -66,7 +66,7 @@ def here(device: torch.device) -> Host:
 def lacking(versions: Mapping[str, str]) -> dict[str, str]:
     """Kernels whose package is not among the installed `versions`, with what to do about it."""
     missing = [(name, package) for name, (package, _) in PACKAGES.items() if package not in versions]
-    return {name: f"{package} is not installed there: pip install {package}" for name, package in missing}
+    return {name: f"{package} is not installed on the GPU host: pip install {package}" for name, package in missing}
 
 
 def unusable(name: str, host: Host, dtype: torch.dtype, width: int) -> str | None:

@@ -70,6 +70,12 @@ def packed(
     return _providers.attend_packed(names[0], q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
 
 
+def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:
+    """Every kernel of KERNELS, with None if it can run here for tensors on `device`, else the reason why not."""
+    host = _providers.here(device)
+    return {kernel: unusable(kernel, host, dtype, width) for kernel in KERNELS}
+
+
 def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
     """Why `kernel` of KERNELS cannot compute head dims up to `width` there; None if nothing is known against it."""
     if kernel not in _SDPA:

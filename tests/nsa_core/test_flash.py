@@ -64,7 +64,15 @@ REFUSALS = [
         r"capability 9\.0 to 11\.x, this one has 8\.0; use one of auto, sdpa",
     ),
     ("flash-attn-4", B200, {}, BF16, 136, "square", "it takes head dims up to 128 there, not 136"),
-    ("flash-attn-4", H200, NO_PACKAGES, BF16, 64, "band", "flash-attn-4 is not installed there: pip install flash-a"),
+    (
+        "flash-attn-4",
+        H200,
+        NO_PACKAGES,
+        BF16,
+        64,
+        "band",
+        "flash-attn-4 is not installed on the GPU host: pip install flash-a",
+    ),
     ("flash-attn-2", H200, NO_PACKAGES, BF16, 64, "square", "flash-attn is not installed .*: pip install flash-attn;"),
     ("torch-varlen", H200, {}, FP32, 64, "square", "it computes bfloat16 and float16, not float32; use one of auto$"),
     ("torch-varlen", None, {}, BF16, 64, "band", "it runs on cuda, not on the cpu; use one of auto, sdpa-flash$"),
@@ -110,7 +118,7 @@ def test_a_package_that_does_not_load_is_not_taken(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import raises ImportError
     lacks = _providers._lacking.__wrapped__()
     assert lacks["flash-attn-2"].startswith("flash-attn 2.8.3 does not load: ")
-    assert lacks["flash-attn-4"] == "flash-attn-4 is not installed there: pip install flash-attn-4"
+    assert lacks["flash-attn-4"] == "flash-attn-4 is not installed on the GPU host: pip install flash-attn-4"
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:

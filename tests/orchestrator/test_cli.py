@@ -10,10 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from orchestrator import cli, journal, plan
+from nsa_core.backends.dense import Host
+from orchestrator import cli, doctor, journal, plan
 from orchestrator.database import hide_password
 from orchestrator.journal import Journal
 from orchestrator.records import RunRecord, StartRecord
+from orchestrator.settings import Settings
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 
@@ -258,6 +260,22 @@ def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> Non
         assert name in done.out
     assert "environment" in done.out
     assert "nsa db upgrade" in done.out  # no database yet, and how to make one
+
+
+def test_doctor_says_which_dense_kernels_are_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked_at() -> dict[str, doctor.Finding]:
+        return {finding.name: finding for finding in doctor.findings(Settings())}
+
+    found = looked_at()
+    assert found["dense"].detail == "kernels for half precision: sdpa-flash"
+    assert found["flash-attn-4"].health is doctor.Health.MISSING
+    assert "it runs on cuda, not on the cpu" in found["flash-attn-4"].detail
+    hopper = Host.described("9.0", {"flash-attn-4": "4.0"})
+    monkeypatch.setattr("nsa_core.backends._providers.here", lambda device: hopper)
+    found = looked_at()
+    assert found["dense"].detail.endswith(": sdpa-cudnn, sdpa-flash, flash-attn-4, torch-varlen")
+    assert found["flash-attn-4"].health is doctor.Health.OK
+    assert "not installed on the GPU host: pip install flash-attn;" in found["flash-attn-2"].detail
 
 
 def test_db_upgrade_makes_a_database_that_status_reads(nsa: Nsa, home: Path) -> None:
