@@ -149,36 +149,43 @@ def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
+def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Left alone by torch.compile: it compiles its kernels itself. The graph breaks there."""
+    untraced: Any = torch.compiler.disable(run)
+    return untraced
+
+
+@_untraced
 def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
-    run = _untraced("flash_attn_func")
-    return run(
+    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_func(
         q, k, v, softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic()
     )[0]  # fmt: skip
 
 
+@_untraced
 def _flash_attn_4_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
-    run = _untraced("flash_attn_varlen_func")
-    return run(
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=len(q), max_seqlen_k=len(k),
         softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic(),
     )[0]  # fmt: skip
 
 
-@cache
-def _untraced(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A function of flash-attn 4, which compiles its kernels itself: torch.compile is to leave it alone."""
-    run: Any = torch.compiler.disable(getattr(import_module("flash_attn.cute"), name))
-    return run
-
-
 def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
-    run = import_module("flash_attn").flash_attn_func
-    return run(q, k, v, softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic())
+    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_func(
+        q, k, v, softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic()
+    )
 
 
 def _flash_attn_2_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
-    run = import_module("flash_attn").flash_attn_varlen_func
-    return run(
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
         q, k, v, bounds, bounds, len(q), len(k),
         softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic(),
     )  # fmt: skip

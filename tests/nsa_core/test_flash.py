@@ -203,9 +203,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(_providers.varlen, "varlen_attn", _varlen_attn)
     monkeypatch.setattr(_providers, "here", lambda device: Host(H200, {}))
     monkeypatch.setattr(flash, "unavailable", lambda device, dtype: None)
-    _providers._untraced.cache_clear()
-    yield asked
-    _providers._untraced.cache_clear()
+    return asked
 
 
 @pytest.fixture(params=_providers.PROVIDERS)
