@@ -14,8 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import BackendError, InputError, NSAConfig, available_backends, dense_attention, nsa_attention, routes
-from nsa_core.backends import _providers, dense, flash
+from nsa_core import (
+    BackendError,
+    InputError,
+    NSAConfig,
+    available_backends,
+    backends,
+    dense_attention,
+    nsa_attention,
+    routes,
+)
+from nsa_core.backends import _providers, chunked, dense, flash
 from nsa_core.backends._providers import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -318,3 +327,42 @@ def test_torch_compile_traces_dense_attention_in_one_piece_at_any_length(make_ca
         torch.autograd.grad(out.sum(), case.leaves[:3])
         if tokens == 30:
             assert [run.kernel for run in runs] == ["sdpa-flash"]
+
+
+class _Fused(ModuleType):
+    """The chunked backend, with a way of computing branches at once that writes down which."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        self.at_once: list[tuple[str, ...]] = []
+        for name in ("unavailable", "compressed", "select", "selected", "window"):
+            setattr(self, name, getattr(chunked, name))
+
+    def attend(self, q, pairs, compressed, gates, config, branches, offset, scale) -> Tensor:
+        self.at_once.append(branches)
+        own = torch.zeros(*gates.shape[:-1], 3, dtype=gates.dtype)
+        own[..., [("cmp", "slc", "win").index(branch) for branch in branches]] = gates
+        keys, values = zip(*(pairs[branch] for branch in ("cmp", "slc", "win")), strict=True)
+        return nsa_attention(q, keys, values, own, config, branches=branches, scale=scale, backend="chunked")
+
+
+@pytest.mark.parametrize(
+    ("backend", "at_once"),
+    [
+        ("fused", [("cmp", "slc", "win")]),
+        ({"cmp": "fused", "slc": "fused", "select": "fused", "win": "flash"}, [("cmp", "slc")]),
+        ({"cmp": "fused", "slc": "fused", "win": "flash"}, []),  # which blocks it has is for another to say
+        ({"cmp": "fused", "select": "fused", "win": "fused"}, [("cmp", "win")]),
+    ],
+)
+def test_what_is_left_beside_the_window_is_still_computed_at_once(
+    asked, make_case, config, backend, at_once, monkeypatch
+):
+    fused = _Fused()
+    everything = dict(backends.BACKENDS) | {"fused": fused}
+    monkeypatch.setattr(backends, "BACKENDS", everything)
+    monkeypatch.setattr(backends, "WINDOW_BACKENDS", everything | {"flash": flash})
+    case = make_case(90, dtype=BF16)
+    out = nsa_attention(*case.leaves, config, backend=backend)
+    assert fused.at_once == at_once
+    _assert_near([out], [nsa_attention(*case.to(torch.float64).leaves, config, backend="reference")])
