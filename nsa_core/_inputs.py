@@ -41,13 +41,10 @@ class Operands:
 
     def under_autocast(self) -> Operands:
         """As autocast has it, where that is on: all but the gates in its dtype."""
-        kind = self.q.device.type
-        has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if not has_autocast or self.q.dtype == torch.float64:
+        if not _under_autocast(self.q) or self.q.dtype == torch.float64:
             return self
-        dtype = torch.get_autocast_dtype(kind)
-        cast = {id(x): x.to(dtype) for x in (*self.keys, *self.values)}
-        keys, values = (triple(cast[id(x)] for x in xs) for xs in (self.keys, self.values))
+        dtype = autocast_dtype(self.q)
+        keys, values = _cast(self.keys, dtype), _cast(self.values, dtype)
         k_cmp, v_cmp = (None if x is None else x.to(dtype) for x in (self.k_cmp, self.v_cmp))
         return Operands(self.q.to(dtype), keys, values, k_cmp, v_cmp, self.gates)
 
@@ -86,10 +83,33 @@ class Operands:
             first += count
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """What autocast makes of x in a product; x's own dtype where autocast is off, and float64 always."""
+    return torch.get_autocast_dtype(x.device.type) if _under_autocast(x) and x.dtype != torch.float64 else x.dtype
+
+
+def _under_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace the question
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """For the operators, which choose the dtypes of their products themselves."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+
+
+def _cast(tensors: Triple, dtype: torch.dtype) -> Triple:
+    """Each in `dtype`; one that stands for several branches is cast once."""
+    cmp, slc, win = tensors
+    as_cmp = cmp.to(dtype)
+    as_slc = as_cmp if slc is cmp else slc.to(dtype)
+    return as_cmp, as_slc, as_cmp if win is cmp else as_slc if win is slc else win.to(dtype)
 
 
 def triple(tensors: Iterator[Tensor]) -> Triple:

@@ -19,6 +19,7 @@ from ..routes import Branch, note
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@torch.compiler.assume_constant_result  # traced code asks once, and cannot look for modules
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend cannot run there, or None. On the CPU it runs in Triton's interpreter alone, for tests."""
     if find_spec("triton") is None:

@@ -8,7 +8,7 @@ host that is a third of the price of a differentiable custom operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from .attention import Plan
 
 __all__ = ["Plan", "attend", "compress", "select"]
 
+_SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -77,8 +78,7 @@ def _is_traced(x: Tensor) -> bool:
 
 def _sizes(config: NSAConfig) -> list[int]:
     """All that the kernels read of a configuration, as an operator's schema can carry it."""
-    *sizes, _ = astuple(config)
-    return sizes
+    return [getattr(config, name) for name in _SIZES]
 
 
 class _Attend(torch.autograd.Function):

@@ -148,6 +148,73 @@ def test_more_blocks_than_groups(make_case):
     assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="chunked"))
 
 
+def operator_calls(case, config):
+    """Every operator with arguments as the model gives them, plan included: (operator, arguments)."""
+    from nsa_core.kernels import operators
+
+    sizes = operators._sizes(config)
+    q, k, v, gates = (x.detach() for x in case.leaves)
+    k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
+    pairs, plan = [k_cmp, v_cmp, k, v, k, v], ("cmp,slc,win", sizes, 0, 0.25)
+    out, *saved = operators._attend_operator(q, gates, None, pairs, *plan)
+    chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
+    leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
+    return [
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *plan)),
+        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:])),
+        (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *plan)),
+        (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
+        (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
+        (torch.ops.nsa_core.select, (q, k_cmp, sizes, 0, 0.25)),
+    ]
+
+
+def test_operators_are_what_their_schemas_and_fake_implementations_say(make_case, config):
+    """Shapes, dtypes, strides and gradients, traced and not, of rows with and without a choice of blocks."""
+    for operator, arguments in operator_calls(make_case(90, 4, 2), config):
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+
+
+def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
+    def call(*leaves):
+        return nsa_attention(*leaves, config, backend="triton")
+
+    case = make_case(90, 4, 2)
+    torch.compiler.reset()
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    got = [out, *torch.autograd.grad(out, case.leaves, weights)]
+    for ours, eager in zip(got, run(case.leaves, config, "triton"), strict=True):
+        assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2, 3)], ids=["q", "k", "v and gates"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_some_inputs_alone(make_case, config, wanted, compiled):
+    case = make_case(70, 2, 1)
+    expected = [run(case.leaves, config, "triton")[1 + i] for i in wanted]
+    given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(case.leaves)]
+
+    def call(*leaves):
+        return nsa_attention(*leaves, config, backend="triton")
+
+    torch.compiler.reset()
+    out = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(*given)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    for ours, want in zip(torch.autograd.grad(out, [given[i] for i in wanted], weights), expected, strict=True):
+        assert torch.equal(ours, want)
+
+
+def test_a_second_derivative_is_refused(make_case, config):
+    case = make_case(40, 2, 1)
+    (dq,) = torch.autograd.grad(
+        nsa_attention(*case.leaves, config, backend="triton").square().sum(), case.leaves[0], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 def test_it_says_why_it_cannot_run(monkeypatch):
     assert available_backends(torch.device("cpu"), torch.float32)["triton"] is None
     assert "float64" in str(available_backends(torch.device("cpu"), torch.float64)["triton"])
