@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ._inputs import without_autocast
 from .cache import DenseCache, NSACache, Triple
 from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention
+from .projections import side_by_side
 from .rope import angles, rotate
 
 
@@ -30,11 +32,23 @@ class LearnedCompression(nn.Module):
         nn.init.normal_(self.place, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,S,Hkv,D] -> [B,Nc,Hkv,D]; Nc = 0 while S < cmp_block."""
-        if self.config.cmp_tokens(x.shape[1]) == 0:
+        """[B,S,Hkv,D] -> [B,Nc,Hkv,D]; Nc = 0 while S < cmp_block.
+
+        Blocks overlap, and nothing is unfolded: one product takes every stride of tokens to what it adds to each of the
+        blocks that it is part of, and a block is the sum of its strides. The encodings of places are the same in every
+        block, so they are part of the bias.
+        """
+        tokens, stride = self.config.cmp_tokens(x.shape[1]), self.config.cmp_stride
+        if tokens == 0:
             return x[:, :0]
-        blocks = x.unfold(1, self.config.cmp_block, self.config.cmp_stride).transpose(-1, -2)  # [B,Nc,Hkv,l,D]
-        return self.down(nn.functional.silu(self.up((blocks + self.place).flatten(-2))))
+        parts = self.config.cmp_block // stride
+        strides = x[:, : (tokens - 1 + parts) * stride].unflatten(1, (-1, stride)).transpose(2, 3).flatten(-2)
+        weight = self.up.weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # [parts·2D, stride·D]
+        added = nn.functional.linear(strides, weight).unflatten(-1, (parts, -1))  # [B,strides,Hkv,parts,2D]
+        blocks = sum((added[:, i : i + tokens, :, i] for i in range(1, parts)), added[:, :tokens, :, 0])
+        with without_autocast(x):
+            bias = self.up.bias + self.up.weight @ self.place.flatten()
+        return self.down(nn.functional.silu(blocks + bias.to(blocks.dtype)))
 
 
 class NativeSparseAttention(nn.Module):
@@ -108,9 +122,9 @@ class NativeSparseAttention(nn.Module):
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Unrotated q [B,S,Hq,D], k and v of the three branches [B,S,3,Hkv,D], logits of the gates [B,S,Hq,3]."""
-        k, v = (proj(x).unflatten(-1, (3, self.kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        return q, k, v, self.gate_proj(x).unflatten(-1, (self.heads, 3))
+        q, k, v, gates = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj, self.gate_proj))
+        k, v = (y.unflatten(-1, (3, self.kv_heads, self.head_dim)) for y in (k, v))
+        return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, 3))
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, self.head_dim, self.rope_theta, dtype)
@@ -166,7 +180,8 @@ class DenseAttention(nn.Module):
 
     def _heads_of(self, x: Tensor) -> Triple:
         """Unrotated q and k, and v, each [B,S,heads,D]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)
         return q, k, v
 
     def _step(self, x: Tensor, cache: DenseCache) -> Tensor:

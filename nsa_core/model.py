@@ -15,11 +15,13 @@ from .cache import DenseCache, NSACache
 from .config import NSAConfig
 from .errors import InputError
 from .layer import DenseAttention, NativeSparseAttention, check_heads
+from .loss import head_cross_entropy
+from .projections import side_by_side
 
 LayerCache = NSACache | DenseCache
 
-# Rows of logits that the loss holds at a time; their gradients are made anew in the backward pass.
-LOSS_ROWS = 1024
+# Rows of logits that the loss holds at a time.
+LOSS_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        gate, up = side_by_side(x, (self.gate, self.up))
+        gate = nn.functional.silu(gate)
+        return self.down(gate * up)
 
 
 class Block(nn.Module):
@@ -163,7 +167,9 @@ class NSATransformer(nn.Module):
             else:
                 x = block(x, None if cache is None else cache[i])
         x = self.norm(x)
-        return self.head(x) if targets is None else self._loss(x, targets)
+        if targets is None:
+            return self.head(x)
+        return head_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
     @torch.no_grad()
     def generate(
@@ -182,16 +188,6 @@ class NSATransformer(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        x, targets = x.flatten(0, 1), targets.flatten()
-        total = x.new_zeros((), dtype=torch.float32)
-        for rows, wanted in zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
-            total = total + checkpoint(self._summed_loss, rows, wanted, use_reentrant=False, preserve_rng_state=False)
-        return total / targets.numel()
-
-    def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     def _initialise(self) -> None:
         """Normal weights of deviation 0.02, the projections into the residual stream divided by sqrt(2·layers)."""

@@ -12,8 +12,17 @@ def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
     In float64 where `dtype` is that, else in float32: bfloat16 cannot tell positions beyond 256 apart.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (_angles_operator if torch.compiler.is_compiling() else _angles)(positions, head_dim, theta, wide)
+
+
+def _angles(positions: Tensor, head_dim: int, theta: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = positions.to(wide)[:, None, None] * frequencies(head_dim, theta, positions.device, wide)
     return angle.cos(), angle.sin()
+
+
+# One node of a compiled graph: seen through, it would be computed anew for every element of all that is rotated.
+_angles_operator = torch.library.custom_op("nsa_core::rope_angles", _angles, mutates_args=())
+_angles_operator.register_fake(_angles)
 
 
 def frequencies(head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

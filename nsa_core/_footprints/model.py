@@ -52,14 +52,14 @@ class Model:
         self._norm_forward(ledger, grad)
         kept_by_autocast = 0 if grad and not self.config.checkpointing else self.config.layers * self._cast_weights
         ledger.hold("workspace", kept_by_autocast)  # till the forward pass ends; else every block's own
-        ledger.touch(2 * self._logits + self._cast_head)  # logits and their log-softmax
+        self._loss_forward(ledger, grad)
         ledger.release("workspace", kept_by_autocast)
 
     def backward(self, ledger: Ledger) -> None:
         """From the loss to the gradients of all parameters."""
         c = self.config
         embedding = c.vocab_size * c.dim * self.weight
-        self._loss_backward(ledger, embedding)
+        self._loss_backward(ledger)
         self._norm_backward(ledger, self._stream)
         ledger.hold("workspace", self._stream)  # the gradient of the residual stream
         for _ in range(c.layers):
@@ -192,10 +192,10 @@ class Model:
         return s.q + 5 * s.kv + s.gates + angles + 2 * s.compressed(self.config.nsa)
 
     def _compression_kept(self) -> int:
-        """The learned compression of keys and values: blocks with their places, two hidden layers."""
+        """The learned compression of keys and values: their strides, two hidden layers."""
         if self.config.nsa.compress == "mean" or not self._sparse:
             return 0
-        return 2 * (self.config.nsa.cmp_block + 4) * self.sizes.compressed(self.config.nsa)
+        return 2 * (self.config.nsa.cmp_stride + 4) * self.sizes.compressed(self.config.nsa)
 
     def _attention_forward(self, ledger: Ledger, grad: bool) -> None:
         s = self.sizes
@@ -212,22 +212,31 @@ class Model:
             ledger.release("activations", self._operator.released)
         ledger.touch(2 * self._stream)
 
-    def _loss_backward(self, ledger: Ledger, embedding: int) -> None:
-        """Chunk after chunk: logits once more, and the gradient of the head's weight added up, cast where it is."""
-        summed = embedding * self.sizes.element // self.weight if self._mixed else embedding
+    def _loss_forward(self, ledger: Ledger, grad: bool) -> None:
+        """Chunk after chunk: logits and what their log-sum-exp takes; with `grad`, the gradients at once."""
         ledger.hold("workspace", self._cast_head)
-        ledger.hold("workspace", self._stream)  # gradients of the rows
-        ledger.touch(3 * self._logits)  # log-softmax, its gradient, the logits' gradient
-        ledger.touch(self._logits + summed)
-        ledger.hold("gradients", summed)
-        if self.sizes.tokens > LOSS_ROWS:
-            ledger.touch(3 * self._logits)
-            ledger.touch(self._logits + summed)
+        ledger.touch(2 * self._logits)
+        if grad:
+            head = self.config.vocab_size * self.config.dim
+            ledger.hold("gradients", head * 4)
+            ledger.touch(2 * self._logits)
+            ledger.touch(self._logits * self.sizes.element // 4 + head * self.sizes.element)
+            ledger.hold("activations", self._rows)
+            ledger.touch(self._rows)
         ledger.release("workspace", self._cast_head)
-        if self._mixed:
-            ledger.hold("gradients", embedding)
-            ledger.release("gradients", summed)
-        ledger.touch(self._stream)
+
+    @property
+    def _rows(self) -> int:
+        """Gradients [B,S,dim] of the output head's input, as they are computed."""
+        return self.sizes.tokens * self.config.dim * self.sizes.element
+
+    def _loss_backward(self, ledger: Ledger) -> None:
+        """Scales the gradients that the forward made, and has them in the weights' dtype."""
+        head = self.config.vocab_size * self.config.dim
+        ledger.hold("workspace", self._stream)
+        ledger.hold("gradients", head * self.weight)
+        ledger.release("gradients", head * 4)
+        ledger.release("activations", self._rows)
         ledger.release("workspace", self._stream)
 
     def _ffn_backward(self, ledger: Ledger) -> None:

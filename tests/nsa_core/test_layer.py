@@ -86,6 +86,22 @@ def test_learned_compression_tells_places_in_a_block_apart() -> None:
     assert phi(x[:, :7]).shape == (1, 0, 2, 8)
 
 
+@pytest.mark.parametrize("cmp_block", [4, 8, 12])
+def test_learned_compression_is_the_mlp_of_every_unfolded_block(cmp_block: int) -> None:
+    """Blocks that do not overlap, and that share one and two strides with their neighbours; a tail that fills none."""
+    config = NSAConfig(cmp_block=cmp_block, cmp_stride=4, slc_block=12, slc_count=3, window=8)
+    torch.manual_seed(0)
+    phi, x = LearnedCompression(config, 8).double(), torch.randn(2, 39, 3, 8, dtype=torch.float64, requires_grad=True)
+    unfolded = torch.stack([_phi(phi, x[:, i : i + cmp_block]) for i in range(0, 40 - cmp_block, 4)], 1)
+    out, weights = phi(x), torch.randn_like(unfolded)
+    torch.testing.assert_close(out, unfolded, rtol=1e-12, atol=1e-12)
+    leaves = [x, *phi.parameters()]
+    for got, want in zip(
+        torch.autograd.grad(out, leaves, weights), torch.autograd.grad(unfolded, leaves, weights), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
 @pytest.mark.parametrize("backend", ["reference", "naive", "chunked"])
 def test_backends_give_the_layer_the_same_output_and_gradients(compress: str, backend: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from nsa_core.errors import InputError
-from nsa_core.model import LOSS_ROWS, PRESETS, ModelConfig, NSATransformer
+from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 from nsa_core.routes import capture
 
 TINY = PRESETS["tiny"]
@@ -48,22 +48,30 @@ def test_later_tokens_change_nothing_before_them(attention: str) -> None:
     assert not torch.equal(before[:, 60:], after[:, 60:])
 
 
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of 2 or 3 times 58 tokens in chunks, the last one shorter."""
+    monkeypatch.setattr("nsa_core.model.LOSS_ROWS", 50)
+
+
 @torch.no_grad()
-def test_loss_is_the_cross_entropy_of_the_logits() -> None:
-    model, tokens = model_of(), torch.randint(256, (3, LOSS_ROWS // 2 + 9))  # two chunks, the second one shorter
+def test_loss_is_the_cross_entropy_of_the_logits(few_rows: None) -> None:
+    model, tokens = model_of(), torch.randint(256, (3, 59))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(inputs, targets), expected)
 
 
-def test_gradients_of_the_loss_are_those_of_the_logits() -> None:
-    tokens = torch.randint(256, (2, LOSS_ROWS // 2 + 9))
+def test_gradients_of_the_loss_are_those_of_the_logits(few_rows: None) -> None:
+    tokens = torch.randint(256, (2, 59))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     chunked, whole = model_of().double(), model_of().double()
-    chunked(inputs, targets).backward()
+    loss = chunked(inputs, targets)
+    torch.testing.assert_close(loss, cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()))
+    loss.backward()
     cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()).backward()
     for actual, expected in zip(gradients(chunked), gradients(whole), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

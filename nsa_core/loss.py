@@ -1,0 +1,84 @@
+"""Cross entropy of a language model's output head without all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._inputs import autocast_dtype, without_autocast
+
+
+def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """Mean of -log softmax(x · weightᵀ)[targets], float32 (float64 for float64) [nat], differentiable in x and weight.
+
+    Where gradients are wanted they are made together with the values, from the same logits; the backward pass only
+    scales them. Logits of `rows` rows exist at a time.
+
+    Args:
+        x: [N,dim]. Under autocast the products are in its dtype.
+        weight: [V,dim].
+        targets: [N], whole numbers < V.
+        rows: rows of x whose logits are held at a time.
+    """
+    dtype = autocast_dtype(x)
+    with without_autocast(x):
+        if torch.is_grad_enabled():
+            total = _SummedCrossEntropy.apply(x, weight, targets, dtype, rows)
+            assert isinstance(total, Tensor)
+            return total / len(targets)
+        x, weight = x.to(dtype), weight.to(dtype)
+        parts = zip(x.split(rows), targets.split(rows), strict=True)
+        return torch.stack([_summed(_logits(part, weight), wanted)[0] for part, wanted in parts]).sum() / len(targets)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+        cast = weight.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=x.device)
+        dx: list[Tensor] = []
+        dweight = torch.zeros_like(weight, dtype=wide)
+        for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+            loss, dpart = _take(part.to(dtype), cast, wanted, dweight)
+            total = total + loss
+            dx.append(dpart)
+        ctx.save_for_backward(torch.cat(dx), dweight)
+        ctx.dtypes = x.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dx, dweight), (of_x, of_weight) = ctx.saved_tensors, ctx.dtypes
+        return (dx * dtotal).to(of_x), (dweight * dtotal).to(of_weight), None, None, None
+
+
+def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss of some rows and its gradient with respect to them; that of weight is added to dweight."""
+    logits = _logits(x, weight)
+    loss, lse = _summed(logits, targets)
+    dlogits = _gradient(logits, lse, targets).to(x.dtype)
+    del logits
+    dweight += dlogits.T @ x
+    return loss, dlogits @ weight
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """[R,V], at least float32."""
+    return (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropies of the rows, and their log-sum-exp [R,1]."""
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    return (lse - logits.gather(1, targets[:, None])).sum(), lse
+
+
+def _gradient(logits: Tensor, lse: Tensor, targets: Tensor) -> Tensor:
+    """Of the summed cross entropy, in place of the logits: softmax, less one at the target."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return logits.sub_(lse).exp_().add_(columns == targets[:, None], alpha=-1)

@@ -1,0 +1,68 @@
+"""Under torch.compile a training step is one graph, and computes what it computes without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, routes
+from nsa_core.model import PRESETS, NSATransformer
+
+TINY = replace(PRESETS["tiny"], layers=2)
+
+
+def losses_and_gradients(model: NSATransformer, compiled: bool) -> tuple[list[torch.Tensor], list[routes.BranchRun]]:
+    torch.compiler.reset()
+    tokens = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with routes.capture() as runs:
+        loss = call(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"checkpointing": True},
+        {"nsa": replace(TINY.nsa, compress="mlp")},
+        {"attention": "dense"},
+    ],
+    ids=["nsa", "checkpointing", "learned", "dense"],
+)
+def test_a_training_step_is_one_graph_and_the_same_step(changes: dict[str, object]) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = NSATransformer(replace(TINY, **changes)).train()  # type: ignore[arg-type]
+        results.append(losses_and_gradients(model, compiled))
+    (expected, ran), (actual, noted) = results
+    assert noted == ran, "tracing notes what runs"
+    assert len(expected) == len(list(model.parameters())) + 1
+    for ours, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_it_is_one_graph_under_autocast(attention: str) -> None:
+    torch.manual_seed(0)
+    model = NSATransformer(replace(TINY, attention=attention, layers=1)).train()  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        (expected, *_), _ = losses_and_gradients(model, compiled=False)
+        (actual, *_), _ = losses_and_gradients(model, compiled=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_branches_by_different_backends_are_one_graph_too() -> None:
+    """Each is computed once: torch.compile does not take two names of one module for one key of a dict."""
+    backend = {"cmp": "chunked", "slc": "naive", "win": "chunked", "select": "chunked"}
+    small = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
+    torch.manual_seed(0)
+    model = NSATransformer(replace(TINY, layers=1, nsa=small, backend=backend)).train()
+    (expected, *_), ran = losses_and_gradients(model, compiled=False)
+    (actual, *_), noted = losses_and_gradients(model, compiled=True)
+    assert noted == ran
+    torch.testing.assert_close(actual, expected)
