@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -96,6 +97,11 @@ class Spec(JobSpec):
     nsa: NSA | None = Field(default=None, description="None: the preset's")
     backend: str = Field(default="auto", description="of NSA; dense attention has its own")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
+    compile: bool = Field(
+        default=False,
+        description="torch.compile the training step's passes, or fail; the first step then takes a minute or more: "
+        "see deadlines.heartbeat_s",
+    )
     seq_len: int = Field(ge=2, le=2**27)
     batch: Count = 1
     steps: int = Field(ge=5, le=2**31)
@@ -142,7 +148,7 @@ class Spec(JobSpec):
             backend=self._backend(machine) if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
-        common = self.model_dump(mode="json", include={"seq_len", "batch", "steps", "precision", "seed"})
+        common = self.model_dump(mode="json", include={"seq_len", "batch", "steps", "precision", "compile", "seed"})
         sections = self.model_dump(mode="json", include={"optimizer", "data", "plan"})
         config = {
             **common,
@@ -151,12 +157,12 @@ class Spec(JobSpec):
             "device": machine.device,
             "threads": threads(self, machine),
         }
-        estimate = _estimate(model, self.batch, self.seq_len, self.precision, machine.device)
+        estimate = _estimate(model, config)
         needed = None if estimate is None else estimate.total
         advice = "shorten seq_len, lower batch or turn checkpointing on"
         return Point(
             kind="train",
-            label=f"{attention} {self.preset} S={self.seq_len}",
+            label=f"{attention} {self.preset} S={self.seq_len}{' compiled' if self.compile else ''}",
             config=config,
             axes=Axes(
                 implementation=_implementation(model),
@@ -184,20 +190,21 @@ def _implementation(model: ModelConfig) -> str:
     return "dense" if model.attention == "dense" else str(model.backend)
 
 
-def _estimate(model: ModelConfig, batch: int, seq_len: int, precision: str, device: str) -> MemoryEstimate | None:
+def _estimate(model: ModelConfig, config: Mapping[str, Any]) -> MemoryEstimate | None:
+    """Of a point's training; None where nothing predicts it: what a compiler keeps is its own choice."""
     implementation = _implementation(model)
-    if not predicts(implementation):
+    if config["compile"] or not predicts(implementation):
         return None
     return estimate_model(
         model,
         implementation=implementation,
-        batch=batch,
-        seq_len=seq_len,
+        batch=config["batch"],
+        seq_len=config["seq_len"],
         dtype=torch.float32,
         backward=True,
         optimizer="adamw",
-        device=torch.device(device),
-        autocast=None if precision == "float32" else _compute_dtype(precision),
+        device=torch.device(config["device"]),
+        autocast=None if config["precision"] == "float32" else _compute_dtype(config["precision"]),
     )
 
 
@@ -214,7 +221,7 @@ class _Run:
     """What a training leaves behind."""
 
     losses: list[float]  # [nat/byte], one a step
-    seconds: list[float]  # one a step
+    seconds: list[float]  # from the end of one step to that of the next
     before: float  # held-out loss of the untrained model
     after: float
 
@@ -255,6 +262,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         | {"sha256": corpus.sha256},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "checkpointing": trainer.model.checkpointing_effective,
+        "compile": config["compile"],  # as one graph, or the first step would have raised
     }
     metrics = [*_speed(config, model, run, device), *_quality(run), *_memory(config, model, peak)]
     metrics += agreement.metrics()
@@ -277,6 +285,10 @@ class _Trainer:
         self._batches: Iterator[tuple[Tensor, Tensor]] = corpus.batches(*self._size, config["seed"])
         torch.manual_seed(config["seed"])
         self.model = NSATransformer(ModelConfig(**shape)).to(device).train()
+        self._loss_of = self.model
+        if config["compile"]:
+            torch.compiler.reset()  # graphs of an earlier point of this process
+            self._loss_of = torch.compile(self.model, fullgraph=True, dynamic=False)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -298,32 +310,41 @@ class _Trainer:
         before = self._heldout_loss(heldout, beat)
         losses: list[float] = []
         seconds: list[float] = []
+        under_way: deque[Callable[[], float]] = deque()
+        ended = time.perf_counter()
         for done in range(self.steps):
             beat("train", done, self.steps)
             self._set_rate(learning_rate(self.spec, done, self.steps))
-            start = time.perf_counter()
             if done == 0:
-                self.route = route_of(lambda: losses.append(self.step()))
+                self.route = route_of(lambda: under_way.append(self._start()))
             else:
-                losses.append(self.step())
-            seconds.append(time.perf_counter() - start)
-            _check_finite(losses[-1], f"at step {done + 1}")
+                under_way.append(self._start())
+            # A GPU has the next step to go on with while the host waits for the loss of the one before.
+            while len(under_way) > (self.device.type == "cuda" and done + 1 < self.steps):
+                losses.append(under_way.popleft()())
+                before_it, ended = ended, time.perf_counter()
+                seconds.append(ended - before_it)
+                _check_finite(losses[-1], f"at step {len(losses)}")
         if self.model.config.checkpointing and not self.model.checkpointing_effective:
             raise Ineffective("checkpointing: it was asked for, and the model did not do it")
         return _Run(losses, seconds, before, self._heldout_loss(heldout, beat))
 
     def step(self) -> float:
         """One optimizer step; its loss [nat/byte]. Returns when the device is done."""
-        tokens, targets = next(self._batches)
+        loss = self._start()()
+        synchronize(self.device)
+        return loss
+
+    def _start(self) -> Callable[[], float]:
+        """One optimizer step, which a GPU may still be at. The result waits for its loss [nat/byte]."""
+        tokens, targets = (x.to(self.device, non_blocking=True) for x in next(self._batches))
         with self._precision():
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
+            loss = self._loss_of(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
-        synchronize(self.device)
-        return value
+        return _on_its_way(loss.detach())
 
     @torch.no_grad()
     def _heldout_loss(self, batches: list[tuple[Tensor, Tensor]], beat: Beat) -> float:
@@ -343,6 +364,21 @@ class _Trainer:
     def _set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+
+def _on_its_way(x: Tensor) -> Callable[[], float]:
+    """Copies a number to the host behind the work that is queued now; the result waits for this copy alone."""
+    if not x.is_cuda:
+        return x.item
+    number = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> float:
+        copied.synchronize()
+        return number.item()
+
+    return wait
 
 
 def _check_finite(loss: float, where: str) -> None:
@@ -398,7 +434,7 @@ def _quality(run: _Run) -> list[Metric]:
 
 def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[Metric]:
     """Peak of one whole step, and how far the estimate was off."""
-    estimate = _estimate(model, config["batch"], config["seq_len"], config["precision"], config["device"])
+    estimate = _estimate(model, config)
     if estimate is None:
         return peak.metrics()
     error = 100 * (estimate.total - peak.allocated) / peak.allocated

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jobs._corpus import load_corpus
 from jobs.measure import check
@@ -86,6 +87,30 @@ def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> Non
     assert plain.environment["training"]["checkpointing"] is False
     assert saving.environment["training"]["checkpointing"] is True
     assert _values(saving)["peak_memory"] < 0.9 * _values(plain)["peak_memory"]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_compiled_training_is_one_graph_and_says_so(
+    text: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def without_a_c_compiler(model: torch.nn.Module, **options: Any) -> Any:
+        asked.append(options)
+        return compiled(model, backend="aot_eager", **options)
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", without_a_c_compiler)
+    spec, eager = (_spec(text, steps=5, attention=[attention], compile=on) for on in (True, False))
+    result, expected = _train(spec), _train(eager)
+    assert asked == [{"fullgraph": True, "dynamic": False}]
+    assert result.environment["training"]["compile"] is True
+    assert expected.environment["training"]["compile"] is False
+    assert result.route == expected.route, "noted while tracing"
+    assert _values(result)["loss"] == pytest.approx(_values(expected)["loss"], rel=1e-3)
+    assert "compiled" in spec.points(CPU)[0].label
+    assert spec.points(CPU)[0].estimate_bytes is None, "what a compiler keeps is not predicted"
+    assert "estimate_error" not in _values(result)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
