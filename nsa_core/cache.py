@@ -122,7 +122,8 @@ class _Cache(ABC):
         """Tokens taken in so far, as far as the host knows: the position of the next one."""
 
     @abstractmethod
-    def _set_length(self, tokens: int) -> None: ...
+    def note_length(self, tokens: int) -> None:
+        """Note on the host that so many tokens are held, where `position` is changed by other means."""
 
     @abstractmethod
     def _reserve(self, tokens: int) -> None: ...
@@ -141,12 +142,12 @@ class _Cache(ABC):
 
     def count_step(self) -> None:
         """Note on the host that a step, which counted itself on the device, took a token in."""
-        self._set_length(self.length + 1)
+        self.note_length(self.length + 1)
 
     def recount(self) -> None:
         """Bring the host's lengths up to the device's after a graph's replays. Waits for the device."""
         if self.capacity is not None and self.position is not None:
-            self._set_length(int(self.position))
+            self.note_length(int(self.position))
 
     def _check_room(self, tokens: int) -> None:
         if self.capacity is not None and self.length + tokens > self.capacity:
@@ -202,7 +203,7 @@ class NSACache(_Cache):
         self.k_cmp.append(k_cmp)
         self.v_cmp.append(v_cmp)
 
-    def _set_length(self, tokens: int) -> None:
+    def note_length(self, tokens: int) -> None:
         for held in (self.k_slc, self.v_slc, self.k_win, self.v_win, self.k_open, self.v_open):
             held.length = tokens
         self.k_cmp.length = self.v_cmp.length = self.config.cmp_tokens(tokens)
@@ -232,7 +233,7 @@ class DenseCache(_Cache):
         self.v.append(v)
         self._count(k)
 
-    def _set_length(self, tokens: int) -> None:
+    def note_length(self, tokens: int) -> None:
         self.k.length = self.v.length = tokens
 
     def _reserve(self, tokens: int) -> None:

@@ -92,7 +92,7 @@ def _kernel_step(
     rotated = kernels.take(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
     if cache.config.compress == "mlp":
         _store_learned(cache, compress)
-    out = kernels.attend(rotated, gates[:, 0].contiguous(), cache)
+    out, _ = kernels.attend(rotated, gates[:, 0].contiguous(), cache)
     cache.count_step()
     return out.unsqueeze(1)
 

@@ -2,8 +2,8 @@
 """Attention of one new token over a cache, in five launches that a CUDA graph can replay.
 
 1. `_decode_take`: the token into the cache (decode_take.py).
-2. `_decode_near`: compressed and window attention, the keys split into parts; the compressed scores are kept.
-3. `_decode_choose`: importance and the choice of blocks (decode_choose.py).
+2. `_decode_compressed`: compressed attention, its keys split into parts; the scores are kept.
+3. `_decode_window`: importance and the best blocks of every chunk (decode_choose.py), and beside it the window.
 4. `_decode_selected`: a program for each chosen block.
 5. `_decode_merge`: the parts of every branch in order, the gates; counts the token.
 
@@ -14,6 +14,8 @@ together, and each key and value is read once. Dense attention is the first, one
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,8 @@ from torch import Tensor
 from ..cache import DenseCache, NSACache
 from ..config import NSAConfig
 from ._launch import LOG2_E, Tile, ceil_div, launch, padded
-from .decode_choose import choose
+from .decode_choose import best_of_chunk, chosen_block
+from .decode_merge import held_tokens, merge
 from .decode_take import take, take_dense
 from .ranges import load_rows
 
@@ -30,7 +33,6 @@ __all__ = ["attend", "attend_dense", "take", "take_dense", "trace"]
 
 _PROGRAMS = 256  # that a branch's keys are split into, over all sequences and kv heads
 _MOST_PARTS = 128
-_STEP = 16  # parts merged at a time
 
 
 @triton.jit
@@ -73,45 +75,69 @@ def _share(part, keys, PARTS: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _decode_near(
-    Q, KC, VC, KW, VW, SCORES, PARTS, LPARTS, POSITION, room, scale2,
+def _decode_compressed(
+    Q, K, V, SCORES, PARTS, LPARTS, POSITION, capacity, room, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the compressed branch, whose SCORES [B·HKV,G,room] are kept, or of the window."""
+    """One part of the compressed branch, the first CMP_PARTS being these, and its SCORES [B·HKV,G,room]."""
     G: tl.constexpr = HQ // HKV
     part, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
-    tokens = tl.load(POSITION) + 1
-    row, slot = b * HQ + kvh * G, head * ALL_PARTS + part
-    if part < CMP_PARTS:
-        begin, end = _share(part, tl.maximum(tokens - BLOCK + STRIDE, 0) // STRIDE, CMP_PARTS, BN)
-        first = b * room * HKV + kvh
-        _attend(
-            Q, KC + first * D, VC + first * DV, SCORES + head.to(tl.int64) * G * room, PARTS, LPARTS,
-            row, slot, begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, True)  # fmt: skip
+    seen = tl.maximum(held_tokens(POSITION, capacity) - BLOCK + STRIDE, 0) // STRIDE
+    begin, end = _share(part, seen, CMP_PARTS, BN)
+    first = b * room * HKV + kvh
+    _attend(
+        Q, K + first * D, V + first * DV, SCORES + head.to(tl.int64) * G * room, PARTS, LPARTS,
+        b * HQ + kvh * G, head * ALL_PARTS + part, begin, end, room, scale2,
+        G, HKV, D, DV, DP, DVP, M, BN, True)  # fmt: skip
+
+
+@triton.jit
+def _decode_window(
+    Q, K, V, SCORES, KEYS, PARTS, LPARTS, POSITION, capacity, cmp_room, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr, CMP_PARTS_P: tl.constexpr,
+    WIN_PARTS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
+    RP: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The best blocks of a chunk to KEYS [B·HKV,CHUNKS,COUNT_P], or one part of the window: neither fills a device."""
+    G: tl.constexpr = HQ // HKV
+    i, head = tl.program_id(0), tl.program_id(1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    tokens = held_tokens(POSITION, capacity)
+    if i < CHUNKS:
+        scores, lse_parts = SCORES + head.to(tl.int64) * G * cmp_room, LPARTS + head * ALL_PARTS * G
+        keys = best_of_chunk(
+            scores, lse_parts, tokens, i, cmp_room, G, CMP_PARTS, CMP_PARTS_P, BLOCK, STRIDE, SLC_BLOCK, RP, COUNT_P,
+            INIT, LOCAL, CHUNK)  # fmt: skip
+        tl.store(KEYS + (head * CHUNKS + i) * COUNT_P + tl.arange(0, COUNT_P), keys)
     else:
-        begin, end = _share(part - CMP_PARTS, tl.minimum(tokens, WINDOW), WIN_PARTS, BN)
+        begin, end = _share(i - CHUNKS, tl.minimum(tokens, WINDOW), WIN_PARTS, BN)
         first = b * WINDOW * HKV + kvh
         _attend(
-            Q, KW + first * D, VW + first * DV, SCORES, PARTS, LPARTS,
-            row, slot, begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
+            Q, K + first * D, V + first * DV, SCORES, PARTS, LPARTS, b * HQ + kvh * G,
+            head * ALL_PARTS + CMP_PARTS + i - CHUNKS, begin, end, cmp_room, scale2,
+            G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
 
 
 @triton.jit
 def _decode_selected(
-    Q, K, V, CHOSEN, PARTS, LPARTS, POSITION, room, scale2,
+    Q, K, V, KEYS, CHOSEN, PARTS, LPARTS, POSITION, capacity, room, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, COUNT: tl.constexpr, SLC_BLOCK: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, SLC_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The part of one chosen block, the last COUNT parts being these; empty where no block was chosen."""
+    """The part of one chosen block, the last COUNT parts being these; CHOSEN [B·HKV,COUNT] says which blocks."""
     G: tl.constexpr = HQ // HKV
     rank, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
-    block = tl.load(CHOSEN + head * COUNT + rank)
+    block = chosen_block(KEYS + head * CHUNKS * COUNT_P, rank, COUNT, COUNT_P, CHUNKS, CHUNKS_P)
+    tl.store(CHOSEN + head * COUNT + rank, block)
     begin = tl.maximum(block, 0) * SLC_BLOCK
-    end = tl.where(block < 0, begin, tl.minimum(begin + SLC_BLOCK, tl.load(POSITION) + 1))
+    end = tl.where(block < 0, begin, tl.minimum(begin + SLC_BLOCK, held_tokens(POSITION, capacity)))
     first = b * room * HKV + kvh
     _attend(
         Q, K + first * D, V + first * DV, PARTS, PARTS, LPARTS, b * HQ + kvh * G, (head + 1) * ALL_PARTS - COUNT + rank,
@@ -120,7 +146,7 @@ def _decode_selected(
 
 @triton.jit
 def _decode_dense(
-    Q, K, V, PARTS, LPARTS, POSITION, room, scale2,
+    Q, K, V, PARTS, LPARTS, POSITION, capacity, room, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -128,127 +154,92 @@ def _decode_dense(
     G: tl.constexpr = HQ // HKV
     part, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
-    begin, end = _share(part, tl.load(POSITION) + 1, ALL_PARTS, BN)
+    begin, end = _share(part, held_tokens(POSITION, capacity), ALL_PARTS, BN)
     first = b * room * HKV + kvh
     _attend(
         Q, K + first * D, V + first * DV, PARTS, PARTS, LPARTS, b * HQ + kvh * G, head * ALL_PARTS + part,
         begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
 
 
-@triton.jit
-def _merged(
-    PARTS, LPARTS, g, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
-    """Output [DVP] of head g of the group from COUNT parts, STEP at a time, in order; zeros if all are empty."""
-    within, dv = tl.arange(0, STEP), tl.arange(0, DVP)
-    largest = tl.full([STEP], -1e30, tl.float32)
-    for i in tl.static_range(0, COUNT, STEP):
-        lse = tl.load(LPARTS + (FIRST + i + within) * G + g, mask=i + within < COUNT, other=float("-inf"))
-        largest = tl.maximum(largest, lse)
-    m = tl.max(largest, 0)
-    l = tl.zeros([STEP], tl.float32)
-    acc = tl.zeros([STEP, DVP], tl.float32)
-    for i in tl.static_range(0, COUNT, STEP):
-        at = (FIRST + i + within) * G + g
-        p = tl.exp2(tl.load(LPARTS + at, mask=i + within < COUNT, other=float("-inf")) - m)
-        o = tl.load(PARTS + at[:, None] * DV + dv[None, :], mask=(p > 0)[:, None] & (dv < DV)[None, :], other=0.0)
-        l += p
-        acc += p[:, None] * o
-    total = tl.sum(l, 0)
-    return tl.sum(acc, 0) * tl.where(total > 0, 1.0 / total, 0.0)
-
-
-@triton.jit
-def _gate(LOGIT):
-    x = tl.load(LOGIT)
-    return tl.sigmoid(x.to(tl.float32)).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _decode_merge(
-    PARTS, LPARTS, GATES, OUT, POSITION,
-    HQ: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr,
-    COUNT1: tl.constexpr, COUNT2: tl.constexpr, COUNT3: tl.constexpr,
-):  # fmt: skip
-    """OUT [B,HQ,DV] of one head: its branches' parts merged, times the sigmoids of GATES [B,HQ,3 (cmp, slc, win)].
-
-    Parts lie in the order cmp, win, slc. Without gates there is one branch. Counts the token in POSITION.
-    """
-    G: tl.constexpr = HQ // HKV
-    ALL_PARTS: tl.constexpr = COUNT1 + COUNT2 + COUNT3
-    i = tl.program_id(0)
-    head, g, dv = i // G, i % G, tl.arange(0, DVP)
-    PARTS += head.to(tl.int64) * (ALL_PARTS * G * DV)
-    LPARTS += head * (ALL_PARTS * G)
-    out = _merged(PARTS, LPARTS, g, 0, COUNT1, STEP, G, DV, DVP)
-    if GATED:
-        win = _merged(PARTS, LPARTS, g, COUNT1, COUNT2, STEP, G, DV, DVP)
-        slc = _merged(PARTS, LPARTS, g, COUNT1 + COUNT2, COUNT3, STEP, G, DV, DVP)
-        out = _gate(GATES + i * 3) * out + _gate(GATES + i * 3 + 1) * slc + _gate(GATES + i * 3 + 2) * win
-    tl.store(OUT + i.to(tl.int64) * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
-    if i == 0:
-        tl.store(POSITION, tl.load(POSITION) + 1)
-
-
-def attend(q: Tensor, gates: Tensor, cache: NSACache) -> Tensor:
-    """Gated sum of the three branches for the token that `take` took in last, [B,HQ,DV]; counts it on the device.
+def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
+    """Gated sum of the three branches for the token that `take` took in last, which is counted on the device.
 
     Args:
         q: its rotated query [B,HQ,D].
         gates: logits [B,HQ,3] in the order cmp, slc, win; contiguous.
+
+    Returns:
+        [B,HQ,DV], and the selected blocks, int32 [B·HKV,slc_count], ascending, padded with -1.
     """
-    config, position, v_slc = cache.config, cache.position, cache.v_slc.buffer
-    assert position is not None
-    heads, tile = _heads(q, cache.k_slc.buffer, v_slc), _tile(q, v_slc)
-    rows, room, cmp_room = q.shape[0] * heads["HKV"], v_slc.shape[1], cache.k_cmp.buffer.shape[1]
+    config, v = cache.config, cache.v_slc.buffer
+    rows, room, cmp_room = q.shape[0] * v.shape[2], v.shape[1], cache.k_cmp.buffer.shape[1]
+    tile, chunks = _tile(q, v), _Chunks.of(config, room)
     near = _parts(cmp_room, rows, tile), _parts(config.window, rows, tile)
-    parts, lse_parts = _slots(q, v_slc, sum(near) + config.slc_count)
-    scores = torch.empty(rows, heads["HQ"] // heads["HKV"], cmp_room, dtype=torch.float32, device=q.device)
-    common = heads | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
-    scale2 = q.shape[-1] ** -0.5 * LOG2_E
+    parts, lse_parts = _slots(q, v, sum(near) + config.slc_count)
+    scores = torch.empty(rows, q.shape[1] // v.shape[2], cmp_room, dtype=torch.float32, device=q.device)
+    keys = torch.empty(rows, chunks.number, chunks.kept, dtype=torch.int64, device=q.device)
+    chosen = torch.empty(rows, config.slc_count, dtype=torch.int32, device=q.device)
 
-    kept = dict(KC=cache.k_cmp.buffer, VC=cache.v_cmp.buffer, KW=cache.k_win.buffer, VW=cache.v_win.buffer)
-    pointers = dict(Q=q) | kept | dict(SCORES=scores, PARTS=parts, LPARTS=lse_parts, POSITION=position)
-    sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride, WINDOW=config.window)
-    constants = common | dict(CMP_PARTS=near[0], WIN_PARTS=near[1]) | sizes
-    launch(_decode_near, (sum(near), rows), pointers | dict(room=cmp_room, scale2=scale2), constants, tile)
+    outputs = dict(PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
+    numbers = dict(capacity=cache.capacity or room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
+    common = _heads(q, cache.k_slc.buffer, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
+    tensors = dict(Q=q, K=cache.k_cmp.buffer, V=cache.v_cmp.buffer, SCORES=scores)
+    constants = common | sizes | dict(CMP_PARTS=near[0])
+    launch(_decode_compressed, (near[0], rows), tensors | outputs | numbers | dict(room=cmp_room), constants, tile)
 
-    chosen = choose(scores, lse_parts, near[0], position, room, config)
+    tensors = dict(Q=q, K=cache.k_win.buffer, V=cache.v_win.buffer, SCORES=scores, KEYS=keys)
+    constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window, RP=chunks.taps)
+    constants |= dict(INIT=config.init_blocks, LOCAL=config.local_blocks, SLC_BLOCK=config.slc_block)
+    constants |= dict(COUNT_P=chunks.kept, CHUNK=chunks.size, CHUNKS=chunks.number)
+    arguments = tensors | outputs | numbers | dict(cmp_room=cmp_room)
+    launch(_decode_window, (chunks.number + near[1], rows), arguments, constants, replace(tile, stages=1))
 
-    pointers = dict(Q=q, K=cache.k_slc.buffer, V=v_slc, CHOSEN=chosen, PARTS=parts, LPARTS=lse_parts, POSITION=position)
-    constants = common | dict(COUNT=config.slc_count, SLC_BLOCK=config.slc_block)
-    arguments = pointers | dict(room=room, scale2=scale2)
-    launch(_decode_selected, (config.slc_count, rows), arguments, constants, tile)
-    return _merge(q, parts, lse_parts, gates, position, (*near, config.slc_count))
+    tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
+    constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
+    constants |= dict(CHUNKS=chunks.number, CHUNKS_P=_power(chunks.number))
+    launch(_decode_selected, (config.slc_count, rows), tensors | outputs | numbers | dict(room=room), constants, tile)
+    return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
 
 
 def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
-    """Attention [B,HQ,DV] of the token that `take_dense` took in last to all tokens; counts it on the device."""
-    k, v, position = cache.k.buffer, cache.v.buffer, cache.position
-    assert position is not None
-    heads, tile = _heads(q, k, v), _tile(q, v)
-    rows = q.shape[0] * heads["HKV"]
-    parts, lse_parts = _slots(q, v, _parts(k.shape[1], rows, tile))
-    pointers = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=position)
-    arguments = pointers | dict(room=k.shape[1], scale2=q.shape[-1] ** -0.5 * LOG2_E)
-    constants = heads | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
-    launch(_decode_dense, (parts.shape[1], rows), arguments, constants, tile)
-    return _merge(q, parts, lse_parts, None, position, (parts.shape[1], 0, 0))
+    """Attention [B,HQ,DV] to all tokens of the one that `take_dense` took in last, which is counted on the device."""
+    k, v = cache.k.buffer, cache.v.buffer
+    rows, room, tile = q.shape[0] * v.shape[2], v.shape[1], _tile(q, v, longest=True)
+    parts, lse_parts = _slots(q, v, _parts(room, rows, tile))
+    tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
+    numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
+    constants = _heads(q, k, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile)
+    return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
 
 
-def _merge(
-    q: Tensor, parts: Tensor, lse_parts: Tensor, gates: Tensor | None, position: Tensor, counts: tuple[int, int, int]
-) -> Tensor:
-    """Output [B,HQ,DV] of q [B,HQ,D] from `counts` parts of cmp, win and slc, or of the one branch there is."""
-    group, value_dim = parts.shape[2:]
-    out = q.new_empty(*q.shape[:2], value_dim)
-    pointers = dict(PARTS=parts, LPARTS=lse_parts, GATES=out if gates is None else gates, OUT=out, POSITION=position)
-    sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
-    numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
-    constants = sizes | dict(GATED=gates is not None) | numbers
-    launch(_decode_merge, (q.shape[0] * q.shape[1],), pointers, constants, Tile(warps=4))
-    return out
+@dataclass(frozen=True)
+class _Chunks:
+    """How the choice of blocks is shared out.
+
+    Attributes:
+        number, size: chunks, and blocks of a chunk.
+        kept: best blocks of a chunk that are kept.
+        taps: compressed tokens that begin in a block, padded.
+    """
+
+    number: int
+    size: int
+    kept: int
+    taps: int
+
+    @classmethod
+    def of(cls, config: NSAConfig, room: int) -> _Chunks:
+        """For a cache with room for so many tokens: at most 16 chunks, each of 128 blocks or more."""
+        blocks, kept = config.slc_blocks(room), padded(config.slc_count)
+        size = max(kept, min(128, padded(blocks)), _power(ceil_div(blocks, 16)))
+        return cls(ceil_div(blocks, size), size, kept, _power(config.slc_block // config.cmp_stride))
+
+
+def _power(x: int) -> int:
+    """The power of two that holds x."""
+    return 1 << (x - 1).bit_length()
 
 
 def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -269,12 +260,13 @@ def _heads(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     return dict(HQ=q.shape[1], HKV=k.shape[2], D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
 
 
-def _tile(q: Tensor, v: Tensor) -> Tile:
-    """Rows for a group, keys by how many bytes a key and value take."""
+def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:
+    """Rows for a group, keys by how many bytes a key and value take; more of them where a part is `longest`."""
     group, wide = q.shape[1] // v.shape[2], max(padded(q.shape[-1]), padded(v.shape[-1]))
     if q.itemsize == 4:
         return Tile(padded(group), 32 if wide <= 64 else 16, 4, 2)
-    return Tile(padded(group), 64 if wide <= 128 else 32, 4, 3)
+    keys = 128 if longest and wide <= 64 else 64 if wide <= 128 else 32
+    return Tile(padded(group), keys, 4, 3)
 
 
 def trace(heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> None:

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..cache import DenseCache, NSACache
 from ._launch import Tile, launch, padded
 
-_TILE = Tile(warps=4)
-
 
 @triton.jit
 def _angles(position, FREQUENCIES, d, HALF: tl.constexpr):
@@ -45,27 +43,20 @@ def _rotate_queries(Q, ROTATED, row, cos, sin, d, G: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def _mean_of_last(
-    RING, new, first, d, width, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr
-):
-    """Mean of the ring's tokens from position `first` on, the last of which is `new`: by strides, as in prefill."""
-    total = tl.zeros([P], tl.float32)
-    for stride in range(BLOCK // STRIDE):
-        part = tl.zeros([P], tl.float32)
-        for u in tl.static_range(STRIDE):
-            n = stride * STRIDE + u
-            newest = d * 0 + n == BLOCK - 1
-            held = tl.load(RING + (first + n) % BLOCK * ROW + d, mask=(d < width) & ~newest, other=0.0)
-            part += tl.where(newest, new, held).to(tl.float32)
-        total += part
-    return (total / BLOCK).to(new.dtype)
+def _mean_of_last(RING, new, first, d, width, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, ROW: tl.constexpr):
+    """Mean of the ring's tokens from position `first` on, the last of which is `new`."""
+    n = tl.arange(0, BLOCK_P)
+    inside = (n < BLOCK - 1)[:, None] & (d < width)[None, :]
+    held = tl.load(RING + ((first + n) % BLOCK * ROW)[:, None] + d[None, :], mask=inside, other=0.0)
+    return ((tl.sum(held.to(tl.float32), 0) + new.to(tl.float32)) / BLOCK).to(new.dtype)
 
 
 @triton.jit
 def _decode_take(
     Q, K, V, ROTATED, KC, VC, KS, VS, KW, VW, KO, VO, POSITION, FREQUENCIES, room, cmp_room, capacity,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, DVP: tl.constexpr,
-    GP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, MEAN: tl.constexpr,
+    GP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
     """Q [B,HQ,D] to ROTATED; K [B,3,HKV,D] and V [B,3,HKV,DV] into the cache's tensors, of one kv head."""
     G: tl.constexpr = HQ // HKV
@@ -95,9 +86,9 @@ def _decode_take(
     start = t + 1 - BLOCK
     if MEAN and (start >= 0) & (start % STRIDE == 0) & fits:
         ROW: tl.constexpr = HKV * D
-        x = _mean_of_last(KO + ring * D, first, start, d, HALF, BLOCK, STRIDE, ROW, HP)
-        y = _mean_of_last(KO + ring * D + HALF, second, start, d, HALF, BLOCK, STRIDE, ROW, HP)
-        z = _mean_of_last(VO + ring * DV, value, start, e, DV, BLOCK, STRIDE, HKV * DV, DVP)
+        x = _mean_of_last(KO + ring * D, first, start, d, HALF, BLOCK, BLOCK_P, ROW)
+        y = _mean_of_last(KO + ring * D + HALF, second, start, d, HALF, BLOCK, BLOCK_P, ROW)
+        z = _mean_of_last(VO + ring * DV, value, start, e, DV, BLOCK, BLOCK_P, HKV * DV)
         cos, sin = _angles(start, FREQUENCIES, d, HALF)
         row = (b * cmp_room + start // STRIDE) * HKV + h
         _store_rotated(x, y, cos, sin, KC + row * D + d, in_half, HALF)
@@ -143,9 +134,10 @@ def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     pointers |= dict(POSITION=cache.position, FREQUENCIES=cache.frequencies)
     room, cmp_room = cache.k_slc.buffer.shape[1], cache.k_cmp.buffer.shape[1]
     numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
-    sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride, WINDOW=config.window)
+    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block))
+    sizes = block | dict(STRIDE=config.cmp_stride, WINDOW=config.window)
     constants = _heads(q, k[:, 0], v[:, 0]) | sizes | dict(MEAN=config.compress == "mean")
-    launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _TILE)
+    launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _tile(q, v))
     return rotated
 
 
@@ -158,8 +150,13 @@ def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
     room = cache.k.buffer.shape[1]
     numbers = dict(room=room, capacity=cache.capacity or room)
     arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
-    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _heads(q, k, v), _TILE)
+    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _heads(q, k, v), _tile(q, v))
     return rotated
+
+
+def _tile(q: Tensor, v: Tensor) -> Tile:
+    """One warp waits for no other, where a row leaves it registers enough."""
+    return Tile(warps=1 if max(q.shape[-1], v.shape[-1]) * q.itemsize <= 256 else 4)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -141,11 +141,7 @@ def random_cache(config, tokens, seed=0, heads=4, kv_heads=2, dim=16, value_dim=
 def chosen_by_kernels(cache, q):
     from nsa_core.kernels import decode
 
-    found, real = [], decode.choose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "choose", lambda *args: found.append(real(*args)) or found[-1])
-        decode.attend(q, torch.zeros(2, 4, 3), cache)
-    return found[0].view(2, 2, -1)
+    return decode.attend(q, torch.zeros(2, 4, 3), cache)[1].view(2, 2, -1)
 
 
 @pytest.mark.parametrize("config", [SMALL, ODD, replace(SMALL, slc_count=1, local_blocks=0)])
@@ -156,14 +152,15 @@ def test_the_choice_is_the_oracles(config, tokens):
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
 
 
-def test_ties_go_to_the_lower_index_in_one_look_or_in_many(monkeypatch):
-    from nsa_core.kernels import decode_choose
+def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
+    from nsa_core.kernels import decode
 
     cache, q = random_cache(SMALL, 301)
     cache.k_cmp.buffer.copy_(cache.k_cmp.buffer[:, :1].expand_as(cache.k_cmp.buffer))
     want = select_blocks(q[:, None], cache.k_slc.values(), SMALL, k_cmp=cache.k_cmp.values(), backend="reference")
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
-    monkeypatch.setattr(decode_choose, "_BLOCKS", 16)
+    cache.position -= 1
+    monkeypatch.setattr(decode._Chunks, "of", lambda config, room: decode._Chunks(3, 16, 16, 2))
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
 
 
@@ -173,14 +170,14 @@ def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
     config = replace(SMALL, slc_count=3)  # with one initial and two local blocks, all are forced
     cache, q = random_cache(config, LENGTH)
     gates = torch.randn(2, 4, 3)
-    want = decode.attend(q, gates, cache)
+    want, _ = decode.attend(q, gates, cache)
     cache.position -= 1
     last = (LENGTH - 1) // config.slc_block
     for held in (cache.k_slc, cache.v_slc):
         held.buffer[:, config.slc_block : (last - 1) * config.slc_block] = torch.nan
     for held in (cache.k_slc, cache.v_slc, cache.k_cmp, cache.v_cmp):
         held.buffer[:, held.length :] = torch.nan
-    assert torch.equal(decode.attend(q, gates, cache), want)
+    assert torch.equal(decode.attend(q, gates, cache)[0], want)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (70, 6, 1), (200, 2, 2)])
@@ -193,6 +190,33 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
         parts = [layer(part, cache) for part in (x[:, :tokens], *x[:, tokens:].split(1, 1))]
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-4, atol=1e-5)
         assert int(cache.position) == cache.length == tokens + 5
+
+
+@torch.no_grad()
+def test_a_step_can_be_measured_again_and_again():
+    """As jobs/decode.py does it: every step takes the one before it back."""
+    from jobs._decode_steps import Case, attention_step, bare_model, check_steps
+    from jobs.measure.clock import Plan
+
+    model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")
+    case = Case("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, Plan(1, 0, 1, 1))
+    agreement = check_steps(case, torch.device("cpu"))
+    assert agreement.error <= agreement.bound < 1e-4
+    step = attention_step(case, torch.device("cpu"), lambda *_: None)
+    with capture() as runs:
+        first, again = step(), step()
+    assert {run.kernel for run in runs} == {"decode-triton"}
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@torch.no_grad()
+def test_the_host_can_be_told_what_replays_took_in():
+    layer, x = layer_of(SMALL), torch.randn(1, 20, 24)
+    _, cache = in_steps(layer, x, [18], capacity=24)
+    cache.position.fill_(16)
+    cache.recount()
+    assert cache.length == 16
+    assert cache.k_cmp.length == SMALL.cmp_tokens(16)
 
 
 def test_steps_that_need_gradients_are_plain_pytorch():

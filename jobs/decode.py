@@ -1,0 +1,197 @@
+"""Tokens a second, and bytes read, of decoding against context length: NSA beside dense attention.
+
+A step takes one token of every sequence into the caches of all layers and attends from it. It is checked against the
+oracle, then timed at a context that stays as it is: each step begins by taking the token before it back. Where the
+project's kernels do the step, the replays of a CUDA graph are timed, else the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, Field, model_validator
+
+from jobs._decode_steps import DENSE, Case, attention_step, bare_model, check_steps, model_step
+from jobs._fields import NSA, Count, DType, Layers, Preset, Unique, backend_reasons, does_not_fit, threads, torch_dtype
+from jobs.measure.clock import Plan, measure_time
+from jobs.measure.environment import environment
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.scaling import Heads, Lengths, TimingSpec
+from jobs.spec import JobSpec, SpecError
+from nsa_core.backends import BACKENDS
+from nsa_core.decode import TRITON
+from nsa_core.model import PRESETS, ModelConfig
+
+
+def _known(names: list[str]) -> list[str]:
+    for name in names:
+        if name != DENSE and name not in BACKENDS:
+            raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, DENSE])}")
+    return names
+
+
+class Spec(JobSpec):
+    """A sweep of context lengths x implementations."""
+
+    kind: Literal["decode"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    workload: Literal["attention", "model"] = Field(
+        default="attention", description="attention: rotation, caches and attention of all layers; model: all of a step"
+    )
+    implementations: Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_known)]
+    lengths: Lengths
+    batch: Count = 1
+    layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
+    dtype: DType = "float32"
+    preset: Preset | None = None
+    shape: Heads | None = Field(default=None, description="in place of a preset, for workload attention")
+    nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
+    timing: TimingSpec = TimingSpec()
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Spec:
+        if self.preset is not None and self.shape is not None:
+            raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
+        if self.preset is None and (self.shape is None or self.workload == "model"):
+            raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
+        if self.shape is not None and self.shape.head_dim % 2:
+            raise ValueError(f"shape.head_dim: {self.shape.head_dim}: use an even number: RoPE turns pairs")
+        if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
+            fix = "is learned by a layer; use mean, or workload: model"
+            raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")
+        return self
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model, or the one whose attention is measured."""
+        if self.preset is not None:
+            base = PRESETS[self.preset]
+        else:
+            assert self.shape is not None
+            base = bare_model(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim)
+        return replace(base, layers=self.layers or base.layers, nsa=self.nsa or base.nsa)
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """Shortest contexts first.
+
+        Raises:
+            SpecError: an implementation cannot run on this machine.
+        """
+        reasons = backend_reasons(machine, torch_dtype(self.dtype)) | {DENSE: None}
+        for name in self.implementations:
+            if reasons[name] is not None:
+                usable = [other for other, reason in reasons.items() if reason is None]
+                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join(usable)}")
+        return [self._point(machine, *axes) for axes in product(sorted(self.lengths), self.implementations)]
+
+    def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
+        attention = {"attention": "dense"} if implementation == DENSE else {"backend": implementation}
+        case = Case(
+            workload=self.workload,
+            implementation=implementation,
+            seq_len=seq_len,
+            batch=self.batch,
+            dtype=self.dtype,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine),
+            model=replace(self.model, **attention),
+            timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
+        )
+        needed = held_bytes(case.model, self.batch, seq_len, case.torch_dtype.itemsize)
+        axes = Axes(
+            implementation=implementation,
+            workload=self.workload,
+            pass_="decode",
+            seq_len=seq_len,
+            batch=self.batch,
+            query_heads=case.model.heads,
+            kv_heads=case.model.kv_heads,
+            head_dim=case.model.head_dim,
+            layers=case.model.layers,
+            dtype=self.dtype,
+            device=machine.device,
+        )
+        return Point(
+            kind="decode",
+            label=f"{implementation} decode S={seq_len}",
+            config=case.to_config(),
+            axes=axes,
+            skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers"),
+        )
+
+
+def held_bytes(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> int:
+    """Bytes of the caches: a key and a value a token, layer and kv head; NSA holds compressed ones besides.
+
+    Windows and what a step itself takes are left out.
+    """
+    held = seq_len if model.attention == DENSE else seq_len + model.nsa.cmp_tokens(seq_len)
+    return 2 * batch * model.layers * model.kv_heads * model.head_dim * itemsize * held
+
+
+def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> float:
+    """Bytes that the attention of one step reads of its caches, over all layers and sequences.
+
+    With e bytes a number and keys and values of D numbers each, a sequence, layer and kv head reads
+
+        dense: 2·D·e·S
+        nsa: 2·D·e·(N + n + w + l/d) + 4·G·N
+
+    where N compressed tokens are seen, the chosen blocks hold n tokens up to the query's own, the window w, every d-th
+    step compresses l tokens, and the scores of a group's G heads, which choose the blocks, are read back in float32.
+    Weights, activations, and the partial results of split keys are left out.
+    """
+    row = 2 * model.head_dim * itemsize
+    if model.attention == DENSE:
+        return float(batch * model.layers * model.kv_heads * row * seq_len)
+    nsa, group = model.nsa, model.heads // model.kv_heads
+    compressed = nsa.cmp_tokens(seq_len)
+    chosen = min(seq_len, nsa.slc_count * nsa.slc_block - -seq_len % nsa.slc_block)
+    tokens = compressed + chosen + min(seq_len, nsa.window) + nsa.cmp_block / nsa.cmp_stride
+    return batch * model.layers * model.kv_heads * (row * tokens + 4 * group * compressed)
+
+
+@torch.no_grad()
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Check and time one point.
+
+    Raises:
+        WrongResult: a step disagrees with the oracle.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    case = Case.from_config(config)
+    device = torch.device(case.device)
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+    beat("check")
+    agreement = check_steps(case, device)
+    beat("caches")
+    step = (model_step if case.workload == "model" else attention_step)(case, device, beat)
+    beat("first run")
+    route = route_of(step)
+    on_device = device.type == "cuda" and set(route.values()) == {TRITON}
+    timing = measure_time(_graphed(step) if on_device else step, device, case.timing, beat)
+    how = f"{timing.method}; {'replays of a CUDA graph' if on_device else 'eager'}"
+    per_second = [1000 * case.batch / ms for ms in timing.samples_ms]
+    read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize)
+    metrics = [
+        summarize("time", "ms", timing.samples_ms, how),
+        summarize("throughput", "tok/s", per_second, f"{case.batch} tokens over each sample of time"),
+        Metric("bytes_read", "MiB", read / 2**20, method="counted: what the attention of a step reads of its caches"),
+        *agreement.metrics(),
+    ]
+    return Measurement(tuple(metrics), route, environment(device))
+
+
+def _graphed(step: Callable[[], object]) -> Callable[[], object]:
+    """Replays of `step`, which ran before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
