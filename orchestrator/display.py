@@ -15,7 +15,7 @@ from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.supervisor import Progress as Sign
 
-_SHOWN = ("time", "throughput", "peak_extra_memory", "loss", "heldout_loss")
+_SHOWN = ("time", "throughput", "bytes_read", "peak_extra_memory", "loss", "heldout_loss")
 _STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}
 _SIGN_OF_LIFE_S = 30.0
 

@@ -19,6 +19,8 @@ from orchestrator.store import Store, queries
 _SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "batch", "seq_len", "metric"]
 _HEADLINE = ("time", "peak_extra_memory", "peak_memory")  # what PyTorch merely reserves depends on the points before
 
+_COUNTED = ("bytes_read",)  # not measured: shown with the results, and in no chart or fit
+
 
 @dataclass(frozen=True)
 class Content:
@@ -51,6 +53,13 @@ class Content:
     def general(self) -> list[str]:
         """Ids of the runs that are shown in the tables for all kinds."""
         return [run["run_id"] for run in self.runs if run["kind"] != report_bench.KIND]
+
+    @property
+    def results(self) -> pd.DataFrame:
+        """The rows of `scaling` and what was counted beside them, of the runs in the tables for all kinds."""
+        counted = self.metrics.loc[self.metrics["metric"].isin(_COUNTED), list(self.scaling.columns)]
+        rows = self.scaling if counted.empty else pd.concat([self.scaling, counted], ignore_index=True)
+        return rows.loc[rows["run_id"].isin(self.general)]
 
     @property
     def fits_frame(self) -> pd.DataFrame:

@@ -58,7 +58,7 @@ def _tables(content: Content) -> Iterable[Table]:
         yield _verdict(verdict)
     if general := content.general:
         yield _fits([fit for fit in content.fits if fit.run_id in general], content.run_names)
-        yield _measured(content.scaling.loc[content.scaling["run_id"].isin(general)], content.run_names)
+        yield _measured(content.results, content.run_names)
         yield _peers(content.peers)
     yield _states(content.points)
     yield _failures(content.points, content.run_names)

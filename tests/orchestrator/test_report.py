@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from orchestrator.records import MetricData
 from orchestrator.report import ReportError, report, write_report
 from orchestrator.states import PointState
 from orchestrator.store import Store
@@ -74,6 +75,17 @@ def with_axes(records: list, **axes: object) -> list:
         record.model_copy(update={"axes": {**record.axes, **axes}}) if record.type == "point" else record
         for record in records
     ]
+
+
+def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Store, sweep):
+    read = MetricData(name="bytes_read", unit="MiB", value=3072.0)
+    sqlite_store.apply_many(
+        record.model_copy(update={"metrics": (*record.metrics, read)}) if record.type == "outcome" else record
+        for record in sweep(RUN)
+    )
+    text = report(sqlite_store, [RUN])
+    assert "| demo | naive | forward+backward | 12/2 d64 | 4,096 | 1 | bytes_read | 3,072 | MiB |" in text
+    assert "bytes_read" not in text.partition("## Scaling")[2].partition("## Results")[0]
 
 
 def test_rows_of_two_runs_of_one_name_are_told_apart(sqlite_store: Store, sweep):
