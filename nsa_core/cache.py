@@ -135,7 +135,8 @@ class _Cache(ABC):
             InputError: it is one more than the capacity, or a graph is being captured of a cache without one.
         """
         if self.capacity is None:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            on_gpu = self.position is not None and self.position.is_cuda
+            if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise InputError("capacity", None, "a CUDA graph needs new_cache(capacity=...): growing moves tensors")
             self._reserve(self.length + 1)
         self._check_room(1)

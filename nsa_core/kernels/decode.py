@@ -62,7 +62,7 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         m = larger
     acc = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
-    at = PARTS + (slot * G + r)[:, None] * DV + dv[None, :]
+    at = PARTS + (tl.cast(slot, tl.int64) * G + r)[:, None] * DV + dv[None, :]
     tl.store(at, acc, mask=(r < G)[:, None] & (dv < DV)[None, :])
     tl.store(LPARTS + slot * G + r, tl.where(l > 0, m + tl.log2(l), float("-inf")), mask=r < G)
 
