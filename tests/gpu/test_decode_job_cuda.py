@@ -1,0 +1,36 @@
+"""The decode kind on a CUDA device: what it times are a graph's replays of the kernels."""
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("workload", ["attention", "model"])
+@pytest.mark.parametrize("implementation", ["triton", "dense"])
+def test_replays_are_timed(implementation, workload):
+    from jobs.decode import Spec, measure
+    from jobs.point import Machine
+
+    spec = Spec.model_validate(
+        {
+            "kind": "decode",
+            "name": "t",
+            "workload": workload,
+            "implementations": [implementation],
+            "lengths": [2000],
+            "batch": 2,
+            "layers": 2,
+            "dtype": "bfloat16",
+            "preset": "m7c_125m",
+            "timing": {"repeats": 20, "min_s": 0, "max_s": 2, "warmup": 3},
+        }
+    )
+    point = spec.points(Machine("cuda", torch.cuda.get_device_name(), 2**36))[0]
+    result = measure(point.config, lambda *_: None)
+    assert set(result.route.values()) == {"decode-triton"}
+    assert "replays of a CUDA graph" in result.metrics[0].method
+    assert result.metrics[0].value > 0
