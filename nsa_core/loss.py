@@ -31,7 +31,7 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
             return total / len(targets)
         x, weight = x.to(dtype), weight.to(dtype)
         parts = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack([_summed(_logits(part, weight), wanted)[0] for part, wanted in parts]).sum() / len(targets)
+        return torch.stack([_summed(*_logits(part, weight, wanted))[0] for part, wanted in parts]).sum() / len(targets)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -59,26 +59,25 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss of some rows and its gradient with respect to them; that of weight is added to dweight."""
-    logits = _logits(x, weight)
-    loss, lse = _summed(logits, targets)
-    dlogits = _gradient(logits, lse, targets).to(x.dtype)
-    del logits
+    logits, is_target = _logits(x, weight, targets)
+    loss, lse = _summed(logits, is_target)
+    dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
+    del logits, is_target
     dweight += dlogits.T @ x
     return loss, dlogits @ weight
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """[R,V], at least float32."""
-    return (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+def _logits(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[R,V], at least float32, and which of them are the targets'."""
+    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+    return logits, torch.arange(logits.shape[1], device=x.device) == targets[:, None]
 
 
-def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies of the rows, and their log-sum-exp [R,1]."""
+def _summed(logits: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropies of the rows, and their log-sum-exp [R,1].
+
+    The targets' logits are taken in a pass over all, which a compiler makes one with that of the log-sum-exp: picked by
+    index they would be read later, and the logits of all chunks live until then.
+    """
     lse = torch.logsumexp(logits, -1, keepdim=True)
-    return (lse - logits.gather(1, targets[:, None])).sum(), lse
-
-
-def _gradient(logits: Tensor, lse: Tensor, targets: Tensor) -> Tensor:
-    """Of the summed cross entropy, in place of the logits: softmax, less one at the target."""
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    return logits.sub_(lse).exp_().add_(columns == targets[:, None], alpha=-1)
+    return (lse[:, 0] - torch.where(is_target, logits, 0).sum(-1)).sum(), lse

@@ -178,7 +178,7 @@ class Model:
         if grad:
             ledger.hold("activations", 4 * self._hidden)  # gate, silu(gate), up, product
         else:
-            ledger.touch(3 * self._hidden)
+            ledger.touch(3 * self._hidden + self._stream)
         ledger.touch(2 * self._stream)
         if not grad:
             ledger.release("activations", ledger.now["activations"] - before)
@@ -213,13 +213,13 @@ class Model:
         ledger.touch(2 * self._stream)
 
     def _loss_forward(self, ledger: Ledger, grad: bool) -> None:
-        """Chunk after chunk: logits and what their log-sum-exp takes; with `grad`, the gradients at once."""
+        """Chunk by chunk: logits, what their log-sum-exp takes, the targets' places; with `grad`, gradients at once."""
         ledger.hold("workspace", self._cast_head)
-        ledger.touch(2 * self._logits)
+        ledger.touch(9 * self._logits // 4)
         if grad:
             head = self.config.vocab_size * self.config.dim
             ledger.hold("gradients", head * 4)
-            ledger.touch(2 * self._logits)
+            ledger.touch(9 * self._logits // 4)
             ledger.touch(self._logits * self.sizes.element // 4 + head * self.sizes.element)
             ledger.hold("activations", self._rows)
             ledger.touch(self._rows)

@@ -1,8 +1,8 @@
 """The kernels as differentiable operators, in eager mode and under torch.compile.
 
 What is traced (torch.compile, fake tensors) meets custom operators of torch.library, one node of the graph each; their
-fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function: on the
-host that is a third of the price of a differentiable custom operator.
+fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function: by
+way of the operators, the host code of a forward and backward (launches left out) takes 1.15 times as long.
 """
 
 from __future__ import annotations
