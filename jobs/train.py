@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -310,24 +310,29 @@ class _Trainer:
         before = self._heldout_loss(heldout, beat)
         losses: list[float] = []
         seconds: list[float] = []
-        under_way: deque[Callable[[], float]] = deque()
         ended = time.perf_counter()
-        for done in range(self.steps):
-            beat("train", done, self.steps)
-            self._set_rate(learning_rate(self.spec, done, self.steps))
-            if done == 0:
-                self.route = route_of(lambda: under_way.append(self._start()))
-            else:
-                under_way.append(self._start())
-            # A GPU has the next step to go on with while the host waits for the loss of the one before.
-            while len(under_way) > (self.device.type == "cuda" and done + 1 < self.steps):
-                losses.append(under_way.popleft()())
-                before_it, ended = ended, time.perf_counter()
-                seconds.append(ended - before_it)
-                _check_finite(losses[-1], f"at step {len(losses)}")
+        # A GPU has the next step to go on with while the host waits for the loss of the one before.
+        for loss in in_order(self._steps(beat), ahead=1 if self.device.type == "cuda" else 0):
+            before_it, ended = ended, time.perf_counter()
+            losses.append(loss)
+            seconds.append(ended - before_it)
+            _check_finite(loss, f"at step {len(losses)}")
         if self.model.config.checkpointing and not self.model.checkpointing_effective:
             raise Ineffective("checkpointing: it was asked for, and the model did not do it")
         return _Run(losses, seconds, before, self._heldout_loss(heldout, beat))
+
+    def _steps(self, beat: Beat) -> Iterator[Callable[[], float]]:
+        """Starts one step after another."""
+        for done in range(self.steps):
+            beat("train", done, self.steps)
+            self._set_rate(learning_rate(self.spec, done, self.steps))
+            yield self._start() if done else self._start_first()
+
+    def _start_first(self) -> Callable[[], float]:
+        """As `_start`, with the route taken down; a compiled model notes it while it is traced."""
+        started: list[Callable[[], float]] = []
+        self.route = route_of(lambda: started.append(self._start()))
+        return started[0]
 
     def step(self) -> float:
         """One optimizer step; its loss [nat/byte]. Returns when the device is done."""
@@ -366,6 +371,16 @@ class _Trainer:
             group["lr"] = rate
 
 
+def in_order(started: Iterable[Callable[[], float]], ahead: int) -> Iterator[float]:
+    """The results of what is started, with `ahead` more started before one is waited for."""
+    under_way: deque[Callable[[], float]] = deque()
+    for wait in started:
+        under_way.append(wait)
+        if len(under_way) > ahead:
+            yield under_way.popleft()()
+    yield from (wait() for wait in under_way)
+
+
 def _on_its_way(x: Tensor) -> Callable[[], float]:
     """Copies a number to the host behind the work that is queued now; the result waits for this copy alone."""
     if not x.is_cuda:
@@ -400,7 +415,7 @@ def _speed(config: Mapping[str, Any], model: ModelConfig, run: _Run, device: tor
     first = max(2, len(run.seconds) // 10)  # compilation, allocation and the optimizer's state come with the first ones
     steady = run.seconds[first:]
     tokens = config["batch"] * config["seq_len"]
-    method = f"whole steps, data and optimizer included, the first {first} left out"
+    method = f"from the end of one step to that of the next, data and optimizer included, the first {first} left out"
     throughput = summarize("throughput", "tok/s", [tokens / s for s in steady], method)
     metrics = [summarize("time", "ms", [1000 * s for s in steady], method), throughput]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

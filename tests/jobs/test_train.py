@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jobs._corpus import load_corpus
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
-from jobs.train import Diverged, OptimizerSpec, Spec, learning_rate, measure
+from jobs.train import Diverged, OptimizerSpec, Spec, in_order, learning_rate, measure
 from nsa_core.backends import chunked
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -206,3 +207,18 @@ def test_the_default_corpus_is_on_this_machine() -> None:
     corpus = load_corpus(None, 0.1, 1024)
     assert corpus.files > 300
     assert 0.02 < len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout)) < 0.3
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
+def test_losses_come_in_order_with_steps_started_ahead(ahead: int) -> None:
+    """On a GPU the host starts the next step before it waits for the loss of the one before."""
+    started: list[int] = []
+
+    def steps() -> Iterator[Callable[[], float]]:
+        for i in range(5):
+            started.append(i)
+            yield lambda i=i: 10.0 * i
+
+    lead = [(loss, len(started)) for loss in in_order(steps(), ahead)]
+    assert [loss for loss, _ in lead] == [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert [count for _, count in lead] == [min(5, i + 1 + ahead) for i in range(5)]
