@@ -21,13 +21,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for: kernel, run-time arguments by name, compile-time constants, options."""
+    """One launch as it was asked for: kernel, run-time arguments by name, compile-time constants, configuration."""
 
     kernel: Any
     arguments: dict[str, Any]
     constants: dict[str, Any]
-    warps: int
-    stages: int
+    tile: Tile
 
 
 _recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_kernel_recorder", default=None)
@@ -93,7 +92,7 @@ def launch(
         return
     recorder = _recorder.get()
     if recorder is not None:
-        recorder(Launch(kernel, arguments, constants, tile.warps, tile.stages))
+        recorder(Launch(kernel, arguments, constants, tile))
         return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
@@ -101,7 +100,7 @@ def launch(
     key = kernel, device, tile, *constants.items(), *map(_trait, arguments.values())
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = kernel[grid](**arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        compiled = kernel[grid](**arguments, **constants, **tile.options)
         if compiled is not None:  # the interpreter has nothing to keep
             _compiled[key] = compiled
         return
@@ -129,12 +128,19 @@ class Tile:
         rows: rows of a tile: queries times heads of a group [M].
         keys: keys of a tile [BN].
         warps, stages: warps of a program; depth of its software pipeline.
+        registers: of a thread at most, where fewer let more programs share a multiprocessor.
     """
 
     rows: int = 128
     keys: int = 64
     warps: int = 4
     stages: int = 1
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """For Triton's compiler."""
+        return dict(num_warps=self.warps, num_stages=self.stages, maxnreg=self.registers)
 
     def holding(self, group: int) -> Tile:
         """The same with rows for all heads of a group, however many."""

@@ -112,8 +112,7 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
         (i,): sixteen for i, name in enumerate(launch.kernel.arg_names) if _divisible(launch.arguments.get(name))
     }
     source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
     name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
     return Usage(case, name, arch, compiled.metadata.shared, registers, spills)

@@ -67,24 +67,23 @@ def _lo(t, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def whole_tiles(t0, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr):
-    """Keys, a multiple of BN, that all queries from t0 on see; for spans without a band."""
-    return tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN
-
-
-@triton.jit
-def key_end(t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """The end of the keys that t1 sees."""
-    return tl.minimum(_hi(t1, BLOCK, STRIDE), N)
-
-
-@triton.jit
-def band_start(
-    t0, ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr
+def key_range(
+    t0, t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
+    INIT: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """(end of the tiles of INIT keys, start of the band's tiles), both multiples of BN, for queries from t0 on."""
-    start = _lo(t0, ALIGN, WINDOW, CAUSAL) // BN * BN
-    return tl.minimum(start, tl.cdiv(INIT, BN) * BN), start
+    """What queries t0..t1 see: (i, a, b, c, d). Tiles of BN keys begin at multiples of BN.
+
+    Keys [0, i) are INIT keys before the band; of the band [a, b) and [c, d) want a mask, [b, c) is seen by all.
+    """
+    d = tl.minimum(_hi(t1, BLOCK, STRIDE), N)
+    c = tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN
+    if ALIGN > 0:
+        end = tl.cdiv(d, BN) * BN
+        a = tl.minimum(_lo(t0, ALIGN, WINDOW, CAUSAL) // BN * BN, end)
+        b = tl.minimum(tl.cdiv(_lo(t1, ALIGN, WINDOW, CAUSAL), BN) * BN, end)
+        return tl.minimum(a, tl.cdiv(INIT, BN) * BN), a, b, tl.maximum(c, b), tl.maximum(d, b)
+    else:  # noqa: RET505  Triton compiles what follows a return, too
+        return c * 0, c * 0, c * 0, tl.maximum(c, 0), tl.maximum(d, 0)
 
 
 @triton.jit
@@ -93,11 +92,14 @@ def sees(
     ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Whether query t sees key n, by broadcasting; n < N is checked by the caller."""
-    seen = n * STRIDE + (BLOCK - 1) <= t
-    if ALIGN > 0:
-        near = n >= _lo(t, ALIGN, WINDOW, CAUSAL)
-        seen = seen & (near | (n < INIT)) if INIT > 0 else seen & near
-    return seen
+    if ALIGN > 0:  # one comparison for both ends of the band: what is before it wraps around
+        lo = _lo(t, ALIGN, WINDOW, CAUSAL)
+        seen = (n - lo).to(tl.uint32) <= (t - lo).to(tl.uint32)
+        if WINDOW == 0:
+            seen = seen & (lo <= t)
+        return seen | ((n < INIT) & (n <= t)) if INIT > 0 else seen
+    else:  # noqa: RET505
+        return n * STRIDE + (BLOCK - 1) <= t
 
 
 @triton.jit
@@ -115,9 +117,8 @@ def query_range(
     if ALIGN > 0:
         d = tl.minimum(d, _last(n1, n0, ALIGN, WINDOW, CAUSAL) - offset)
         c = tl.minimum(c, _last(n0, n0, ALIGN, WINDOW, 0) - offset)
-    d = tl.maximum(d, a)
-    b = tl.minimum(a + tl.cdiv(tl.maximum(n1 * STRIDE + BLOCK - 1 - offset - a, 0), BQ) * BQ, d)
-    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if ALIGN > 0 else d
+    b = tl.minimum(a + tl.cdiv(tl.maximum(n1 * STRIDE + BLOCK - 1 - offset - a, 0), BQ) * BQ, tl.maximum(d, a))
+    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if ALIGN > 0 else tl.maximum(d, b)
     return a, b, c, d
 
 

@@ -81,7 +81,7 @@ def _selected_backward(
     S, T, offset, first_row, blocks, keys, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """DQPART [rows,HKV,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
     G: tl.constexpr = HQ // HKV
@@ -100,9 +100,14 @@ def _selected_backward(
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
+        following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=0)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
+            entry = following
+            if AHEAD:  # what is read of q waits for its entry
+                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=0)
+            else:
+                entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
             row = entry // (HKV * FREE)
             at = row.to(tl.int64) * HQ + kvh * G + h
             q = load_rows(Q, at, D, d, D, DP, ok, True)
@@ -153,9 +158,9 @@ def _sum_items(
 
 
 def slot_rows(q: Tensor, dim: int, free: int) -> int:
-    """Query rows (batch and sequence flattened) of a chunk: slots take twice q's bytes, within bounds."""
+    """Query rows (batch and sequence flattened) of a chunk: slots take four times q's bytes, within bounds."""
     row = q.shape[2] * free * dim * q.itemsize
-    budget = min(max(2 * q.numel() * q.itemsize, 64 << 20), 1 << 30)
+    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
     return max(1, min(q.shape[0] * q.shape[1], budget // row))
 
 
@@ -191,7 +196,8 @@ def backward_chunk(
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, LSE=lse, DELTA=delta)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
-    constants = _constants(q, part, tile, config, inverse)
+    # Entries read a turn ahead take registers that wide heads do not have.
+    constants = _constants(q, part, tile, config, inverse) | dict(AHEAD=widest(q, part.v) <= 64)
     launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
     _add_items(scratch, totals, inverse, chunk, config)
 

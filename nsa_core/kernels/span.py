@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..routes import Branch
 from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
-from .ranges import Span, band_start, key_end, load_rows, sees, whole_tiles
+from .ranges import Span, key_range, load_rows, sees
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Part:
 
 @triton.jit
 def _forward_tiles(
-    begin, end, init, gap, q, t, m, l, acc, K, V, N, scale2,
+    begin, end, first, shift, q, t, m, l, acc, K, V, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax for every tile of keys in [begin, end), which go on `gap` keys after `init`."""
+    """One step of the online softmax for every tile of keys in [begin, end); those before `first` lie `shift` away."""
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for i in tl.range(begin, end, BN):
-        j = tl.where(i < init, i, i + gap)
+        j = tl.where(i < first, i + shift, i)
         start = tl.cast(j, tl.int64) * HKV
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -70,20 +70,21 @@ def _forward_span(
     m = tl.full([M], -1e30, tl.float32)
     l = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    end = key_end(t1, N, BLOCK, STRIDE)
-    if ALIGN > 0:  # short: one loop, masked throughout
-        init, start = band_start(t0, ALIGN, WINDOW, INIT, CAUSAL, BN)
+    i, a, b, c, d = key_range(t0, t1, N, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, BN)
+    if INIT % BN == 0:
         m, l, acc = _forward_tiles(
-            0, init + tl.maximum(end - start, 0), init, start - init, q, t, m, l, acc, K, V, N, scale2,
-            HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, HAS_V, True)  # fmt: skip
-    else:
-        whole = whole_tiles(t0, N, BLOCK, STRIDE, BN)
-        m, l, acc = _forward_tiles(
-            0, whole, 0, 0, q, t, m, l, acc, K, V, N, scale2,
+            b - i, c, b, i - b, q, t, m, l, acc, K, V, N, scale2,
             HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, HAS_V, False)  # fmt: skip
+    else:
         m, l, acc = _forward_tiles(
-            whole, end, 0, 0, q, t, m, l, acc, K, V, N, scale2,
+            0, i, 0, 0, q, t, m, l, acc, K, V, N, scale2,
             HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, HAS_V, True)  # fmt: skip
+        m, l, acc = _forward_tiles(
+            b, c, 0, 0, q, t, m, l, acc, K, V, N, scale2,
+            HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, HAS_V, False)  # fmt: skip
+    m, l, acc = _forward_tiles(
+        c - (b - a), d, c, b - c, q, t, m, l, acc, K, V, N, scale2,
+        HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, HAS_V, True)  # fmt: skip
     any_key = l > 0
     tl.store(LSE + row, tl.where(any_key, m + tl.log2(l), float("inf")), mask=ok)
     if HAS_V:
@@ -130,15 +131,15 @@ def _span_forward(
 
 @triton.jit
 def _backward_tiles(
-    begin, end, init, gap, q, do, lse, delta, t, dq, K, V, N, scale2,
+    begin, end, first, shift, q, do, lse, delta, t, dq, K, V, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds k for every tile of keys in [begin, end), which go on `gap` keys after `init`; without the scale."""
+    """dq += ds k, without the scale, for every tile of keys in [begin, end); those before `first` lie `shift` away."""
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for i in tl.range(begin, end, BN):
-        j = tl.where(i < init, i, i + gap)
+        j = tl.where(i < first, i + shift, i)
         start = tl.cast(j, tl.int64) * HKV
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
@@ -162,21 +163,21 @@ def _backward_span(
     """dq += ds k of one branch for the queries t0..t1."""
     lse = tl.load(LSE + row, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + row, mask=ok, other=0.0)
-    end = key_end(t1, N, BLOCK, STRIDE)
-    if ALIGN > 0:
-        init, start = band_start(t0, ALIGN, WINDOW, INIT, CAUSAL, BN)
+    i, a, b, c, d = key_range(t0, t1, N, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, BN)
+    if INIT % BN == 0:
         dq = _backward_tiles(
-            0, init + tl.maximum(end - start, 0), init, start - init, q, do, lse, delta, t, dq, K, V, N, scale2,
-            HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, True)  # fmt: skip
-    else:
-        whole = whole_tiles(t0, N, BLOCK, STRIDE, BN)
-        dq = _backward_tiles(
-            0, whole, 0, 0, q, do, lse, delta, t, dq, K, V, N, scale2,
+            b - i, c, b, i - b, q, do, lse, delta, t, dq, K, V, N, scale2,
             HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, False)  # fmt: skip
+    else:
         dq = _backward_tiles(
-            whole, end, 0, 0, q, do, lse, delta, t, dq, K, V, N, scale2,
+            0, i, 0, 0, q, do, lse, delta, t, dq, K, V, N, scale2,
             HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, True)  # fmt: skip
-    return dq
+        dq = _backward_tiles(
+            b, c, 0, 0, q, do, lse, delta, t, dq, K, V, N, scale2,
+            HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, False)  # fmt: skip
+    return _backward_tiles(
+        c - (b - a), d, c, b - c, q, do, lse, delta, t, dq, K, V, N, scale2,
+        HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, True)  # fmt: skip
 
 
 @triton.jit
@@ -320,7 +321,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(128, 32, 8, 2)
     if arch(q) < 90:
         return Tile(128, 64, 8, 2)
-    return Tile(64, 64, 4, 2 if wide <= 64 else 3)
+    return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)
 
 
 def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
@@ -331,4 +332,4 @@ def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(64, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
-    return Tile(128, 64, 8, 3) if wide <= 64 else Tile(64, 64, 4, 2)
+    return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)

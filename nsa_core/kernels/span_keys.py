@@ -15,23 +15,27 @@ from .span import Part
 
 @triton.jit
 def _backward_tiles(
-    begin, end, stop, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+    begin, end, first, shift, stop, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk += ds^T q and dv += p^T do for every tile of queries in [begin, end); rows from `stop` on do not count."""
+    """dk += ds^T q and dv += p^T do for every tile of queries in [begin, end); those before `first` lie `shift` away.
+
+    Rows from `stop` on do not count.
+    """
     BQ: tl.constexpr = M // G
     r, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
     qi, h = r // G, r % G
     row = qi * HQ + h
-    for i in tl.range(begin, end, BQ):
+    for j in tl.range(begin, end, BQ):
+        i = tl.where(j < first, j + shift, j)
         ok = (qi < BQ) & (i + qi < stop)
-        first = tl.cast(i, tl.int64) * HQ
-        q = load_rows(Q + first * D, row, D, d, D, DP, ok, True)
-        do = load_rows(DO + first * DV, row, DV, e, DV, DVP, ok, True)
-        lse = tl.load(LSE + first + row, mask=ok, other=float("inf"))
-        delta = tl.load(DELTA + first + row, mask=ok, other=0.0)
+        start = tl.cast(i, tl.int64) * HQ
+        q = load_rows(Q + start * D, row, D, d, D, DP, ok, True)
+        do = load_rows(DO + start * DV, row, DV, e, DV, DVP, ok, True)
+        lse = tl.load(LSE + start + row, mask=ok, other=float("inf"))
+        delta = tl.load(DELTA + start + row, mask=ok, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
         if MASKED:
             seen = sees((offset + i + qi)[None, :], n[:, None], BLOCK, STRIDE, ALIGN, WINDOW, 0, CAUSAL)
@@ -73,15 +77,11 @@ def _span_backward_kv(
         n0, tl.minimum(n0 + BN, N) - 1, s0, tl.minimum(s0 + chunk, S), offset,
         BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, BQ)  # fmt: skip
     dk, dv = _backward_tiles(
-        lo, whole, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
-        HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, True)  # fmt: skip
-    dk, dv = _backward_tiles(
-        whole, part, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+        whole, part, 0, 0, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
         HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, False)  # fmt: skip
-    if ALIGN > 0:
-        dk, dv = _backward_tiles(
-            part, hi, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
-            HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, True)  # fmt: skip
+    dk, dv = _backward_tiles(
+        part - (whole - lo), hi, part, whole - part, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+        HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, True)  # fmt: skip
     out = ((c.to(tl.int64) * batch + b) * N + n0) * HKV + kvh
     at = DK + out * D + (n - n0)[:, None] * (HKV * D) + d[None, :]
     tl.store(at, (dk * scale).to(DK.dtype.element_ty), mask=n_ok[:, None] & (d < D)[None, :])
@@ -119,7 +119,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int, span: Span)
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, v, span).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v, span, tokens).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -130,7 +130,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
     q, k, v, do, lse, delta = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, v, span).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, v, span, tokens).holding(q.shape[2] // kv_heads)
     kind = dtype if chunks == 1 else torch.float32
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=dk, DVALUE=dv)
@@ -144,14 +144,14 @@ def _launch(
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
-def _tile(q: Tensor, v: Tensor, span: Span) -> Tile:
+def _tile(q: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
     if q.itemsize == 4:
         return Tile(32, 32, 4, 1)
     wide = widest(q, v)
     if wide <= 64:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 1)
     if wide > 128:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    return Tile(32, 64, 4, 3) if span.align else Tile(64, 128, 8, 2)
+    return Tile(32, 64, 4, 3) if span.align or tokens <= 64 else Tile(64, 128, 8, 2)
