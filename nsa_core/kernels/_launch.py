@@ -94,9 +94,13 @@ def launch(
     if recorder is not None:
         recorder(Launch(kernel, arguments, constants, tile))
         return
+    device = next(iter(arguments.values())).get_device()
+    if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
+        with torch.cuda.device(device):
+            launch(kernel, grid, arguments, constants, tile)
+        return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
-    device = next(iter(arguments.values())).get_device()
     key = kernel, device, tile, *constants.items(), *map(_trait, arguments.values())
     compiled = _compiled.get(key)
     if compiled is None:
