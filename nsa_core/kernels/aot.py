@@ -5,7 +5,8 @@
 
 The operator runs on small CPU tensors with its launches recorded instead of run, so that what is compiled are the
 pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
-memory than a block may have, or spills more than `SPILL` bytes a thread.
+memory than a block may have, spills more than `Case.spill_limit`, or where ptxas serializes Hopper's matrix
+instructions.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, operators, scores, selected, span, span_keys
+from . import _launch, decode, operators, scores, selected, span, span_keys
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
-SPILL = 128
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -46,13 +47,21 @@ class Case:
     value_dim: int
     dtype: torch.dtype
 
+    @property
+    def spill_limit(self) -> int:
+        """Bytes a thread: beyond a head dim of 128 two float32 accumulators alone fill the registers."""
+        return 128 if max(self.dim, self.value_dim) <= 128 else 416
+
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {_NAMES[self.dtype]}"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread."""
+    """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread.
+
+    `serialized`: ptxas found no way to keep Hopper's matrix instructions asynchronous and waits after each.
+    """
 
     case: Case
     kernel: str
@@ -60,10 +69,11 @@ class Usage:
     shared: int
     registers: int
     spills: int
+    serialized: bool
 
     @property
     def fits(self) -> bool:
-        return self.shared <= SHARED[self.arch] and self.spills <= SPILL
+        return self.shared <= SHARED[self.arch] and self.spills <= self.case.spill_limit and not self.serialized
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
@@ -76,7 +86,7 @@ FULL = (
 
 
 def launches(case: Case, arch: int) -> list[Launch]:
-    """One launch of each kernel and set of constants that forward and backward of `case` make, in order."""
+    """One launch of each kernel and set of constants that forward, backward and a decoding step of `case` make."""
     batch, tokens, config = 1, 2048, NSAConfig()
     q = torch.zeros(batch, tokens, case.heads, case.dim, dtype=case.dtype)
     k = torch.zeros(batch, tokens, case.kv_heads, case.dim, dtype=case.dtype)
@@ -93,6 +103,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
     ):
         out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], plan)
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
     return list(
         {(launch.kernel.__name__, launch.kernel.__module__, str(launch.constants)): launch for launch in seen}.values()
     )
@@ -115,7 +126,7 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
     name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
-    return Usage(case, name, arch, compiled.metadata.shared, registers, spills)
+    return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(compiled.asm["ptx"]))
 
 
 def _type(value: object) -> str:
@@ -130,14 +141,27 @@ def _divisible(value: object) -> bool:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory a thread, as cuobjdump reads them."""
-    tool = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
-    assert found is not None, text.stdout + text.stderr
+    tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
+    text = _told(cubin, tool, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+def _serialized(ptx: str) -> bool:
+    if "wgmma.mma_async" not in ptx:
+        return False
+    text = _told(ptx.encode(), get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null")
+    return "wgmma.mma_async instructions are serialized" in text
+
+
+def _told(given: bytes, *command: str) -> str:
+    """What a tool says of a file with the given content."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(given)
+        file.flush()
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def usages(cases: Iterable[Case], archs: Iterable[int]) -> Iterator[Usage]:
@@ -160,7 +184,7 @@ def main() -> int:
     for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
         bad += not use.fits
         line = f"sm{use.arch} {use.case!s:22} {use.kernel:24} shared {use.shared:7} regs {use.registers:4}"
-        print(f"{line} spills {use.spills:5} {'' if use.fits else 'TOO MUCH'}", flush=True)
+        print(f"{line} spills {use.spills:5}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
     return int(bad > 0)
 
 

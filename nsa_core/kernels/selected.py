@@ -192,7 +192,7 @@ def backward_chunk(
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
-    tile = _backward_tile(q, part.v).holding(slots.group)
+    tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, LSE=lse, DELTA=delta)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
@@ -241,12 +241,15 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
     return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
 
 
-def _backward_tile(q: Tensor, v: Tensor) -> Tile:
+def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
     if wide > 128:
-        return Tile(32, warps=8)
+        return Tile(16, warps=8) if arch(q) < 90 else Tile(32, warps=8)
     if arch(q) < 90:
         return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
-    return Tile(64, warps=4, stages=1 if wide <= 64 else 2)
+    if wide <= 64:
+        return Tile(64, warps=4)
+    # The division by a group that is no power of two takes the registers of the larger tile.
+    return Tile(64, warps=4, stages=2) if group & (group - 1) == 0 else Tile(32, warps=4, stages=2)

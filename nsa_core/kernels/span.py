@@ -316,7 +316,7 @@ def _like_lse(q: Tensor) -> Tensor:
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
-        return Tile(32, 32, 4, 1)
+        return Tile(32, 32, 8) if wide <= 64 else Tile(16, 16, 8)
     if wide > 128:
         return Tile(128, 32, 8, 2)
     if arch(q) < 90:
@@ -325,11 +325,11 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
 
 
 def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
-    if q.itemsize == 4:
-        return Tile(32, 32, 4, 1)
     wide = widest(q, v)
+    if q.itemsize == 4:
+        return Tile(32, 32, 8) if wide <= 128 else Tile(16, 32, 8)
     if wide > 128:
-        return Tile(64, 32, 8, 1)
+        return Tile(32, 32, 8)
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
     return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)

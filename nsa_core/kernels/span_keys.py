@@ -119,7 +119,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int, span: Span)
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, v, span, tokens).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, k, v, span, tokens).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -130,7 +130,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
     q, k, v, do, lse, delta = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, v, span, tokens).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, k, v, span, tokens).holding(q.shape[2] // kv_heads)
     kind = dtype if chunks == 1 else torch.float32
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=dk, DVALUE=dv)
@@ -144,14 +144,17 @@ def _launch(
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
-def _tile(q: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
+def _tile(q: Tensor, k: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
+    wide, group = widest(q, v), q.shape[2] // k.shape[2]
     if q.itemsize == 4:
-        return Tile(32, 32, 4, 1)
-    wide = widest(q, v)
+        return Tile(32, 32, 8) if wide <= 128 else Tile(16, 32, 8)
     if wide <= 64:
         return Tile(64, 64, 4, 1)
     if wide > 128:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    return Tile(32, 64, 4, 3) if span.align or tokens <= 64 else Tile(64, 128, 8, 2)
+    if span.align or tokens <= 64:
+        return Tile(32, 64, 4, 3)
+    # Of other groups ptxas serializes the matrix instructions of the larger tile.
+    return Tile(64, 128, 8, 2) if group in (2, 4, 8, 16) else Tile(32, 128, 8, 3)
