@@ -20,7 +20,7 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
     Args:
         x: [N,dim]. Under autocast the products are in its dtype.
         weight: [V,dim].
-        targets: [N], whole numbers < V.
+        targets: [N], whole numbers from 0 to V - 1; any other one makes the result infinite.
         rows: rows of x whose logits are held at a time.
     """
     dtype = autocast_dtype(x)
@@ -77,7 +77,7 @@ def _summed(logits: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropies of the rows, and their log-sum-exp [R,1].
 
     The targets' logits are taken in a pass over all, which a compiler makes one with that of the log-sum-exp: picked by
-    index they would be read later, and the logits of all chunks live until then.
+    index they would be read later, and the logits of all chunks live until then. A row without a target has -inf.
     """
     lse = torch.logsumexp(logits, -1, keepdim=True)
-    return (lse[:, 0] - torch.where(is_target, logits, 0).sum(-1)).sum(), lse
+    return (lse[:, 0] - torch.where(is_target, logits, -torch.inf).amax(-1)).sum(), lse
