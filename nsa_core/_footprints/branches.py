@@ -9,8 +9,6 @@ from ..routes import Branch
 from .ledger import Ledger
 from .sizes import Sizes
 
-BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
-
 
 def branches_forward(
     ledger: Ledger,

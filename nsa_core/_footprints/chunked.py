@@ -8,8 +8,9 @@ from functools import partial
 
 from ..backends import _chunks
 from ..config import NSAConfig
+from ..functional import BRANCHES
 from ..routes import Branch
-from .branches import BRANCHES, branches_forward, kept, key_gradients
+from .branches import branches_forward, kept, key_gradients
 from .ledger import Ledger
 from .sizes import Sizes
 

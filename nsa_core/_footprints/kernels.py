@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..backends import triton
 from ..config import NSAConfig
+from ..functional import BRANCHES
 from ..routes import Branch
 from .allocations import Allocations
-from .branches import BRANCHES
 from .ledger import Ledger
 from .sizes import Sizes
 

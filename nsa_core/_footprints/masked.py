@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..config import NSAConfig
+from ..functional import BRANCHES
 from ..routes import Branch
-from .branches import BRANCHES, branches_forward, kept, key_gradients
+from .branches import branches_forward, kept, key_gradients
 from .ledger import Ledger
 from .sizes import Sizes
 

@@ -131,10 +131,9 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
     ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
     _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
-    last, limit = (
-        chunks * (keys + 1),
-        per_chunk // cap + min(_reached(rows, length, batch) * kv_heads * blocks, per_chunk),
-    )
+    last = chunks * (keys + 1)
+    # Full items, and for every block that the chunk can meet one that is not.
+    limit = per_chunk // cap + min(_reached(rows, length, batch) * kv_heads * blocks, per_chunk)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 2), (chunks, limit))
