@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
+from ._packed import packing
 from .backends import Backend, FusedBackend, dense, resolve
 from .config import NSAConfig
 from .errors import InputError
@@ -37,6 +38,7 @@ def nsa_attention(
     k_cmp: Tensor | None = None,
     v_cmp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     scale: float | None = None,
     backend: str | Mapping[str, str] = "auto",
     branches: Sequence[str] = BRANCHES,
@@ -52,6 +54,8 @@ def nsa_attention(
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones lie behind each other.
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
         cu_seqlens: bounds of packed sequences.
+        max_seqlen: length of the longest packed sequence. With it all are computed at once, as a batch of that length,
+            and nothing waits for the device; without it one after another, and cu_seqlens is read on the host.
         scale: of q·k; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: those to compute; the others are neither computed nor in the sum.
@@ -68,12 +72,16 @@ def nsa_attention(
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
     operands.check(config, cu_seqlens is not None)
+    _check_max_seqlen(max_seqlen, cu_seqlens)
     steps = ("select", *computed) if "slc" in computed else computed
     backends = resolve(backend, steps, q.device, operands.q.dtype)
     factor = _scale(scale, q)
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _attend(operands, config, factor, computed, backends)
+        if max_seqlen is not None:
+            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+            return places.packed(_attend(places.batch(operands, config), config, factor, computed, backends))
         sequences = operands.sequences(cu_seqlens, config)
         return torch.cat([_attend(one, config, factor, computed, backends)[0] for one in sequences])
 
@@ -85,6 +93,7 @@ def select_blocks(
     *,
     k_cmp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -96,6 +105,7 @@ def select_blocks(
         config: block sizes and counts.
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k).
         cu_seqlens: bounds of packed sequences.
+        max_seqlen: as in nsa_attention.
         scale: of q·k; 1/sqrt(Dk) unless given.
         backend: which one computes it.
 
@@ -109,11 +119,15 @@ def select_blocks(
     _inputs.check_types(config, q=q, k=k, optional={"k_cmp": k_cmp})
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
+    _check_max_seqlen(max_seqlen, cu_seqlens)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype)["select"]
     factor = _scale(scale, q)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
+        if max_seqlen is not None:
+            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+            return places.packed(_select(places.batch(operands, config), config, factor, chosen))
         sequences = operands.sequences(cu_seqlens, config)
         return torch.cat([_select(one, config, factor, chosen)[0] for one in sequences])
 
@@ -282,6 +296,11 @@ def _branches(branches: Sequence[str]) -> tuple[Branch, ...]:
     ):
         raise InputError("branches", repr(branches), f"name each at most once, at least one, of {', '.join(BRANCHES)}")
     return tuple(branch for branch in BRANCHES if branch in names)
+
+
+def _check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
+    if max_seqlen is not None and cu_seqlens is None:
+        raise InputError("max_seqlen", max_seqlen, "give it with cu_seqlens, or leave it out: nothing is packed")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._inputs import sequence_spans
-from ..errors import BackendError, InputError
+from .._packed import checked_bounds
+from ..errors import BackendError
 from ..routes import note
 from . import _providers, chunked
 from ._providers import Host
@@ -67,7 +68,7 @@ def packed(
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
         return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
     note("dense", names[0])
-    return _providers.attend_packed(names[0], q, k, v, _checked_bounds(cu_seqlens, q), scale, window)
+    return _providers.attend_packed(names[0], q, k, v, checked_bounds(cu_seqlens, len(q), q.device), scale, window)
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:
@@ -186,16 +187,3 @@ def _ask_while_tracing(
     row = torch.empty(dim, device=device, dtype=dtype, requires_grad=trained)
     q, k = row.expand(1, heads, rows, dim), row.expand(1, kv_heads, 64, dim)
     return _ask(order, q, k, k, rows > 1, grouped)
-
-
-def _checked_bounds(cu_seqlens: Tensor, q: Tensor) -> Tensor:
-    """As int32 on q's device, checked where they are: on the host, or by the device without waiting for it."""
-    if not cu_seqlens.is_cuda:
-        sequence_spans(cu_seqlens, len(q))
-        return cu_seqlens.to(q.device, torch.int32, non_blocking=True)
-    fix = f"give an int32 tensor that ascends from 0 to the {len(q)} tokens of the input: the bounds of the sequences"
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise InputError("cu_seqlens", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}", fix)
-    sound = (cu_seqlens.diff() > 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(q))
-    torch.ops.aten._assert_async.msg(sound, f"cu_seqlens: {fix}")
-    return cu_seqlens.to(torch.int32)

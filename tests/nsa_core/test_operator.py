@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, available_backends, compress, dense_attention, nsa_attention, routes, select_blocks
+from nsa_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("many_chunks")
 LENGTHS = [1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 131]
@@ -153,6 +154,55 @@ def test_packed_equals_separate(backend, make_case, config):
     assert torch.equal(blocks, torch.cat([select_blocks(*one[:2], config, backend=backend)[0] for one in singles]))
     assert torch.equal(dense, torch.cat([dense_attention(*one[:3])[0] for one in singles]))
     assert torch.equal(means, torch.cat([compress(one[1], config)[0] for one in singles]))
+
+
+@pytest.mark.parametrize("longest", [70, 100, 500])
+def test_packed_at_once_equals_one_after_another(backend, make_case, config, longest):
+    lengths = [1, 5, 8, 70, 40]
+    case = make_case(sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    leaves = [x[0].detach().requires_grad_() for x in case.leaves]
+    keys = (leaves[1], leaves[1] * 0.7, leaves[1] * 1.3)
+    means = compress(leaves[1], config, cu_seqlens=bounds)
+    results = []
+    for options in ({}, {"max_seqlen": longest}):
+        packed = {"cu_seqlens": bounds, "backend": backend} | options
+        out = nsa_attention(leaves[0], keys, *leaves[2:], config, **packed)
+        given = nsa_attention(*leaves, config, k_cmp=means, **packed)
+        blocks = select_blocks(*leaves[:2], config, **packed)
+        results.append((out, given, *torch.autograd.grad((out * given).sum(), leaves, retain_graph=True), blocks))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want)
+    assert torch.equal(results[0][-1], results[1][-1])
+
+
+def test_only_short_sequences_are_packed_with_no_compressed_token(make_case, config):
+    case = make_case(9)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = [x[0] for x in case.leaves]
+    none = packed[1][:0]
+    out = nsa_attention(*packed, config, k_cmp=none, v_cmp=none, cu_seqlens=bounds, max_seqlen=9)
+    assert_close(out, nsa_attention(*packed, config, cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest", "message"),
+    [
+        ([0, 30, 40], 29, "max_seqlen: 29: use the length of the longest sequence: 30"),
+        ([0, 30, 40], 0, "max_seqlen: 0: use the length"),
+        ([0, 30, 40], 30.0, "max_seqlen: 30.0: use the length"),
+        ([0, 40, 30], 40, "cu_seqlens: "),
+        (None, 40, "max_seqlen: 40: give it with cu_seqlens"),
+    ],
+)
+def test_a_longest_sequence_that_cannot_be(make_case, config, bounds, longest, message):
+    case = make_case(40)
+    packed = case.leaves if bounds is None else [x[0] for x in case.leaves]
+    given = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    with pytest.raises(InputError, match=f"^{message}"):
+        nsa_attention(*packed, config, cu_seqlens=given, max_seqlen=longest)
+    with pytest.raises(InputError, match=f"^{message}"):
+        select_blocks(*packed[:2], config, cu_seqlens=given, max_seqlen=longest)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 50])

@@ -1,0 +1,103 @@
+"""Packed sequences as a padded batch, without waiting for the device.
+
+What lies behind a sequence's end in its row of the batch is other sequences' tokens: nothing before them sees them
+(attention is causal), and no gradient comes from them, since none reaches the outputs that are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ._inputs import Operands, sequence_spans, triple
+from .config import NSAConfig
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where sequences behind each other lie in a batch.
+
+    Attributes:
+        starts, lengths: of the sequences, int64 [sequences].
+        longest: rows of the batch.
+        total: tokens of all sequences.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+    total: int
+
+    def batch(self, operands: Operands, config: NSAConfig) -> Operands:
+        """Packed operands [total,..] as [sequences,longest,..]; k_cmp and v_cmp likewise."""
+        known: dict[int, Tensor] = {}  # one tensor may stand for several branches
+
+        def padded(x: Tensor) -> Tensor:
+            if id(x) not in known:
+                known[id(x)] = self._padded(x)
+            return known[id(x)]
+
+        return Operands(
+            q=padded(operands.q),
+            keys=triple(padded(x) for x in operands.keys),
+            values=triple(padded(x) for x in operands.values),
+            k_cmp=None if operands.k_cmp is None else self._compressed(config, operands.k_cmp),
+            v_cmp=None if operands.v_cmp is None else self._compressed(config, operands.v_cmp),
+            gates=None if operands.gates is None else padded(operands.gates),
+        )
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[sequences,longest,..] -> [total,..]."""
+        tokens = torch.arange(self.total, device=x.device)
+        sequence = torch.searchsorted(self.starts, tokens, right=True) - 1
+        return x.flatten(0, 1).index_select(0, sequence * self.longest + tokens - self.starts[sequence])
+
+    def _padded(self, x: Tensor) -> Tensor:
+        at = self.starts[:, None] + torch.arange(self.longest, device=x.device)
+        return x.index_select(0, at.clamp_max(len(x) - 1).flatten()).unflatten(0, at.shape)
+
+    def _compressed(self, config: NSAConfig, x: Tensor) -> Tensor:
+        """Compressed tokens [Σ Nc,..] as [sequences, Nc of the longest, ..]."""
+        counts = ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
+        tokens = replace(self, starts=counts.cumsum(0) - counts, longest=config.cmp_tokens(self.longest))
+        return tokens._padded(x if len(x) else x.new_zeros(1, *x.shape[1:]))
+
+
+def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.device) -> Packing:
+    """Of `total` packed tokens.
+
+    Raises:
+        InputError: cu_seqlens are no bounds of sequences, or max_seqlen is not a length that holds them. Values on a
+            GPU are checked there: an assertion of the device's.
+    """
+    if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1:
+        raise InputError("max_seqlen", repr(max_seqlen), "use the length of the longest sequence, a whole number >= 1")
+    bounds = checked_bounds(cu_seqlens, total, device).long()
+    lengths, fix = bounds.diff(), "use the length of the longest sequence"
+    if not cu_seqlens.is_cuda:
+        longest = int(cu_seqlens.diff().max())
+        if longest > max_seqlen:
+            raise InputError("max_seqlen", max_seqlen, f"{fix}: {longest}")
+    else:
+        torch.ops.aten._assert_async.msg((lengths <= max_seqlen).all(), f"max_seqlen: {max_seqlen}: {fix}")
+    return Packing(bounds[:-1], lengths, min(max_seqlen, total), total)
+
+
+def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tensor:
+    """As int32 on `device`, checked where they are: on the host, or by the device without waiting for it.
+
+    Raises:
+        InputError: they are no bounds of sequences of `total` tokens.
+    """
+    if not isinstance(cu_seqlens, Tensor) or not cu_seqlens.is_cuda:
+        sequence_spans(cu_seqlens, total)
+        return cu_seqlens.to(device, torch.int32, non_blocking=True)
+    fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise InputError("cu_seqlens", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}", fix)
+    sound = (cu_seqlens.diff() > 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+    torch.ops.aten._assert_async.msg(sound, f"cu_seqlens: {fix}")
+    return cu_seqlens.to(torch.int32)
