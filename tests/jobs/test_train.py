@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from jobs._corpus import load_corpus
+from jobs._training import Diverged, OptimizerSpec, in_order, learning_rate
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
-from jobs.train import Diverged, OptimizerSpec, Spec, in_order, learning_rate, measure
+from jobs.train import Spec, measure
 from nsa_core.backends import chunked
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -142,7 +143,9 @@ def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:
 def test_a_last_step_that_ruins_the_model_is_found_by_the_heldout_loss(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.train.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3)
+    monkeypatch.setattr(
+        "jobs._training.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
+    )
     with pytest.raises(Diverged, match=r"loss nan on held-out text; lower optimizer\.learning_rate"):
         _train(_spec(text, steps=5))
 
