@@ -118,8 +118,12 @@ class _Cache(ABC):
 
     @property
     @abstractmethod
+    def _every_token(self) -> Appended: ...
+
+    @property
     def length(self) -> int:
         """Tokens taken in so far, as far as the host knows: the position of the next one."""
+        return self._every_token.length
 
     @abstractmethod
     def note_length(self, tokens: int) -> None:
@@ -128,18 +132,29 @@ class _Cache(ABC):
     @abstractmethod
     def _reserve(self, tokens: int) -> None: ...
 
-    def make_room(self) -> None:
-        """See that one more token fits.
+    def check(self, batch: int, tokens: int) -> None:
+        """See that `tokens` more tokens of `batch` sequences can be taken in, as far as the host knows.
 
         Raises:
-            InputError: it is one more than the capacity, or a graph is being captured of a cache without one.
+            InputError: there is no room for them, or other sequences are held.
         """
+        if self.length > 0 and batch != len(self._every_token.buffer):
+            raise InputError("batch", batch, f"use {len(self._every_token.buffer)}, the sequences that the cache holds")
+        if self.capacity is not None and self.length + tokens > self.capacity:
+            raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
+
+    def make_room(self, batch: int) -> None:
+        """See that one more token of `batch` sequences fits.
+
+        Raises:
+            InputError: as `check`, or a graph is being captured of a cache without a capacity.
+        """
+        self.check(batch, 1)
         if self.capacity is None:
             on_gpu = self.position is not None and self.position.is_cuda
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise InputError("capacity", None, "a CUDA graph needs new_cache(capacity=...): growing moves tensors")
             self._reserve(self.length + 1)
-        self._check_room(1)
 
     def count_step(self) -> None:
         """Note on the host that a step, which counted itself on the device, took a token in."""
@@ -149,10 +164,6 @@ class _Cache(ABC):
         """Bring the host's lengths up to the device's after a graph's replays. Waits for the device."""
         if self.capacity is not None and self.position is not None:
             self.note_length(int(self.position))
-
-    def _check_room(self, tokens: int) -> None:
-        if self.capacity is not None and self.length + tokens > self.capacity:
-            raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
 
     def _count(self, x: Tensor) -> None:
         """Count the tokens of x [B,S,H,D] on the device."""
@@ -183,16 +194,16 @@ class NSACache(_Cache):
         self.k_open, self.v_open = Recent(config.cmp_block), Recent(config.cmp_block)
 
     @property
-    def length(self) -> int:
-        return self.k_slc.length
+    def _every_token(self) -> Appended:
+        return self.k_slc
 
     def take(self, k: Triple, v: Triple) -> None:
         """Take tokens in, keys and values of cmp (unrotated), slc and win; `add_compressed` is to follow.
 
         Raises:
-            InputError: more tokens than the capacity.
+            InputError: as `check`.
         """
-        self._check_room(k[1].shape[1])
+        self.check(*k[1].shape[:2])
         for held, x in zip((self.k_open, self.k_slc, self.k_win), k, strict=True):
             held.append(x)
         for held, x in zip((self.v_open, self.v_slc, self.v_win), v, strict=True):
@@ -224,12 +235,12 @@ class DenseCache(_Cache):
         self.k, self.v = Appended(capacity=capacity or 1), Appended(capacity=capacity or 1)
 
     @property
-    def length(self) -> int:
-        return self.k.length
+    def _every_token(self) -> Appended:
+        return self.k
 
     def take(self, k: Tensor, v: Tensor) -> None:
-        """Take tokens in, [B,S,H,D] each. Raises InputError for more tokens than the capacity."""
-        self._check_room(k.shape[1])
+        """Take tokens in, [B,S,H,D] each. Raises InputError as `check`."""
+        self.check(*k.shape[:2])
         self.k.append(k)
         self.v.append(v)
         self._count(k)

@@ -41,14 +41,14 @@ def nsa_step(
         backend: which one chooses the blocks; the prefill's, so that both choose alike.
 
     Raises:
-        InputError: the cache is full, or a graph is being captured of one without a capacity.
+        InputError: the cache is full, holds other sequences, or a graph is being captured of one without a capacity.
         BackendError: the backend is unknown or cannot run.
     """
     select = resolve(backend, ("select",), q.device, q.dtype)["select"]
     if select is BACKENDS["triton"] and not _needs_gradient(q, k, v, gates):
         return _kernel_step(q, k, v, gates, cache, theta, compress)
     cache.recount()
-    cache.make_room()
+    cache.make_room(len(q))
     position = cache.length
     cos, sin = angles(torch.arange(position, position + 1, device=q.device), q.shape[-1], theta, q.dtype)
     k_cmp, k_slc, k_win = k.unbind(2)
@@ -69,7 +69,7 @@ def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: flo
     if default(q.device, q.dtype) == "triton" and not _needs_gradient(q, k, v):
         return _dense_kernel_step(q, k, v, cache, theta)
     cache.recount()
-    cache.make_room()
+    cache.make_room(len(q))
     position = torch.arange(cache.length, cache.length + 1, device=q.device)
     cos, sin = angles(position, q.shape[-1], theta, q.dtype)
     cache.take(rotate(k, cos, sin), v)
@@ -84,11 +84,9 @@ def _kernel_step(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, theta: float, compress: Compress
 ) -> Tensor:
     kernels = _kernels()
+    _prepare(cache, q, theta)
     for branch in ("cmp", "select", "slc", "win"):
         note(branch, TRITON)
-    cache.make_room()
-    if cache.frequencies is None:
-        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
     rotated = kernels.take(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
     if cache.config.compress == "mlp":
         _store_learned(cache, compress)
@@ -99,20 +97,25 @@ def _kernel_step(
 
 def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta: float) -> Tensor:
     kernels = _kernels()
+    _prepare(cache, q, theta)
     note("dense", TRITON)
-    cache.make_room()
-    if cache.frequencies is None:
-        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
     rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
     out = kernels.attend_dense(rotated, cache)
     cache.count_step()
     return out.unsqueeze(1)
 
 
+def _prepare(cache: NSACache | DenseCache, q: Tensor, theta: float) -> None:
+    """Room for a token, and RoPE's frequencies, for the kernels."""
+    cache.make_room(len(q))
+    if cache.frequencies is None:
+        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
+
+
 def _store_learned(cache: NSACache, compress: Compress) -> None:
     """Compress the last cmp_block tokens, and keep the result if they are a block; nothing of it is known to the host.
 
-    The newest token is taken in, and not counted yet.
+    The newest token is taken in, and not counted yet; one beyond the capacity was not, and completes nothing.
     """
     assert cache.position is not None
     block, stride = cache.config.cmp_block, cache.config.cmp_stride
@@ -120,6 +123,8 @@ def _store_learned(cache: NSACache, compress: Compress) -> None:
     slots = (torch.arange(block, device=first.device) + first) % block
     made = compress(cache.k_open.buffer[:, slots], cache.v_open.buffer[:, slots], first)
     complete = (first >= 0) & (first % stride == 0)
+    if cache.capacity is not None:
+        complete &= cache.position < cache.capacity
     for held, new in zip((cache.k_cmp.buffer, cache.v_cmp.buffer), made, strict=True):
         index = (first // stride).clamp(0, held.shape[1] - 1).long()
         held.index_copy_(1, index, torch.where(complete, new, held[:, index]).to(held.dtype))

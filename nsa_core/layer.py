@@ -100,15 +100,20 @@ class NativeSparseAttention(nn.Module):
 
         With a cache, x continues what the cache holds, and is added to it; no gradient flows through the cache. A
         prefill of an empty cache runs as one operator, tokens after that run one by one.
+
+        Raises:
+            InputError: the cache has no room for x, or holds other sequences; it is as it was then.
         """
-        if cache is not None and cache.length > 0:
-            return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
+        if cache is not None:
+            cache.check(*x.shape[:2])
+            if cache.length > 0:
+                return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
         q, k, v, gates = self._project(x, 0)
         k_cmp, v_cmp = self._compress(k[0], v[0], 0)
+        out = nsa_attention(q, k, v, gates, self.config, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend)
         if cache is not None:
             cache.take(k, v)
             cache.add_compressed(k_cmp, v_cmp)
-        out = nsa_attention(q, k, v, gates, self.config, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend)
         return self.out_proj(out.flatten(2))
 
     def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
@@ -164,12 +169,15 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
         """As NativeSparseAttention.forward."""
-        if cache is not None and cache.length > 0:
-            return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
+        if cache is not None:
+            cache.check(*x.shape[:2])
+            if cache.length > 0:
+                return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
         q, k, v = self._project(x, 0)
+        out = dense_attention(q, k, v)
         if cache is not None:
             cache.take(k, v)
-        return self.out_proj(dense_attention(q, k, v).flatten(2))
+        return self.out_proj(out.flatten(2))
 
     def _project(self, x: Tensor, position: int) -> Triple:
         """Rotated q and k, and v, each [B,S,heads,D]."""

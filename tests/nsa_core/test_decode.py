@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+import nsa_core.decode
 import nsa_core.layer
-from nsa_core import NSAConfig
+from nsa_core import InputError, NSAConfig
 from nsa_core.cache import Appended, NSACache, Recent
 from nsa_core.layer import DenseAttention, NativeSparseAttention
 from nsa_core.model import PRESETS, NSATransformer
@@ -148,6 +149,42 @@ def test_step_reads_neither_unchosen_blocks_nor_tokens_before_the_window() -> No
         buffer.values()[:, config.slc_block : (last - 1) * config.slc_block] = torch.nan
     torch.testing.assert_close(layer(x[:, -1:], cache), layer(x)[:, -1:], rtol=1e-10, atol=1e-12)
     assert cache.k_win.values().shape[1] == config.window
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@torch.no_grad()
+def test_what_does_not_fit_is_refused_before_any_of_it_is_taken(kind: str) -> None:
+    layer = layer_of(SMALL) if kind == "nsa" else DenseAttention(24, 4, 2, 8).double()
+    x, cache = torch.randn(2, 26, 24, dtype=torch.float64), layer.new_cache(24)
+    layer(x[:, :20], cache)  # type: ignore[arg-type]
+    for given, message in ((x[:, 20:], "^capacity: 24: use at least 26"), (x[:1, 20:21], "^batch: 1: use 2, ")):
+        with pytest.raises(InputError, match=message):
+            layer(given, cache)  # type: ignore[arg-type]
+    assert cache.length == int(cache.position) == 20  # type: ignore[arg-type]
+    torch.testing.assert_close(layer(x[:, 20:24], cache), layer(x[:, :24])[:, 20:])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^capacity: 25: use at least 26"):
+        layer(x, layer.new_cache(25))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_prefill_that_fails_leaves_the_cache_empty() -> None:
+    layer, x = layer_of(SMALL), torch.randn(1, 20, 24, dtype=torch.float64)
+    layer.backend, cache = "nobody", layer.new_cache()
+    with pytest.raises(InputError, match=r"^backend: 'nobody'"):
+        layer(x, cache)
+    assert cache.length == 0
+
+
+@torch.no_grad()
+def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
+    """As a graph's replays would go on: the token that would complete the 65th finds room for 64."""
+    layer, capacity = layer_of(CONFIGS["learned"]), 263
+    cache = layer.new_cache(capacity)
+    layer(torch.randn(1, capacity, 24, dtype=torch.float64), cache)
+    before = cache.k_cmp.buffer.clone()
+    assert before.shape[1] == SMALL.cmp_tokens(capacity) == SMALL.cmp_tokens(capacity + 1) - 1
+    nsa_core.decode._store_learned(cache, layer._compress)
+    assert torch.equal(cache.k_cmp.buffer, before)
 
 
 def test_appended_tokens_keep_their_order_over_growth() -> None:
