@@ -51,7 +51,8 @@ NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 Preset = Annotated[str, AfterValidator(_preset)]
 Unique = AfterValidator(_unique)  # of a list: no value twice
 # Bounds far beyond what any machine computes, so that a slip of the finger is a message and not a long wait.
-Count = Annotated[int, Field(ge=1, le=2**20)]
+MOST = 2**20
+Count = Annotated[int, Field(ge=1, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs import scaling
-from jobs._fields import NSA, DType, Large, Unique
+from jobs._fields import MOST, NSA, DType, Large, Unique
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stages import measure_stages
@@ -54,6 +54,8 @@ class Spec(JobSpec):
         for length in self.lengths:
             if length < self.tokens and self.tokens % length:
                 raise ValueError(f"lengths: {length}: use a divisor of tokens = {self.tokens}, or a length beyond it")
+            if self.tokens // length > MOST:
+                raise ValueError(f"tokens: {self.tokens}: use at most {MOST * length}, {MOST:,} sequences of {length}")
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -59,8 +59,6 @@ class Spec(JobSpec):
             raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
         if self.preset is None and (self.shape is None or self.workload == "model"):
             raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
-        if self.shape is not None and self.shape.head_dim % 2:
-            raise ValueError(f"shape.head_dim: {self.shape.head_dim}: use an even number: RoPE turns pairs")
         if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
             fix = "is learned by a layer; use mean, or workload: model"
             raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")

@@ -66,9 +66,11 @@ class Heads(Strict):
     head_dim: Count
 
     @model_validator(mode="after")
-    def _groups(self) -> Heads:
+    def _possible(self) -> Heads:
         if self.query_heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
         return self
 
 
@@ -208,8 +210,6 @@ def _check_shape(shape: ShapeSpec, workload: str) -> None:
             raise ValueError(f"shape.{name}: {value}: has no meaning for workload attention; remove it")
         if workload == "model" and value is None and name in rest:
             raise ValueError(f"shape.{name}: missing; workload model needs it")
-    if workload == "model" and shape.head_dim % 2:
-        raise ValueError(f"shape.head_dim: {shape.head_dim}: use an even number: RoPE turns pairs")
 
 
 def _model_of(shape: ShapeSpec) -> ModelConfig:

@@ -77,6 +77,7 @@ MISTAKES = [
     (SCALING, {"shape": {"query_heads": 3, "kv_heads": 2, "head_dim": 8}}, r"shape\.kv_heads: 2: use a divisor of .*3"),
     (SCALING, {"shape": MODEL_SHAPE}, r"shape\.\w+: \d+: has no meaning for workload attention; remove it"),
     (SCALING, {"workload": "model"}, r"shape\.layers: missing; workload model needs it"),
+    (SCALING, {"shape": {**SCALING["shape"], "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
     (SCALING, {"workload": "model", "shape": {**MODEL_SHAPE, "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
     (
         SCALING,
@@ -85,7 +86,9 @@ MISTAKES = [
     ),
     (BENCH, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*dense-sdpa-flash"),
     (BENCH, {"lengths": [96]}, r"lengths: 96: use a divisor of tokens = 32768, or a length beyond it"),
+    (BENCH, {"lengths": [1], "tokens": 2**21}, r"tokens: 2097152: use at most 1048576, 1,048,576 sequences of 1$"),
     (BENCH, {"shapes": []}, r"shapes: \[\]: .*at least 1"),
+    (BENCH, {"shapes": [{**SCALING["shape"], "head_dim": 15}]}, r"shapes\.0\.head_dim: 15: use an even"),
     (BENCH, {"shapes": [SCALING["shape"], WIDE] * 2}, r"shapes: .*head_dim=16, .*head_dim=32 appears more than once"),
     (BENCH, {"shapes": [{**SCALING["shape"], "kv_heads": 3}]}, r"shapes\.0\.kv_heads: 3: use a divisor of .*4"),
     (BENCH, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean"),
