@@ -1,0 +1,67 @@
+"""131,072 tokens on a CUDA device: sampled rows against float64, and memory that grows with the length alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, nsa_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PAPER = NSAConfig()
+TOKENS = 131_072
+# Without a compressed token, without a choice and with, at the bounds of blocks, the last.
+ROWS = [0, 31, 1023, 1024, TOKENS // 3, TOKENS // 2 - 1, TOKENS // 2, TOKENS - 1]
+
+
+def row_by_row(case, blocks, towards, dtype):
+    """Output and gradients of single rows in plain PyTorch: each a query behind the keys that it may see.
+
+    `towards` [rows,HQ,D] are the gradients of their outputs. Those of q and of the gates come row by row, those of k
+    and v [T,HKV,D] as sums over the rows in float64.
+    """
+    found = SimpleNamespace(out=[], dq=[], dgates=[], dk=0, dv=0)
+    for row, toward in zip(ROWS, towards, strict=True):
+        seen = slice(0, row + 1)
+        q, gates = (x[:, row : row + 1] for x in (case.q, case.gates))
+        one = type(case)(q, case.k[:, seen], case.v[:, seen], gates).to(dtype)
+        got = one.with_blocks(blocks[:, row : row + 1], PAPER, "naive", toward[None, None])
+        out, dq, dk, dv, dgates = (x[0].double() for x in got)
+        for held, x in ((found.out, out), (found.dq, dq), (found.dgates, dgates)):
+            held.append(x)
+        room = (0, 0, 0, 0, 0, TOKENS - row - 1)
+        found.dk, found.dv = (held + torch.nn.functional.pad(x, room) for held, x in ((found.dk, dk), (found.dv, dv)))
+    return [torch.cat(found.out), torch.cat(found.dq), found.dk, found.dv, torch.cat(found.dgates)]
+
+
+def test_sampled_rows_are_as_good_as_an_eager_run(make_case):
+    """All queries send a gradient where those of sampled rows are compared, and the sampled ones where keys' are."""
+    case = make_case(TOKENS)
+    blocks = case.blocks(PAPER)
+    towards = torch.randn(case.q.shape[1:], generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(
+        case.q.dtype
+    )
+    exact, eager = (row_by_row(case, blocks, towards[ROWS], dtype) for dtype in (torch.float64, case.q.dtype))
+    out = nsa_attention(*case.leaves, PAPER, backend="triton")
+    of_rows = torch.zeros_like(towards)
+    of_rows[ROWS] = towards[ROWS]
+    dq, *_, dgates = torch.autograd.grad(out, case.leaves, towards[None], retain_graph=True)
+    _, dk, dv, _ = torch.autograd.grad(out, case.leaves, of_rows[None])
+    ours = [out[0, ROWS], dq[0, ROWS], dk[0], dv[0], dgates[0, ROWS]]
+    for got, other, want in zip(ours, eager, exact, strict=True):
+        assert (got - want).norm() <= 2 * (other - want).norm()
+
+
+def test_extra_memory_is_linear(make_case):
+    peaks = []
+    for tokens in (16_384, TOKENS):
+        case = make_case(tokens)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        case.run(PAPER)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / tokens)
+    assert peaks[1] <= peaks[0] * 1.02

@@ -1,0 +1,144 @@
+"""Which blocks are chosen on a CUDA device, and what must hold of the branches whatever the numbers are."""
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, available_backends, nsa_attention, select_blocks
+from nsa_core.backends import BACKENDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PAPER = NSAConfig()
+FEW = NSAConfig(slc_count=8)  # from 512 tokens on there is a choice
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=[*BACKENDS, "flash"])
+def backend(request):
+    """Every backend that runs here; flash computes the window beside the kernels."""
+    reason = available_backends(torch.device("cuda"), BF16, "win")[request.param]
+    if reason is not None:
+        pytest.skip(reason)
+    return (
+        {"cmp": "triton", "slc": "triton", "select": "triton", "win": "flash"}
+        if request.param == "flash"
+        else request.param
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_selection_is_the_references(make_case, dtype):
+    case = make_case(3000, dtype=dtype)
+    ours, want = (case.blocks(PAPER, name) for name in ("triton", "reference"))
+    assert (ours != want).any(-1).float().mean() < 1e-3  # only scores that differ in the last bits may swap
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_ties_go_to_the_lower_index(make_case, dtype):
+    """Equal keys make all blocks away from the ends equally important."""
+    case = make_case(3000, dtype=dtype)
+    same = case.k[:, :1].expand_as(case.k)
+    assert torch.equal(*(select_blocks(case.q, same, PAPER, backend=name) for name in ("triton", "reference")))
+
+
+def test_no_block_is_free_to_choose(make_case):
+    """The forced ones alone, each once, padded where there are fewer."""
+    case = make_case(901, 8, 2)
+    blocks = case.blocks(NSAConfig(slc_count=3))
+    assert torch.equal(blocks, case.blocks(NSAConfig(slc_count=3), "reference"))
+    assert blocks[0, 900, 0].tolist() == [0, 13, 14]
+    assert blocks[0, 10, 0].tolist() == [0, -1, -1]
+
+
+@pytest.mark.parametrize(("tokens", "at"), [(4096, 1300), (65_536, 20_000)])
+def test_a_needle_is_found_far_away(make_case, tokens, at):
+    case = make_case(tokens, 4, 2)
+    with torch.no_grad():
+        case.k[:, at : at + 32] = 4 * case.q[:, -1:, ::2]
+    blocks = select_blocks(case.q[:, -1:], case.k, PAPER, backend="triton")
+    assert (blocks == at // 64).any(-1).all()
+
+
+@pytest.mark.parametrize(("tokens", "at"), [(4096, 1300), (65_536, 20_000)])
+def test_a_needle_is_what_comes_out(make_case, tokens, at):
+    """A key that the last query meets a hundredfold, in a block that its compressed token draws."""
+    case = make_case(tokens, 4, 2)
+    with torch.no_grad():
+        case.q[:, -1] = case.q[:, -1:, ::2].repeat_interleave(2, 2)[:, 0]
+        case.k[:, at : at + 64] = 4 * case.q[:, -1:, ::2]
+        case.v[:, at : at + 64] = 3
+        ones = torch.ones_like(case.gates)
+        out = nsa_attention(case.q, case.k, case.v, ones, PAPER, branches=("slc",), backend="triton")
+    assert (out[:, -1] - 3).abs().max() < 0.05
+
+
+def test_equal_queries_of_a_group_select_and_attend_equally(make_case):
+    """Twelve heads in two groups, each of equal queries, over equal keys: one choice and one output."""
+    case = make_case(1501)
+    with torch.no_grad():
+        case.q.copy_(case.q[:, :, :1].expand_as(case.q))
+        case.gates.copy_(case.gates[:, :, :1].expand_as(case.gates))
+        for x in (case.k, case.v):
+            x.copy_(x[:, :, :1].expand_as(x))
+    blocks, out = case.blocks(PAPER), case.run(PAPER)[0]
+    assert torch.equal(blocks[:, :, 0], blocks[:, :, 1])
+    assert (out - out[:, :, :1]).norm() < 1e-3 * out.norm()
+    alone = select_blocks(case.q[:, :, :1], case.k[:, :, :1], PAPER, backend="triton")
+    assert (blocks[:, :, :1] != alone).any(-1).float().mean() < 1e-3  # a sum of six rounds in other places
+
+
+def test_equal_queries_at_the_last_rows_of_a_block_select_equally(make_case):
+    """Queries of one block that see the same compressed tokens have the same candidates."""
+    case = make_case(1501)
+    with torch.no_grad():
+        case.q[:, 1423:1438] = case.q[:, 1423:1424]  # tokens 0..1422 are compressed; the next one ends at 1439
+    blocks = case.blocks(PAPER)[:, 1423:1438]
+    assert torch.equal(blocks, blocks[:, :1].expand_as(blocks))
+
+
+def test_nothing_before_t_changes_when_later_tokens_do(make_case, backend):
+    case, t = make_case(1501), 1277
+    other = make_case(1501, seed=1)
+    chooser = backend if isinstance(backend, str) else "triton"
+    with torch.no_grad():
+        out, blocks = nsa_attention(*case.leaves, PAPER, backend=backend), case.blocks(PAPER, chooser)
+        for x, y in zip(case.leaves, other.leaves, strict=True):
+            x[:, t:] = 30 * y[:, t:]
+        changed = nsa_attention(*case.leaves, PAPER, backend=backend)
+    assert torch.equal(out[:, :t], changed[:, :t])
+    assert not torch.equal(out[:, t], changed[:, t])
+    assert torch.equal(blocks[:, :t], case.blocks(PAPER, chooser)[:, :t])
+
+
+def test_no_gradient_comes_from_a_query_that_sees_nothing_of_it(make_case):
+    """Later queries and keys get exact zeros from an output before them."""
+    case, t = make_case(1501), 1277
+    out = nsa_attention(*case.leaves, PAPER, backend="triton")
+    grads = torch.autograd.grad(out[:, :t].square().sum(), case.leaves)
+    assert all(x[:, t - 1].any() for x in grads)
+    assert not any(x[:, t:].any() for x in grads)
+
+
+@pytest.mark.parametrize(
+    ("branch", "config"),
+    [("slc", PAPER), ("slc", NSAConfig(init_blocks=0, local_blocks=0)), ("win", NSAConfig(window=2000))],
+)
+def test_a_branch_that_sees_everything_is_dense(make_case, branch, config):
+    """slc_count blocks hold all of 1024 tokens; the window is longer than the sequence."""
+    case = make_case(1024)
+    with torch.no_grad():
+        case.gates.fill_(1)
+    dense = NSAConfig(window=1024)
+    exact = case.to(torch.float64).run(dense, "naive", branches=("win",))
+    eager = case.run(dense, "naive", branches=("win",))
+    ours = case.run(config, branches=(branch,))
+    column = BRANCH_COLUMNS[branch]
+    for i, (got, other, want) in enumerate(zip(ours, eager, exact, strict=True)):
+        if i == 4:  # of the gates, each in its own column
+            got, other, want = got[..., column], other[..., 2], want[..., 2]
+        assert (got.double() - want).norm() <= 2 * (other.double() - want).norm()
+
+
+BRANCH_COLUMNS = {"cmp": 0, "slc": 1, "win": 2}
