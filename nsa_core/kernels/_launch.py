@@ -151,9 +151,20 @@ class Tile:
         return replace(self, rows=max(self.rows, padded(group)))
 
 
+def power_of_two(x: int) -> int:
+    """The smallest one that holds x: what Triton's ranges take."""
+    return 1 << (x - 1).bit_length()
+
+
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that holds `dim`: what Triton's ranges and products take."""
-    return max(16, 1 << (dim - 1).bit_length())
+    """The power of two, at least 16, that holds `dim`: what Triton's products take."""
+    return max(16, power_of_two(dim))
+
+
+def head_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Constants of all attention kernels, of q [..,HQ,D] and v [..,HKV,DV]."""
+    (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
+    return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..cache import DenseCache, NSACache
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, ceil_div, launch, padded
+from ._launch import LOG2_E, Tile, ceil_div, head_sizes, launch, padded, power_of_two, widest
 from .decode_choose import best_of_chunk, chosen_block
 from .decode_merge import held_tokens, merge
 from .decode_take import take, take_dense
@@ -182,7 +182,7 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
 
     outputs = dict(PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
-    common = _heads(q, cache.k_slc.buffer, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    common = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
     sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
     tensors = dict(Q=q, K=cache.k_cmp.buffer, V=cache.v_cmp.buffer, SCORES=scores)
     constants = common | sizes | dict(CMP_PARTS=near[0])
@@ -197,7 +197,7 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
 
     tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
     constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
-    constants |= dict(CHUNKS=chunks.number, CHUNKS_P=_power(chunks.number))
+    constants |= dict(CHUNKS=chunks.number, CHUNKS_P=power_of_two(chunks.number))
     launch(_decode_selected, (config.slc_count, rows), tensors | outputs | numbers | dict(room=room), constants, tile)
     return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
 
@@ -209,7 +209,7 @@ def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
     parts, lse_parts = _slots(q, v, _parts(room, rows, tile))
     tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
-    constants = _heads(q, k, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
     launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile)
     return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
 
@@ -233,13 +233,8 @@ class _Chunks:
     def of(cls, config: NSAConfig, room: int) -> _Chunks:
         """For a cache with room for so many tokens: at most 16 chunks, each of 128 blocks or more."""
         blocks, kept = config.slc_blocks(room), padded(config.slc_count)
-        size = max(kept, min(128, padded(blocks)), _power(ceil_div(blocks, 16)))
-        return cls(ceil_div(blocks, size), size, kept, _power(config.slc_block // config.cmp_stride))
-
-
-def _power(x: int) -> int:
-    """The power of two that holds x."""
-    return 1 << (x - 1).bit_length()
+        size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
+        return cls(ceil_div(blocks, size), size, kept, power_of_two(config.slc_block // config.cmp_stride))
 
 
 def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -254,15 +249,9 @@ def _parts(keys: int, rows: int, tile: Tile) -> int:
     return max(1, min(_PROGRAMS // rows, ceil_div(keys, tile.keys), _MOST_PARTS))
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Of q [B,HQ,D], k [B,T,HKV,D] and v [B,T,HKV,DV]."""
-    dim, value_dim = k.shape[3], v.shape[3]
-    return dict(HQ=q.shape[1], HKV=k.shape[2], D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
-
-
 def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:
     """Rows for a group, keys by how many bytes a key and value take; more of them where a part is `longest`."""
-    group, wide = q.shape[1] // v.shape[2], max(padded(q.shape[-1]), padded(v.shape[-1]))
+    group, wide = q.shape[1] // v.shape[2], widest(q, v)
     if q.itemsize == 4:
         return Tile(padded(group), 32 if wide <= 64 else 16, 4, 2)
     keys = 128 if longest and wide <= 64 else 64 if wide <= 128 else 32

@@ -134,9 +134,8 @@ def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     pointers |= dict(POSITION=cache.position, FREQUENCIES=cache.frequencies)
     room, cmp_room = cache.k_slc.buffer.shape[1], cache.k_cmp.buffer.shape[1]
     numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
-    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block))
-    sizes = block | dict(STRIDE=config.cmp_stride, WINDOW=config.window)
-    constants = _heads(q, k[:, 0], v[:, 0]) | sizes | dict(MEAN=config.compress == "mean")
+    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
+    constants = _sizes(q, v) | block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
     launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _tile(q, v))
     return rotated
 
@@ -150,7 +149,7 @@ def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
     room = cache.k.buffer.shape[1]
     numbers = dict(room=room, capacity=cache.capacity or room)
     arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
-    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _heads(q, k, v), _tile(q, v))
+    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _sizes(q, v), _tile(q, v))
     return rotated
 
 
@@ -159,8 +158,8 @@ def _tile(q: Tensor, v: Tensor) -> Tile:
     return Tile(warps=1 if max(q.shape[-1], v.shape[-1]) * q.itemsize <= 256 else 4)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Of q [B,HQ,D], k [B,HKV,D] and v [B,HKV,DV]."""
-    heads, kv_heads, dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Of q [B,HQ,D] and v [..,HKV,DV]: halves of a head's columns, the heads of a group."""
+    (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
     padding = dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
     return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim) | padding

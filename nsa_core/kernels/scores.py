@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, ceil_div, launch, padded
+from ._launch import LOG2_E, Tile, ceil_div, launch, padded, power_of_two
 from .ranges import load_rows
 
 _BUFFER = 64 << 20  # bytes of one chunk's scores
@@ -146,14 +146,9 @@ def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int
     pointers = dict(SCORES=scores, CHOSEN=chosen)
     numbers = dict(S=length, offset=offset, first=first, rows=rows, blocks=blocks)
     sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
-    members = _power(ceil_div(config.slc_blocks(offset + length), 32))
+    members = power_of_two(ceil_div(config.slc_blocks(offset + length), 32))
     constants = sizes | dict(SLC_BLOCK=config.slc_block, STEPS=min(8, members), MEMBERS=members, ROWS=4)
     launch(_choose, (ceil_div(rows, 4), batch * kv_heads), pointers | numbers, constants, Tile(warps=1))
-
-
-def _power(x: int) -> int:
-    """The power of two that holds x."""
-    return 1 << (x - 1).bit_length()
 
 
 def _importance_tile(q: Tensor) -> Tile:

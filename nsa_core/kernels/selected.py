@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
+from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, padded, widest
 from .inverse import Inverse
 from .merge import Slots
 from .ranges import load_rows
@@ -225,11 +225,9 @@ def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots)
 
 
 def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig, inverse: Inverse) -> dict[str, int]:
-    kv_heads, dim, value_dim = part.k.shape[2], q.shape[-1], part.v.shape[-1]
-    heads = dict(HQ=q.shape[2], HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
     block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks, CAP=inverse.cap)
     # A free block lies before the local ones, and so wholly before the query.
-    return heads | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
+    return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:

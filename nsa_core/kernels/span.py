@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..routes import Branch
-from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
+from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
 from .ranges import Span, key_range, load_rows, sees
 
 
@@ -295,13 +295,12 @@ def _numbers(q: Tensor, parts: Sequence[Part], offset: int, scale: float) -> dic
 
 
 def _constants(q: Tensor, parts: Sequence[Part], tile: Tile) -> dict[str, int]:
-    k, v, spans = parts[0].k, parts[0].v, {part.branch: part.span for part in parts}
-    dim, value_dim = q.shape[-1], v.shape[-1]
-    heads = dict(HQ=q.shape[2], HKV=k.shape[2], D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
+    spans = {part.branch: part.span for part in parts}
     cmp, win, slc = (spans.get(branch, Span()) for branch in _SUFFIX)
     sizes = dict(BLOCK=cmp.block, STRIDE=cmp.stride, WINDOW=win.window, ALIGN=slc.align, LOCAL=slc.window)
     on = dict(CMP="cmp" in spans, WIN="win" in spans, SLC="slc" in spans)
-    return heads | dict(M=tile.rows, BN=tile.keys) | on | sizes | dict(INIT=slc.init, CAUSAL=slc.causal)
+    tiles = head_sizes(q, parts[0].v) | dict(M=tile.rows, BN=tile.keys)
+    return tiles | on | sizes | dict(INIT=slc.init, CAUSAL=slc.causal)
 
 
 def _grid(q: Tensor, parts: Sequence[Part], tile: Tile) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import LOG2_E, Tile, arch, ceil_div, launch, padded, widest
+from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
 from .ranges import Span, load_rows, query_range, sees
 from .span import Part
 
@@ -136,11 +136,10 @@ def _launch(
     pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
     numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1], begin=begin, offset=offset, chunk=chunk, batch=batch)
-    heads = dict(HQ=q.shape[2], HKV=kv_heads, D=dim, DV=v.shape[-1], DP=padded(dim), DVP=padded(v.shape[-1]))
     sizes = dict(BLOCK=span.block, STRIDE=span.stride, ALIGN=span.align, WINDOW=span.window, CAUSAL=span.causal)
     grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
     arguments = pointers | numbers | dict(scale2=scale * LOG2_E, scale=scale)
-    launch(_span_backward_kv, grid, arguments, heads | dict(M=tile.rows, BN=tile.keys) | sizes, tile)
+    launch(_span_backward_kv, grid, arguments, head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | sizes, tile)
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
