@@ -1,0 +1,97 @@
+"""A kernel is started on its tensors' device, and compiled once for all launches that it cannot tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_core.kernels._launch import Tile, launch
+
+
+class Kernel:
+    """Stands for a Triton kernel: notes each start as (what it was compiled for, grid, arguments, device)."""
+
+    __name__ = "kernel"
+    arg_names = ("X", "size", "D")
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.started: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_run(X: Any, size: int, D: int, **options: Any) -> Compiled:  # noqa: N803
+            self.compiled += 1
+            made = Compiled(self, self.compiled)
+            made[grid](X, size, D)
+            return made
+
+        return compile_and_run
+
+
+class Compiled:
+    """Stands for what Triton makes of it."""
+
+    def __init__(self, kernel: Kernel, number: int) -> None:
+        self.kernel, self.number = kernel, number
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *values: self.kernel.started.append((self.number, grid, values[1:], torch.cuda.current_device()))
+
+
+class OfDevice:
+    """Stands for a tensor of a GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def get_device(self) -> int:
+        return self.index
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+
+def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
+    kernel = Kernel()
+    for index in (0, 1, 1, 0):
+        launch(kernel, (3, 2), {"X": OfDevice(index), "size": 32}, {"D": 64}, Tile())
+    assert [start[-1] for start in kernel.started] == [0, 1, 1, 0]
+    assert [start[0] for start in kernel.started] == [1, 2, 2, 1], "what was compiled for one is not run on the other"
+    assert torch.cuda.current_device() == 0
+
+
+def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
+    """Of a size: whether it is a multiple of 16, or 1, or takes 64 bits. Of a tensor: its dtype, and 16 bytes."""
+    kernel, x = Kernel(), torch.zeros(8)
+    launches = [
+        (x, 32, 64, 1),
+        (x[4:], 48, 64, 1),
+        (x, 33, 64, 2),
+        (x, 35, 64, 2),
+        (x, 1, 64, 3),
+        (x, 1 << 40, 64, 4),
+        (x[1:], 32, 64, 5),
+        (x.half(), 32, 64, 6),
+        (x, 32, 128, 7),
+        (x, 64, 64, 1),
+    ]
+    for tensor, size, dim, _ in launches:
+        launch(kernel, (5,), {"X": tensor, "size": size}, {"D": dim}, Tile())
+    launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, Tile(warps=8))
+    assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8]
+    assert [start[2] for start in kernel.started[:3]] == [(32, 64), (48, 64), (33, 64)]
