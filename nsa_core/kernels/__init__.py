@@ -1,12 +1,14 @@
-"""Triton kernels of Native Sparse Attention, one file a stage, forward and backward together.
+"""Triton kernels of Native Sparse Attention, one file a stage, each with the host code that starts them.
 
-`attention.py` puts the stages together; `operators.py` makes that differentiable and known to torch.compile, and is
-what backends call. Common to all of them:
+`attention.py` puts the stages of training and prefill together; `operators.py` makes that differentiable and known to
+torch.compile, and is what backends call. `decode.py` is one decoding step over a cache, with the files decode_*.py.
+`_launch.py` starts them all, `stages.py` tells whose time a launch is, `aot.py` compiles them where there is no GPU.
+Common to all of them:
 
-- Tensors are contiguous, [B,S,H,D]. A tile's rows are BQ = M // G queries times the G heads of one group, laid flat, so
-  that a group of any size fills the matrix units.
+- Tensors are contiguous, [B,S,H,D], or [B,H,D] for one token. A tile's rows are those of all G heads of one group, laid
+  flat: of BQ = M // G queries, or of the one that is decoded. So a group of any size fills the matrix units.
 - Softmax is base 2 (scores are multiplied by scale · log2 e), accumulated in float32. A row that sees nothing has
-  lse = +inf, so that exp2(s - lse) is 0 and never NaN.
+  lse = +inf, so that exp2(s - lse) is 0 and never NaN; a part of one that is yet to be merged has -inf, and no weight.
 - Nothing waits for the device, nothing adds floating-point numbers atomically, and the work is cut by shapes alone:
   the same input gives the same bits.
 """
