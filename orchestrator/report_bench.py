@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +70,15 @@ class Bench:
     routes: Mapping[tuple[Place, str], str]
     peers: Mapping[tuple[Place, str], Figure]
 
+    @property
+    def fullest(self) -> str:
+        """The pass of its rows and charts: forward+backward, if that was measured."""
+        return fullest([place.pass_ for place, _ in self.states])
+
     def rows(self) -> Iterator[tuple[Place, str]]:
         """A row a layout, length and NSA implementation, its pass the fullest: layouts as in the run, then lengths."""
         layouts = list(dict.fromkeys(place.layout for place, _ in self.states))
-        fullest = max((place.pass_ for place, _ in self.states), key=len, default=BOTH)
+        fullest = self.fullest
         rows = [row for row in self.states if row[0].pass_ == fullest and not is_dense(row[1])]
         yield from sorted(rows, key=lambda row: (layouts.index(row[0].layout), row[1], row[0].seq_len))
 
@@ -96,6 +101,11 @@ class Bench:
             if at == place and metric == TIME and is_dense(name)
         ]
         return min(found, key=lambda figure: figure.value, default=None)
+
+
+def fullest(passes: Collection[str]) -> str:
+    """Of the passes of a bench, that in which most is done."""
+    return BOTH if BOTH in passes else FORWARD
 
 
 def is_dense(implementation: str) -> bool:

@@ -55,9 +55,12 @@ def _line(bench: Bench, place: Place, implementation: str) -> list[str]:
 
 
 def _growth(bench: Bench, of: str) -> Table:
-    series = dict.fromkeys((place.layout, name) for place, name in bench.states if place.pass_ == BOTH)
+    pass_ = bench.fullest
+    series = dict.fromkeys((place.layout, name) for place, name in bench.states if place.pass_ == pass_)
     rows = [row for one in series for metric in (TIME, MEMORY) if (row := _fitted(bench, *one, metric))]
-    note = f"Exponent p of value = c · S^p from S = {_GROWTH_FROM:,} on, {BOTH}, per sequence; Student's 95 % interval."
+    note = (
+        f"Exponent p of value = c · S^p from S = {_GROWTH_FROM:,} on, {pass_}, per sequence; Student's 95 % interval."
+    )
     return Table(
         f"Growth{of}", note, ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n"], rows
     )
@@ -65,10 +68,11 @@ def _growth(bench: Bench, of: str) -> Table:
 
 def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
     """The row of one series; None where it has too few lengths."""
+    pass_ = bench.fullest
     found = {
         place.seq_len: value / place.batch
         for (place, name, what), value in bench.values.items()
-        if (place.layout, place.pass_, name, what) == (layout, BOTH, implementation, metric)
+        if (place.layout, place.pass_, name, what) == (layout, pass_, implementation, metric)
         and place.seq_len >= _GROWTH_FROM
     }
     law = fit_power_law(list(found), list(found.values()))

@@ -82,7 +82,8 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
     scaling = queries.scaling(store, run_ids=run_ids)
     scaling = scaling.loc[scaling["metric"].isin([*_HEADLINE, "throughput"])]
     of_bench = scaling["run_id"].isin(benches)
-    charted = scaling.loc[~of_bench | (scaling["pass"] == report_bench.BOTH)]
+    fullest = scaling.loc[of_bench].groupby("run_id")["pass"].agg(lambda passes: report_bench.fullest([*passes]))
+    charted = scaling.loc[~of_bench | (scaling["pass"] == scaling["run_id"].map(fullest))]
     points = queries.states(store, run_ids=run_ids)
     return Content(
         runs=runs,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import orchestrator
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
-from orchestrator.report import report
+from orchestrator.report import report, write_report
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
@@ -156,6 +156,19 @@ def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqli
     assert "are evidence for no rule; `nsa gate` says what each needs.\n\nNone." in text
     assert "## Results" not in text  # the same figures once more, a row each
     assert "| time | ms | events; 8192 samples (and 3 with other numbers) |" in text
+
+
+def test_a_bench_of_forward_passes_alone_has_their_growth_and_charts(sqlite_store: Store, tmp_path: Path):
+    made = Rows()
+    for seq_len in (16384, 32768, 65536):
+        times = MetricData(name="time", unit="ms", value=seq_len / 1024 * max(1, 32768 // seq_len))
+        made.add("triton", FORWARD, seq_len, [times])
+    made.into(sqlite_store)
+    files = write_report(sqlite_store, [RUN], tmp_path / "bench.md")
+    assert [file.name for file in files] == ["bench.md", "bench-time.png"]
+    shown = table(files[0].read_text(), "Growth")
+    assert "on, forward, per sequence" in shown
+    assert "| 12/2 d64 | triton | time | 1.000 | 1.000 to 1.000 | 16,384 to 65,536 | 3 |" in shown
 
 
 def test_the_run_s_closing_words_are_the_same_tables(sqlite_store: Store, rows: Rows):
