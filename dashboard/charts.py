@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import altair as alt
@@ -36,6 +36,7 @@ class Quantity:
 
 
 _RATE = ((0.0, "linear"), (-1.0, "S²"))
+_STEP_RATE = ((0.0, "constant"), (-1.0, "~ 1/S"))  # of decoding: a step makes as many tokens at every S
 QUANTITIES = {
     "time": Quantity("Time", "time", "ms"),
     "throughput": Quantity("Throughput", "throughput", "tok/s", _RATE),
@@ -67,7 +68,7 @@ def scaling_chart(
     _name(points, lines)
     ordered = {point["series"]: point for point in sorted(points, key=_order)}
     domain, implementations = list(ordered), [point["implementation"] for point in ordered.values()]
-    quantity = QUANTITIES[metric]
+    quantity = _quantity(points, metric)
     x, y = _length_axis(points), _value_axis(points, quantity)
     columns = 2 if max(map(len, domain)) < 30 else 1
     color = alt.Color(
@@ -164,6 +165,11 @@ def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
     return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
 
 
+def _quantity(points: list[Row], metric: str) -> Quantity:
+    decodes = metric == "throughput" and any(point["pass"] == "decode" for point in points)
+    return replace(QUANTITIES[metric], guides=_STEP_RATE) if decodes else QUANTITIES[metric]
+
+
 def _fits(fits: Sequence[Any] | pd.DataFrame) -> list[Row]:
     """Fits as plain rows: what names their series, and their numbers."""
     if isinstance(fits, pd.DataFrame):
@@ -220,7 +226,7 @@ def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
     anchor = _anchor(points, quantity)
     low = min([anchor, *(min(point["low"], point["y"]) for point in points)]) / 1.5
     high = max([anchor, *(max(point["high"], point["y"]) for point in points)]) * 1.5
-    batched = any(point["batch"] > 1 for point in points)
+    batched = any(point["y"] != point["value"] for point in points)
     title = f"{quantity.title} per sequence" if batched else quantity.title
     if quantity.unit == "MiB":
         title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)

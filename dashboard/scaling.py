@@ -14,6 +14,7 @@ from dashboard import charts, data, help_pages, parts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
+SWEEPS = ("scaling", "bench", "decode")  # kinds of job that measure several lengths
 MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved")
 CHART_HEIGHT, LEGEND_ROW = 390, 26  # pixels; a chart grows with its legend
 BESIDE, TOGETHER = "Beside", "In one chart"
@@ -116,7 +117,7 @@ def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
 
 def _latest(runs: pd.DataFrame) -> list[str]:
     """The newest measured sweep that has results; else the newest that is under way."""
-    sweeps = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED and run["kind"] == "scaling"]
+    sweeps = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED and run["kind"] in SWEEPS]
     with_results = [run for run in sweeps if run["ok"]]
     return [run["run_id"] for run in (with_results or sweeps)[:1]]
 

@@ -1,6 +1,6 @@
 """Series of a chart: which rows belong together, what tells them apart, and which colour each has. Pure Python.
 
-The palette is Okabe and Ito's, which colour-blind readers can tell apart.
+The palette begins with Okabe and Ito's, which colour-blind readers can tell apart; a bench has more series than that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 Row = Mapping[str, Any]
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+WINE, OLIVE, VIOLET = "#882255", "#999933", "#6A4FC3"
 GREY = "#8a8f98"
-PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, WINE, OLIVE, VIOLET)
 IMPLEMENTATION_COLORS = {
     "chunked": BLUE,
     "triton": SKY,

@@ -101,6 +101,26 @@ def test_intervals_follow_the_values_when_shown_per_sequence(rows: pd.DataFrame)
     assert (halved["high"] * 2).tolist() == pytest.approx(whole["high"].tolist())
 
 
+def test_throughput_is_of_the_whole_batch(rows: pd.DataFrame):
+    chosen = measured(rows).copy()
+    chosen["batch"] = 2
+    chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as the views have it; a rate is not divided
+    titles = {
+        metric: {
+            encoding["y"].get("title") for encoding in _encodings(charts.scaling_chart(chosen, [], metric).to_dict())
+        }
+        for metric in ("time", "throughput")
+    }
+    assert titles == {"time": {"Time per sequence [s, ms, µs]"}, "throughput": {"Throughput [tok/s]"}}
+
+
+@pytest.mark.parametrize(("pass_", "guides"), [("forward", {"linear", "S²"}), ("decode", {"constant", "~ 1/S"})])
+def test_a_steps_throughput_has_guides_of_its_own(rows: pd.DataFrame, pass_: str, guides: set[str]):
+    """A pass over S tokens at a constant rate took linear time; a step makes one token, however long that takes."""
+    chart = charts.scaling_chart(measured(rows).assign(**{"pass": pass_}), [], "throughput").to_dict()
+    assert {row["guide"] for data in chart["datasets"].values() for row in data if "guide" in row} == guides
+
+
 @pytest.mark.parametrize("metric", charts.QUANTITIES)
 def test_charts_render(rows: pd.DataFrame, metric: str):
     chosen = rows.assign(metric=metric)
@@ -139,3 +159,7 @@ def test_an_implementation_keeps_its_colour_beside_others():
     found = colors(twice)
     assert [found[0], found[2], found[3]] == [IMPLEMENTATION_COLORS[name] for name in ("chunked", "naive", "dense")]
     assert len(set(found)) == 5
+
+
+def test_the_series_of_a_bench_have_a_colour_each():
+    assert len(set(colors([name for name in ("dense", "dense-sdpa-flash", "triton") for _ in range(3)]))) == 9

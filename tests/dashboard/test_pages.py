@@ -147,6 +147,12 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
     assert fits["Origin"].str.contains("reported").any()
 
 
+def test_a_bench_is_a_sweep_too(complete: str):
+    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE run SET kind = 'bench' WHERE id = ?", (RUN,))
+    assert show("scaling").multiselect[0].value == [RUN]
+
+
 def _fits(app: AppTest) -> pd.DataFrame:
     return next(table.value for table in app.table if "Exponent" in table.value.columns)
 
