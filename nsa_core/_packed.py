@@ -77,7 +77,7 @@ def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.devic
         raise InputError("max_seqlen", repr(max_seqlen), "use the length of the longest sequence, a whole number >= 1")
     bounds = checked_bounds(cu_seqlens, total, device).long()
     lengths, fix = bounds.diff(), "use the length of the longest sequence"
-    if not cu_seqlens.is_cuda:
+    if _on_host(cu_seqlens):
         longest = int(cu_seqlens.diff().max())
         if longest > max_seqlen:
             raise InputError("max_seqlen", max_seqlen, f"{fix}: {longest}")
@@ -92,12 +92,18 @@ def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tens
     Raises:
         InputError: they are no bounds of sequences of `total` tokens.
     """
-    if not isinstance(cu_seqlens, Tensor) or not cu_seqlens.is_cuda:
+    if _on_host(cu_seqlens):
         sequence_spans(cu_seqlens, total)
         return cu_seqlens.to(device, torch.int32, non_blocking=True)
     fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise InputError("cu_seqlens", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}", fix)
+    cu_seqlens = cu_seqlens.to(device)
     sound = (cu_seqlens.diff() > 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
     torch.ops.aten._assert_async.msg(sound, f"cu_seqlens: {fix}")
     return cu_seqlens.to(torch.int32)
+
+
+def _on_host(cu_seqlens: Tensor) -> bool:
+    """Whether its values can be read now; torch.compile traces without them."""
+    return not isinstance(cu_seqlens, Tensor) or not (cu_seqlens.is_cuda or torch.compiler.is_compiling())
