@@ -1,4 +1,4 @@
-"""Runs kernels_interpreted.py in a process of its own: Triton decides at its first import whether it interprets."""
+"""Runs each *_interpreted.py in a process of its own: Triton decides at its first import whether it interprets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu")
-def test_kernels_in_tritons_interpreter() -> None:
-    file = Path(__file__).with_name("kernels_interpreted.py")
+@pytest.mark.parametrize("name", ["decode_interpreted.py", "kernels_interpreted.py"])
+def test_kernels_in_tritons_interpreter(name: str) -> None:
+    file = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
