@@ -317,7 +317,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
     if q.itemsize == 4:
         return Tile(32, 32, 8) if wide <= 64 else Tile(16, 16, 8)
     if wide > 128:
-        return Tile(128, 32, 8, 2)
+        return Tile(64, 32, 8, 2)
     if arch(q) < 90:
         return Tile(128, 64, 8, 2)
     return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)
