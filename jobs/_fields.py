@@ -11,8 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from jobs.measure.check import DENSE
 from jobs.point import Machine
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, SpecError
 from nsa_core import NSAConfig, available_backends
+from nsa_core.backends import BACKENDS
 from nsa_core.backends.dense import Host, unusable
 from nsa_core.model import PRESETS
 
@@ -50,6 +51,21 @@ def _unique(values: Sequence[Any]) -> Sequence[Any]:
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 Preset = Annotated[str, AfterValidator(_preset)]
 Unique = AfterValidator(_unique)  # of a list: no value twice
+
+
+def implementation_names(*dense: str) -> AfterValidator:
+    """Of a list: each is a backend of the sparse operator, or one of these kinds of dense attention."""
+
+    def check(names: list[str]) -> list[str]:
+        known = (*BACKENDS, *dense)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no implementation; use {', '.join(known)}")
+        return names
+
+    return AfterValidator(check)
+
+
 # Bounds far beyond what any machine computes, so that a slip of the finger is a message and not a long wait.
 MOST = 2**20
 Count = Annotated[int, Field(ge=1, le=MOST)]
@@ -81,6 +97,14 @@ def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, s
     host = Host.described(capability, machine.fingerprint) if machine.device == "cuda" else Host(None, {})
     kernels = {name: kernel for name, kernel in DENSE.items() if kernel != "auto"}
     return dict.fromkeys(DENSE) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+
+
+def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:
+    """Raise SpecError for the first of them that has a reason why it cannot run."""
+    for name in implementations:
+        if (reason := reasons[name]) is not None:
+            usable = [other for other, against in reasons.items() if against is None]
+            raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
 
 
 def threads(spec: JobSpec, machine: Machine) -> int | None:

@@ -13,27 +13,32 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from jobs._decode_steps import DENSE, Case, attention_step, bare_model, check_steps, model_step
-from jobs._fields import NSA, Count, DType, Layers, Preset, Unique, backend_reasons, does_not_fit, threads, torch_dtype
-from jobs.measure.clock import Plan, measure_time
+from jobs._fields import (
+    NSA,
+    Count,
+    DType,
+    Layers,
+    Preset,
+    Unique,
+    backend_reasons,
+    does_not_fit,
+    implementation_names,
+    refuse_unusable,
+    threads,
+    torch_dtype,
+)
+from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.scaling import Heads, Lengths, TimingSpec
-from jobs.spec import JobSpec, SpecError
-from nsa_core.backends import BACKENDS
+from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
-
-
-def _known(names: list[str]) -> list[str]:
-    for name in names:
-        if name != DENSE and name not in BACKENDS:
-            raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, DENSE])}")
-    return names
 
 
 class Spec(JobSpec):
@@ -43,7 +48,7 @@ class Spec(JobSpec):
     workload: Literal["attention", "model"] = Field(
         default="attention", description="attention: rotation, caches and attention of all layers; model: all of a step"
     )
-    implementations: Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_known)]
+    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names(DENSE)]
     lengths: Lengths
     batch: Count = 1
     layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
@@ -80,11 +85,7 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.dtype)) | {DENSE: None}
-        for name in self.implementations:
-            if reasons[name] is not None:
-                usable = [other for other, reason in reasons.items() if reason is None]
-                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join(usable)}")
+        refuse_unusable(self.implementations, backend_reasons(machine, torch_dtype(self.dtype)) | {DENSE: None})
         return [self._point(machine, *axes) for axes in product(sorted(self.lengths), self.implementations)]
 
     def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
@@ -99,7 +100,7 @@ class Spec(JobSpec):
             seed=self.seed,
             threads=threads(self, machine),
             model=replace(self.model, **attention),
-            timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
+            timing=self.timing.plan,
         )
         needed = held_bytes(case.model, self.batch, seq_len, case.torch_dtype.itemsize)
         axes = Axes(

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs._fields import (
@@ -26,6 +26,8 @@ from jobs._fields import (
     backend_reasons,
     dense_reasons,
     does_not_fit,
+    implementation_names,
+    refuse_unusable,
     threads,
     torch_dtype,
 )
@@ -37,23 +39,15 @@ from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.spec import JobSpec, SpecError, Strict
+from jobs.spec import JobSpec, Strict
 from nsa_core import NSAConfig
-from nsa_core.backends import BACKENDS
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward"]
 
 
-def _known(names: list[str]) -> list[str]:
-    for name in names:
-        if name not in DENSE and name not in BACKENDS:
-            raise ValueError(f"{name!r} is no implementation; use {', '.join([*BACKENDS, *DENSE])}")
-    return names
-
-
-Implementations = Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_known)]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE)]
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 
@@ -98,6 +92,10 @@ class TimingSpec(Strict):
         if self.min_s > self.max_s:
             raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
         return self
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.repeats, self.min_s, self.max_s, self.warmup)
 
 
 class Spec(JobSpec):
@@ -149,17 +147,11 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        self._check_runnable(machine)
-        axes = product(self.lengths, self.passes, self.implementations)
-        return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]
-
-    def _check_runnable(self, machine: Machine) -> None:
         dtype = torch_dtype(self.dtype)
         reasons = backend_reasons(machine, dtype) | dense_reasons(machine, dtype, self.model.head_dim)
-        for name in self.implementations:
-            if reasons.get(name) is not None:
-                usable = [other for other, reason in reasons.items() if reason is None]
-                raise SpecError(f"implementations: {name!r}: {reasons[name]}; use {', '.join(usable)}")
+        refuse_unusable(self.implementations, reasons)
+        axes = product(self.lengths, self.passes, self.implementations)
+        return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]
 
     def _point(self, machine: Machine, seq_len: int, pass_: str, implementation: str) -> Point:
         model = self.model
@@ -176,7 +168,7 @@ class Spec(JobSpec):
             model=replace(model, attention="dense", backend="auto")
             if implementation in DENSE
             else replace(model, attention="nsa", backend=implementation),
-            timing=Plan(self.timing.repeats, self.timing.min_s, self.timing.max_s, self.timing.warmup),
+            timing=self.timing.plan,
         )
         estimate = case.estimate()
         needed = None if estimate is None else estimate.total

@@ -28,6 +28,7 @@ BENCH: dict[str, Any] = {
     "shapes": [SCALING["shape"]],
     "lengths": [64],
 }
+DECODE: dict[str, Any] = {**SCALING, "kind": "decode"}
 TRAIN: dict[str, Any] = {"kind": "train", "name": "t", "seq_len": 32, "steps": 10, "optimizer": {"warmup_steps": 2}}
 WIDE = {"query_heads": 4, "kv_heads": 2, "head_dim": 32}
 MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
@@ -93,6 +94,15 @@ MISTAKES = [
     (BENCH, {"shapes": [{**SCALING["shape"], "kv_heads": 3}]}, r"shapes\.0\.kv_heads: 3: use a divisor of .*4"),
     (BENCH, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean"),
     (BENCH, {"profiles": -1}, r"profiles: -1: .*greater than or equal to 0"),
+    (
+        DECODE,
+        {"implementations": ["dense-sdpa-flash"]},
+        r"implementations: .* is no implementation; use .*triton, dense$",
+    ),
+    (DECODE, {"workload": "model"}, r"preset: missing; use one of tiny, m7c_125m, or workload attention with a shape"),
+    (DECODE, {"shape": {**SCALING["shape"], "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (DECODE, {"passes": ["forward"]}, r"passes: unknown key \(value \['forward'\]\); .*spelling"),
+    (TRAIN, {"compile": "yes"}, r"compile: 'yes': .*; write true or false"),
     (SCALING, {"deadlines": {"point_s": 0}}, r"deadlines\.point_s: 0: .*greater than 0"),
     (SCALING, {"memory_gib": -1}, r"memory_gib: -1: .*greater than 0"),
     (TRAIN, {"plan": PLAN}, r"plan\.tokens_per_second: 50: 50,000 steps x 4,096 .*2,370 tok/s.*1,138 h; set .*2371"),
