@@ -37,13 +37,11 @@ def _sort_keys(
 
 
 @triton.jit
-def _count(
-    SORTED, BOUNDS, PIECES, total, keys, last, STEPS: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
+def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, STEPS: tl.constexpr, N: tl.constexpr):
     """BOUNDS [last + 1]: the first entry of every key; PIECES [chunks,keys+2]: 0, each key's work items, 0."""
     key = tl.program_id(0) * N + tl.arange(0, N)
     begin = _first(SORTED, key, total, STEPS)
-    pieces = tl.cdiv(_first(SORTED, key + 1, total, STEPS) - begin, CAP)
+    pieces = tl.cdiv(_first(SORTED, key + 1, total, STEPS) - begin, cap)
     tl.store(BOUNDS + key, begin, mask=key <= last)
     chunk, place = key // (keys + 1), key % (keys + 1)
     at = PIECES + chunk * (keys + 2) + place
@@ -138,8 +136,8 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 2), (chunks, limit))
     )
-    arguments = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces, total=total, keys=keys, last=last)
-    _launch_flat(_count, last + 1, arguments, dict(STEPS=total.bit_length() + 1, CAP=cap))
+    arguments = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces, total=total, keys=keys, last=last, cap=cap)
+    _launch_flat(_count, last + 1, arguments, dict(STEPS=total.bit_length() + 1))
     pieces = pieces.cumsum(1, dtype=torch.int32)
     arguments = dict(PIECES=pieces, ITEMS=items, limit=limit, keys=keys)
     _launch_flat(_assign, limit, arguments, dict(STEPS=keys.bit_length() + 1), chunks)

@@ -23,27 +23,27 @@ from .span import Part
 
 
 @triton.jit
-def _work(ITEMS, PIECES, BOUNDS, item, KEYS, CAP: tl.constexpr):
+def _work(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
     """(block's key, first entry, end of entries) of a work item; the key is KEYS and both bounds 0 for none."""
     key = tl.load(ITEMS + item)
     piece = item - tl.load(PIECES + key)
-    begin = tl.load(BOUNDS + key) + piece * CAP
-    end = tl.minimum(begin + CAP, tl.load(BOUNDS + tl.minimum(key + 1, KEYS)))
+    begin = tl.load(BOUNDS + key) + piece * cap
+    end = tl.minimum(begin + cap, tl.load(BOUNDS + tl.minimum(key + 1, KEYS)))
     none = key >= KEYS
     return key, tl.where(none, 0, begin), tl.where(none, 0, end)
 
 
 @triton.jit
 def _selected_forward(
-    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS, S, T, offset, first_row, blocks, keys, scale2,
+    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    S, T, offset, first_row, blocks, keys, cap, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone."""
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
-    key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, CAP)
+    key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, cap)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
@@ -78,16 +78,16 @@ def _selected_forward(
 @triton.jit
 def _selected_backward(
     Q, K, V, DO, LSE, DELTA, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, offset, first_row, blocks, keys, scale2, scale,
+    S, T, offset, first_row, blocks, keys, cap, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """DQPART [rows,HKV,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     item = tl.program_id(0)
-    key, begin, end = _work(ITEMS, PIECES, BOUNDS, item, keys, CAP)
+    key, begin, end = _work(ITEMS, PIECES, BOUNDS, item, keys, cap)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
@@ -177,7 +177,7 @@ def forward_chunk(
     tile = _forward_tile(q, part.v).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E)
-    constants = _constants(q, part, tile, config, inverse)
+    constants = _constants(q, part, tile, config)
     launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile)
 
 
@@ -197,7 +197,7 @@ def backward_chunk(
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
     # Entries read a turn ahead take registers that wide heads do not have.
-    constants = _constants(q, part, tile, config, inverse) | dict(AHEAD=widest(q, part.v) <= 64)
+    constants = _constants(q, part, tile, config) | dict(AHEAD=widest(q, part.v) <= 64)
     launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
     _add_items(scratch, totals, inverse, chunk, config)
 
@@ -221,11 +221,11 @@ def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
 
 def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots) -> dict[str, int]:
     sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=offset, first_row=slots.first)
-    return sizes | dict(blocks=inverse.blocks, keys=inverse.keys)
+    return sizes | dict(blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
 
 
-def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig, inverse: Inverse) -> dict[str, int]:
-    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks, CAP=inverse.cap)
+def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str, int]:
+    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # A free block lies before the local ones, and so wholly before the query.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
