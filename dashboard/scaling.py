@@ -14,7 +14,7 @@ from dashboard import charts, data, help_pages, parts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
-SWEEPS = ("scaling", "bench", "decode")  # kinds of job that measure several lengths
+SWEEPS = ("scaling", "bench")  # kinds of job that measure memory and time over lengths
 MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved")
 CHART_HEIGHT, LEGEND_ROW = 390, 26  # pixels; a chart grows with its legend
 BESIDE, TOGETHER = "Beside", "In one chart"
@@ -86,7 +86,7 @@ def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
         run_ids = _choose_runs(store, runs)
         planned = data.states(store, run_ids=run_ids)  # also points that have not ended can be asked for
         with st.container(horizontal=True, gap="medium"):
-            passes = _pick("Pass", planned, "pass", _usual_pass(planned))
+            passes = _pick("Pass", planned, "pass", _usual_passes(planned))
             workloads = _pick("Workload", planned, "workload")
             devices = _pick("Device", planned, "device")
             layout = BESIDE
@@ -128,8 +128,13 @@ def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
     return sorted({fit["run_id"] for fit in fits if fit["workload"] == "model" and fit["metric"] in MEMORY})
 
 
-def _usual_pass(states: pd.DataFrame) -> list[str]:
-    return ["forward+backward"] if "forward+backward" in set(states["pass"]) else []
+def _usual_passes(states: pd.DataFrame) -> list[str]:
+    """forward+backward; all passes of a run that has none such, as of decoding."""
+    usual: set[str] = set()
+    for _, passes in states.groupby("run_id")["pass"]:
+        named = set(passes.dropna())
+        usual |= named & {"forward+backward"} or named
+    return sorted(usual) if usual < set(states["pass"].dropna()) else []
 
 
 def _curves(states: pd.DataFrame) -> list[str]:

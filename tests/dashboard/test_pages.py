@@ -153,6 +153,14 @@ def test_a_bench_is_a_sweep_too(complete: str):
     assert show("scaling").multiselect[0].value == [RUN]
 
 
+def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it(complete: str):
+    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE point SET pass = 'decode' WHERE run_id = ?", (RUN,))
+    titles = [subheader.value for subheader in show("scaling").subheader]
+    assert "Time, measured" in titles
+    assert "Memory, reported" in titles
+
+
 def _fits(app: AppTest) -> pd.DataFrame:
     return next(table.value for table in app.table if "Exponent" in table.value.columns)
 
