@@ -18,7 +18,21 @@ from .errors import InputError
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-class Appended:
+class _Held:
+    """Tokens in a buffer [B,room,H,D] that is made by the first of them; `length` is how many were appended."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self.length = 0
+
+    @property
+    def buffer(self) -> Tensor:
+        """The tokens held, and room for others."""
+        assert self._buffer is not None, "nothing was appended yet"
+        return self._buffer
+
+
+class Appended(_Held):
     """Tokens [B,T,H,D] in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
 
     Args:
@@ -27,15 +41,8 @@ class Appended:
     """
 
     def __init__(self, multiple: int = 64, capacity: int = 1) -> None:
+        super().__init__()
         self._multiple, self._capacity = multiple, capacity
-        self._buffer: Tensor | None = None
-        self.length = 0
-
-    @property
-    def buffer(self) -> Tensor:
-        """The tokens held and the room behind them, [B,room,H,D]."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer
 
     def append(self, x: Tensor) -> None:
         """Put x [B,S,H,D] behind the tokens held."""
@@ -67,19 +74,12 @@ class Appended:
         self._buffer = buffer
 
 
-class Recent:
-    """The last `size` tokens [B,T,H,D]; the one at position p lies in slot p % size."""
+class Recent(_Held):
+    """The last `size` tokens [B,T,H,D] of those appended; the one at position p lies in slot p % size of the buffer."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self._buffer: Tensor | None = None
-        self.length = 0
-
-    @property
-    def buffer(self) -> Tensor:
-        """All slots, [B,size,H,D]."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer
 
     def append(self, x: Tensor) -> None:
         """Take x [B,S,H,D] in, dropping the oldest tokens."""
