@@ -234,7 +234,9 @@ class _Chunks:
         """For a cache with room for so many tokens: at most 16 chunks, each of 128 blocks or more."""
         blocks, kept = config.slc_blocks(room), padded(config.slc_count)
         size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
-        return cls(ceil_div(blocks, size), size, kept, power_of_two(config.slc_block // config.cmp_stride))
+        return cls(
+            power_of_two(ceil_div(blocks, size)), size, kept, power_of_two(config.slc_block // config.cmp_stride)
+        )
 
 
 def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -245,8 +247,8 @@ def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def _parts(keys: int, rows: int, tile: Tile) -> int:
-    """Parts of `keys` keys of each of `rows` (sequence, kv head) pairs."""
-    return max(1, min(_PROGRAMS // rows, ceil_div(keys, tile.keys), _MOST_PARTS))
+    """Parts of `keys` keys of each of `rows` (sequence, kv head) pairs; few numbers, as each is compiled for."""
+    return max(1, min(_PROGRAMS // rows, power_of_two(ceil_div(keys, tile.keys)), _MOST_PARTS))
 
 
 def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:

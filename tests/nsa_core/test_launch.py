@@ -1,15 +1,21 @@
-"""A kernel is started on its tensors' device, and compiled once for all launches that it cannot tell apart."""
+"""A kernel is started on its tensors' device, and compiled once for all launches that it cannot tell apart.
+
+So the operator compiles next to nothing for a length that is new to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_core.kernels._launch import Tile, launch
+from nsa_core import NSAConfig
+from nsa_core.cache import DenseCache, NSACache
+from nsa_core.kernels._launch import Tile, launch, record
 
 
 class Kernel:
@@ -95,3 +101,50 @@ def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
     launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, Tile(warps=8))
     assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8]
     assert [start[2] for start in kernel.started[:3]] == [(32, 64), (48, 64), (33, 64)]
+
+
+def compiled_for(seq_len: int) -> set[tuple[str, str, Tile]]:
+    """What forward and backward of bfloat16 attention, 12 query heads to 2, start: kernels with their constants."""
+    from nsa_core.kernels import operators
+
+    config, options = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    q, k, v, gates = (torch.empty(1, seq_len, *tail, **options) for tail in ((12, 64), (2, 64), (2, 64), (12, 3)))
+    plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
+    with record() as seen:
+        out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], plan)
+        torch.autograd.grad(out, [q, k, v, gates], torch.empty_like(out))
+    return {(one.kernel.__name__, str(one.constants), one.tile) for one in seen}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("lengths", [(2_100, 2_203), (24_000, 24_507), (101_000, 103_001)])
+def test_a_slightly_longer_sequence_compiles_nothing(lengths: tuple[int, int]) -> None:
+    before, after = (compiled_for(seq_len) for seq_len in lengths)
+    assert after == before
+    assert len(before) > 15
+
+
+def step_compiled_for(capacity: int) -> set[tuple[str, str, Tile]]:
+    """The same of decoding steps over caches with that capacity, 2 sequences."""
+    from nsa_core.kernels import decode
+
+    config, meta = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta"}
+    q, k, gates = (torch.empty(2, *tail, **meta) for tail in ((12, 64), (3, 2, 64), (12, 3)))
+    sparse, dense = NSACache(config, capacity), DenseCache(capacity)
+    first = torch.empty(2, 1, 2, 64, **meta)
+    sparse.take((first, first, first), (first, first, first))
+    sparse.add_compressed(first[:, :0], first[:, :0])
+    dense.take(first, first)
+    sparse.frequencies = dense.frequencies = torch.empty(32, device="meta")
+    with record() as seen:
+        decode.attend(decode.take(q, k, k, sparse), gates, sparse)
+        decode.attend_dense(decode.take_dense(q, k[:, 0], k[:, 0], dense), dense)
+    return {(one.kernel.__name__, str(one.constants), one.tile) for one in seen}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capacities", [(5_000, 7_000), (70_000, 100_000)])
+def test_a_somewhat_larger_cache_compiles_nothing(capacities: tuple[int, int]) -> None:
+    before, after = (step_compiled_for(capacity) for capacity in capacities)
+    assert after == before
+    assert len(before) == 8
