@@ -148,7 +148,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
     if q.itemsize == 4:
         return Tile(32, 32, 8) if wide <= 128 else Tile(16, 32, 8)
     if wide <= 64:
-        return Tile(64, 64, 4, 1)
+        return Tile(64, 64, 4, 2 if arch(q) < 90 else 1)
     if wide > 128:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
