@@ -143,13 +143,16 @@ class _Cache(ABC):
         if self.capacity is not None and self.length + tokens > self.capacity:
             raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
 
-    def make_room(self, batch: int) -> None:
-        """See that one more token of `batch` sequences fits.
+    def make_room(self, k: Tensor) -> None:
+        """See that one more token, with keys k [B,1,..], fits behind those that are held.
 
         Raises:
-            InputError: as `check`, or a graph is being captured of a cache without a capacity.
+            InputError: as `check`, or its dtype is another, or a graph is being captured of a cache without a capacity.
         """
-        self.check(batch, 1)
+        self.check(len(k), 1)
+        held = self._every_token.buffer.dtype
+        if k.dtype != held:
+            raise InputError("dtype", k.dtype, f"continue in {held}, as the cache was filled, with autocast on or off")
         if self.capacity is None:
             on_gpu = self.position is not None and self.position.is_cuda
             if on_gpu and torch.cuda.is_current_stream_capturing():

@@ -41,14 +41,15 @@ def nsa_step(
         backend: which one chooses the blocks; the prefill's, so that both choose alike.
 
     Raises:
-        InputError: the cache is full, holds other sequences, or a graph is being captured of one without a capacity.
+        InputError: the cache is full, holds other sequences or another dtype, or a graph is being captured of one
+            without a capacity.
         BackendError: the backend is unknown or cannot run.
     """
     select = resolve(backend, ("select",), q.device, q.dtype)["select"]
     if select is BACKENDS["triton"] and not _needs_gradient(q, k, v, gates):
         return _kernel_step(q, k, v, gates, cache, theta, compress)
     cache.recount()
-    cache.make_room(len(q))
+    cache.make_room(k)
     position = cache.length
     cos, sin = angles(torch.arange(position, position + 1, device=q.device), q.shape[-1], theta, q.dtype)
     k_cmp, k_slc, k_win = k.unbind(2)
@@ -69,7 +70,7 @@ def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: flo
     if default(q.device, q.dtype) == "triton" and not _needs_gradient(q, k, v):
         return _dense_kernel_step(q, k, v, cache, theta)
     cache.recount()
-    cache.make_room(len(q))
+    cache.make_room(k)
     position = torch.arange(cache.length, cache.length + 1, device=q.device)
     cos, sin = angles(position, q.shape[-1], theta, q.dtype)
     cache.take(rotate(k, cos, sin), v)
@@ -84,7 +85,7 @@ def _kernel_step(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, theta: float, compress: Compress
 ) -> Tensor:
     kernels = _kernels()
-    _prepare(cache, q, theta)
+    _prepare(cache, k, theta)
     for branch in ("cmp", "select", "slc", "win"):
         note(branch, TRITON)
     rotated = kernels.take(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
@@ -97,7 +98,7 @@ def _kernel_step(
 
 def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta: float) -> Tensor:
     kernels = _kernels()
-    _prepare(cache, q, theta)
+    _prepare(cache, k, theta)
     note("dense", TRITON)
     rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
     out = kernels.attend_dense(rotated, cache)
@@ -105,11 +106,11 @@ def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta
     return out.unsqueeze(1)
 
 
-def _prepare(cache: NSACache | DenseCache, q: Tensor, theta: float) -> None:
-    """Room for a token, and RoPE's frequencies, for the kernels."""
-    cache.make_room(len(q))
+def _prepare(cache: NSACache | DenseCache, k: Tensor, theta: float) -> None:
+    """Room for a token with keys k, and RoPE's frequencies, for the kernels."""
+    cache.make_room(k)
     if cache.frequencies is None:
-        cache.frequencies = frequencies(q.shape[-1], theta, q.device)
+        cache.frequencies = frequencies(k.shape[-1], theta, k.device)
 
 
 def _store_learned(cache: NSACache, compress: Compress) -> None:

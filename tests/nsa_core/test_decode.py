@@ -166,6 +166,18 @@ def test_what_does_not_fit_is_refused_before_any_of_it_is_taken(kind: str) -> No
         layer(x, layer.new_cache(25))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@torch.no_grad()
+def test_another_dtype_than_the_caches_is_refused(kind: str) -> None:
+    layer = layer_of(SMALL).float() if kind == "nsa" else DenseAttention(24, 4, 2, 8)
+    x, cache = torch.randn(1, 21, 24), layer.new_cache()
+    layer(x[:, :20], cache)  # type: ignore[arg-type]
+    refused = pytest.raises(InputError, match=r"^dtype: torch.bfloat16: continue in torch.float32")
+    with torch.autocast("cpu", torch.bfloat16), refused:
+        layer(x[:, 20:], cache)  # type: ignore[arg-type]
+    assert cache.length == 20
+
+
 @torch.no_grad()
 def test_a_prefill_that_fails_leaves_the_cache_empty() -> None:
     layer, x = layer_of(SMALL), torch.randn(1, 20, 24, dtype=torch.float64)
