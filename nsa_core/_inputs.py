@@ -61,7 +61,7 @@ class Operands:
             if x is not None:
                 _check_like(name, x, source)
                 if not packed:
-                    _check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
+                    check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
 
     def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
         """Every packed sequence by itself, with a batch axis of one."""
@@ -69,7 +69,7 @@ class Operands:
         tokens = [config.cmp_tokens(end - start) for start, end in spans]
         for name, x in (("k_cmp", self.k_cmp), ("v_cmp", self.v_cmp)):
             if x is not None:
-                _check_tokens(name, x, sum(tokens))
+                check_tokens(name, x, sum(tokens))
         first = 0
         for (start, end), count in zip(spans, tokens, strict=True):
             yield Operands(
@@ -204,7 +204,7 @@ def _check_like(name: str, x: Tensor, source: Tensor) -> None:
         raise InputError(name, _text(x), f"convert to the dtype and device of the others: {_text(source)}")
 
 
-def _check_tokens(name: str, x: Tensor, tokens: int) -> None:
+def check_tokens(name: str, x: Tensor, tokens: int) -> None:
     if x.shape[-3] != tokens:
         raise InputError(name, _text(x), f"give {tokens} compressed tokens, as cmp_block and cmp_stride have it")
 

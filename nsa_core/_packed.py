@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._inputs import Operands, sequence_spans, triple
+from ._inputs import Operands, check_tokens, sequence_spans, triple
 from .config import NSAConfig
 from .errors import InputError
 
@@ -44,8 +44,8 @@ class Packing:
             q=padded(operands.q),
             keys=triple(padded(x) for x in operands.keys),
             values=triple(padded(x) for x in operands.values),
-            k_cmp=None if operands.k_cmp is None else self._compressed(config, operands.k_cmp),
-            v_cmp=None if operands.v_cmp is None else self._compressed(config, operands.v_cmp),
+            k_cmp=None if operands.k_cmp is None else self._compressed(config, "k_cmp", operands.k_cmp),
+            v_cmp=None if operands.v_cmp is None else self._compressed(config, "v_cmp", operands.v_cmp),
             gates=None if operands.gates is None else padded(operands.gates),
         )
 
@@ -59,9 +59,14 @@ class Packing:
         at = self.starts[:, None] + torch.arange(self.longest, device=x.device)
         return x.index_select(0, at.clamp_max(len(x) - 1).flatten()).unflatten(0, at.shape)
 
-    def _compressed(self, config: NSAConfig, x: Tensor) -> Tensor:
+    def _compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
         """Compressed tokens [Σ Nc,..] as [sequences, Nc of the longest, ..]."""
         counts = ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
+        if _on_host(counts):
+            check_tokens(name, x, int(counts.sum()))
+        else:
+            message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
+            torch.ops.aten._assert_async.msg(counts.sum() == len(x), message)
         tokens = replace(self, starts=counts.cumsum(0) - counts, longest=config.cmp_tokens(self.longest))
         return tokens._padded(x if len(x) else x.new_zeros(1, *x.shape[1:]))
 
@@ -104,6 +109,6 @@ def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tens
     return cu_seqlens.to(torch.int32)
 
 
-def _on_host(cu_seqlens: Tensor) -> bool:
-    """Whether its values can be read now; torch.compile traces without them."""
-    return not isinstance(cu_seqlens, Tensor) or not (cu_seqlens.is_cuda or torch.compiler.is_compiling())
+def _on_host(x: Tensor) -> bool:
+    """Whether its values can be read without waiting; torch.compile traces without them."""
+    return not isinstance(x, Tensor) or not (x.is_cuda or torch.compiler.is_compiling())
