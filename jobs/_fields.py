@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from jobs.measure.check import DENSE
+from jobs.measure.check import DENSE_KERNELS
 from jobs.point import Machine
 from jobs.spec import JobSpec, SpecError
 from nsa_core import NSAConfig, available_backends
@@ -93,10 +93,10 @@ def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, s
     """
     capability = machine.fingerprint.get("capability", "unknown")
     if machine.device == "cuda" and capability == "unknown":
-        return dict.fromkeys(DENSE)
+        return dict.fromkeys(DENSE_KERNELS)
     host = Host.described(capability, machine.fingerprint) if machine.device == "cuda" else Host(None, {})
-    kernels = {name: kernel for name, kernel in DENSE.items() if kernel != "auto"}
-    return dict.fromkeys(DENSE) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+    kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
+    return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
 
 
 def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:

@@ -32,7 +32,7 @@ from jobs._fields import (
     torch_dtype,
 )
 from jobs.measure import check
-from jobs.measure.check import DENSE
+from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import Plan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
@@ -47,7 +47,7 @@ from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 Pass = Literal["forward", "forward+backward"]
 
 
-Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE)]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 
@@ -122,7 +122,7 @@ class Spec(JobSpec):
         if self.shape is not None:
             _check_shape(self.shape, self.workload)
         if self.workload == "model" and (
-            forced := [name for name in self.implementations if DENSE.get(name, "auto") != "auto"]
+            forced := [name for name in self.implementations if DENSE_KERNELS.get(name, "auto") != "auto"]
         ):
             raise ValueError(f"implementations: {forced[0]!r}: is for workload attention alone; use dense")
         if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
@@ -166,7 +166,7 @@ class Spec(JobSpec):
             seed=self.seed,
             threads=threads(self, machine),
             model=replace(model, attention="dense", backend="auto")
-            if implementation in DENSE
+            if implementation in DENSE_KERNELS
             else replace(model, attention="nsa", backend=implementation),
             timing=self.timing.plan,
         )
@@ -237,7 +237,7 @@ class Case:
         """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
         config = asdict(self)
         if self.workload == "attention":
-            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE else ("nsa",))
+            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE_KERNELS else ("nsa",))
             config["model"] = {name: config["model"][name] for name in used}
         return config
 
@@ -345,7 +345,7 @@ def agree(case: Case) -> check.Agreement:
 def attention_call(case: Case, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
     """The operator from gate logits on; its inputs, which stay."""
     inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
-    if case.implementation in DENSE:
+    if case.implementation in DENSE_KERNELS:
         del inputs["gates"]
     if not case.backward:
         return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]

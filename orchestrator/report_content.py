@@ -106,8 +106,11 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
     ours = scaling[(scaling["origin"] == Origin.MEASURED) & scaling["metric"].isin(["time", "peak_extra_memory"])]
     columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
-    theirs_is_dense = pairs["implementation_reported"].astype(str).str.startswith("dense")
-    pairs = pairs.loc[(pairs["implementation"] != "dense") | theirs_is_dense]
+    ours_is_dense, theirs_is_dense = (
+        pairs[name].astype(str).map(report_bench.is_dense).astype(bool)
+        for name in ("implementation", "implementation_reported")
+    )
+    pairs = pairs.loc[~ours_is_dense | theirs_is_dense]
     pairs = pairs.loc[pairs["dtype_reported"].isna() | (pairs["dtype"] == pairs["dtype_reported"])]
     return pairs.sort_values([*_SAME, "implementation", "value_reported"])
 

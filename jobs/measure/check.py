@@ -27,7 +27,9 @@ _REACHES = 4  # the selection is compared over a sequence so many times as long 
 _CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
 
 # Dense attention by the fastest kernel that is there, or by one of them: implementation -> dense_attention's backend.
-DENSE: Mapping[str, str] = MappingProxyType({"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS})
+DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
+    {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
+)
 
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -86,10 +88,10 @@ def make_inputs(
 
 
 def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str) -> Tensor:
-    """The operator that is timed, from gate logits to the gated sum [B,S,Hq,D]; the DENSE ones use no gates."""
+    """The operator that is timed, from gate logits to the gated sum [B,S,Hq,D]; those of DENSE_KERNELS use no gates."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    if implementation in DENSE:
-        return dense_attention(q, k, v, backend=DENSE[implementation])
+    if implementation in DENSE_KERNELS:
+        return dense_attention(q, k, v, backend=DENSE_KERNELS[implementation])
     return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend=implementation)
 
 
@@ -118,7 +120,7 @@ def check_attention(
     seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     blocks = None
-    if implementation not in DENSE:
+    if implementation not in DENSE_KERNELS:
         _check_selection(implementation, config, small, dtype, device, seed)
         blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
 

@@ -48,7 +48,7 @@ def test_markdown_tells_everything(filled: Store):
 
 def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: Store, sweep):
     import_file(sqlite_store, DATA / "peers_h200.csv")  # 8,192 tokens in a batch of 4, 32,768 alone
-    laws = {"chunked": 1.0, "dense": 2.0}
+    laws = {"chunked": 1.0, "dense": 2.0, "dense-sdpa-flash": 2.0}
     records = sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
     sqlite_store.apply_many(records)
     assert "None." in beside(sqlite_store)  # float32 beside bfloat16 compares nothing
@@ -60,8 +60,8 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
     assert "| 8,192 |" not in table  # a batch of one is not a quarter of a batch of four
     assert "32/8 d128" not in table
-    dense = [line for line in table.splitlines() if line.startswith("| dense ")]
-    assert dense
+    dense = [line for line in table.splitlines() if line.startswith("| dense")]
+    assert {line.split()[1] for line in dense} == {"dense", "dense-sdpa-flash"}
     assert all("dense, " in line for line in dense)
 
 
