@@ -66,9 +66,9 @@ down:  ## stop what demo, bench or up started
 test: env  ## the whole test suite (CPU)
 	$(BIN)/python -m pytest
 
-test-gpu: env  ## the kernels' tests on this host's GPU, four at a time where pytest-xdist is installed
+test-gpu: env  ## the kernels' tests on this host's GPU, six at a time
 	@$(NEED_GPU)
-	$(BIN)/python -m pytest tests/gpu $$($(BIN)/python -c 'import xdist; print("-n 4")' 2>/dev/null)
+	$(BIN)/python -m pytest tests/gpu -n 6
 
 aot: env  ## compile every kernel for sm80 and sm90, without a GPU (needs triton >= 3.6)
 	$(BIN)/python -m nsa_core.kernels.aot --full
