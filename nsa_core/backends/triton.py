@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..config import NSAConfig
+from ..errors import BackendError
 from ..routes import Branch, note
 
+_WIDEST = 256  # head dim
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,7 +46,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "triton")
     with torch.no_grad():
-        return _kernels().select(q, k_cmp, config, offset, scale)
+        return _kernels(q).select(q, k_cmp, config, offset, scale)
 
 
 def selected(
@@ -64,7 +66,7 @@ def attend(
     gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
-    kernels, blocks, computed = _kernels(), None, dict(pairs)
+    kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
     if branches != ("win",):
         k_cmp, v_cmp = compressed
         if k_cmp is None or (v_cmp is None and "cmp" in branches):
@@ -86,12 +88,23 @@ def _one(
     offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     note(branch, "triton")
-    kernels = _kernels()
+    kernels = _kernels(q, v)
     plan = kernels.Plan(config, (branch,), offset, scale)
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
 
 
-def _kernels() -> ModuleType:
+def _kernels(*tensors: Tensor) -> ModuleType:
+    """The kernels, for tensors of these head dims.
+
+    Raises:
+        BackendError: tiles of such heads do not fit the device.
+    """
     from ..kernels import operators
 
+    wide = max(x.shape[-1] for x in tensors)
+    old = tensors[0].is_cuda and torch.cuda.get_device_capability(tensors[0].device) < (9, 0)
+    limit = 128 if old and tensors[0].dtype == torch.float32 else _WIDEST
+    if wide > limit:
+        fix = f'its tiles hold heads up to {limit} here, not {wide}; use backend="chunked", or half precision up to 256'
+        raise BackendError("backend", "'triton'", fix)
     return operators

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
+from nsa_core.errors import BackendError
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -278,3 +279,11 @@ def test_it_says_why_it_cannot_run(monkeypatch):
     assert "TRITON_INTERPRET" in os.environ or "cuda" in str(
         available_backends(torch.device("cpu"), torch.float32)["triton"]
     )
+
+
+def test_heads_that_no_tile_holds_are_refused(make_case, config):
+    case = make_case(20, 1, 1, 264, 16)
+    with pytest.raises(BackendError, match=r"^backend: 'triton': its tiles hold heads up to 256 here, not 264; use "):
+        nsa_attention(*case.leaves, config, backend="triton")
+    with pytest.raises(BackendError, match="not 264"):
+        select_blocks(case.q, case.k, config, backend="triton")
