@@ -50,7 +50,7 @@ class Case:
     @property
     def spill_limit(self) -> int:
         """Bytes a thread: beyond a head dim of 128 two float32 accumulators alone fill the registers."""
-        return 128 if max(self.dim, self.value_dim) <= 128 else 416
+        return 128 if max(self.dim, self.value_dim) <= 128 else 384
 
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {_NAMES[self.dtype]}"

@@ -244,7 +244,7 @@ def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
     if q.itemsize == 4:
         return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
     if wide > 128:
-        return Tile(16, warps=8) if arch(q) < 90 else Tile(32, warps=8)
+        return Tile(16, warps=8)
     if arch(q) < 90:
         return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
     if wide <= 64:
