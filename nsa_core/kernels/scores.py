@@ -154,5 +154,5 @@ def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int
 def _importance_tile(q: Tensor) -> Tile:
     wide = padded(q.shape[-1])
     if q.itemsize == 4:
-        return Tile(32, 32, 4) if wide <= 64 else Tile(16, 16, 8)
+        return Tile(32, 32, 8) if wide <= 64 else Tile(16, 16, 8)
     return Tile(64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 4, 1)

@@ -233,7 +233,7 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
-        return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
+        return Tile(16, warps=8)
     if wide > 128:
         return Tile(64, warps=8)
     return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
@@ -242,7 +242,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
 def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
-        return Tile(32, warps=4) if wide <= 64 else Tile(16, warps=8)
+        return Tile(16, warps=8 if wide <= 128 else 16)
     if wide > 128:
         return Tile(16, warps=8)
     if arch(q) < 90:

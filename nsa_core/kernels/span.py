@@ -326,7 +326,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
 def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
-        return Tile(32, 32, 8) if wide <= 128 else Tile(16, 32, 8)
+        return Tile(16, 32, 8)
     if wide > 128:
         return Tile(32, 32, 8)
     if arch(q) < 90:

@@ -146,7 +146,7 @@ def _launch(
 def _tile(q: Tensor, k: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
     wide, group = widest(q, v), q.shape[2] // k.shape[2]
     if q.itemsize == 4:
-        return Tile(32, 32, 8) if wide <= 128 else Tile(16, 32, 8)
+        return Tile(16, 32, 8)
     if wide <= 64:
         return Tile(64, 64, 4, 2 if arch(q) < 90 else 1)
     if wide > 128:
