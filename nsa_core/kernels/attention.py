@@ -73,21 +73,23 @@ def forward(
         flat: keys and values of each branch in turn, compressed ones for cmp.
     """
     parts = plan.parts(flat)
-    outputs, lses = zip(*span.forward(q, parts, plan.offset, plan.scale), strict=True)
-    out, saved = torch.empty_like(outputs[0]), [*outputs, *lses]
+    outputs, lses = map(list, zip(*span.forward(q, parts, plan.offset, plan.scale), strict=True))
+    out = torch.empty_like(outputs[0])
     if not plan.chooses(q):
         merge.gated_sum(outputs, gates, out)
-        return out, saved
+        return out, [*outputs, *lses]
     if blocks is None:
         cmp = plan.branches.index("cmp")
         k_cmp, skip = parts[cmp].k, plan.causal_rows(q)
         blocks = scores.select(q, k_cmp, lses[cmp], plan.config, plan.offset, plan.scale, skip)
     way = plan.branches.index("slc")
     index = _invert(q, parts[way], blocks, plan)
+    merged = torch.empty_like(lses[way])
     for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan.config, plan.offset, plan.scale)
-        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots)
-    return out, [*saved, *index.tensors()]
+        merge.gated_sum_with_slots(outputs, way, lses[way], merged, gates, out, slots)
+    lses[way] = merged
+    return out, [*outputs, *lses, *index.tensors()]
 
 
 def backward(

@@ -16,10 +16,13 @@ from ._launch import Tile, ceil_div, launch, padded
 
 @triton.jit
 def _with_slots(
-    acc, PARTS, LPARTS, LSE, place, ok, used, pair, g, d,
+    acc, PARTS, LPARTS, LSE, MERGED, place, ok, used, pair, g, d,
     G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; LSE becomes that of both."""
+    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; that of both goes to MERGED.
+
+    Not back to LSE: each warp reads all of the tile's, and one may be done before another begins.
+    """
     own = tl.load(LSE + place, mask=ok, other=float("inf"))
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
@@ -33,13 +36,13 @@ def _with_slots(
         o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=used[:, None] & (d < DV)[None, :], other=0.0)
         l += p
         acc += p[:, None] * o.to(tl.float32)
-    tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
+    tl.store(MERGED + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
     return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
 
 
 @triton.jit
 def _merge(
-    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, per_sequence, skip,
+    O1, O2, O3, LSE, MERGED, PARTS, LPARTS, GATES, OUT, total, first, per_sequence, skip,
     WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +60,7 @@ def _merge(
         o = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         if way == SLC:
             used = ok & (place % per_sequence >= skip)
-            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, used, i // G, i % G, d, G, FREE, DV)
+            o = _with_slots(o, PARTS, LPARTS, LSE, MERGED, place, ok, used, i // G, i % G, d, G, FREE, DV)
             tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
         out += tl.load(GATES + place * WAYS + way, mask=ok, other=0.0).to(tl.float32)[:, None] * o
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=inside)
@@ -130,17 +133,22 @@ class Slots:
 def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:
     """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)] to `out`."""
     o1, o2, o3 = _three(outputs)
-    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
+    absent = dict.fromkeys(("LSE", "MERGED", "PARTS", "LPARTS"), gates)
+    pointers = dict(O1=o1, O2=o2, O3=o3, GATES=gates, OUT=out) | absent
     constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, G=1, FREE=0)
     _launch_rows(_merge, out, None, pointers, constants)
 
 
 def gated_sum_with_slots(
-    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots
+    outputs: Sequence[Tensor], way: int, lse: Tensor, merged: Tensor, gates: Tensor, out: Tensor, slots: Slots
 ) -> None:
-    """The same for the rows that have slots, which are first merged into one way's output and lse [B,S,HQ]."""
+    """The same for the rows that have slots, which are first merged into one way's output.
+
+    Its log-sum-exp [B,S,HQ] is read from `lse` and, with the slots, written to `merged`.
+    """
     o1, o2, o3 = _three(outputs)
-    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
+    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, MERGED=merged, PARTS=slots.parts, LPARTS=slots.lse)
+    pointers |= dict(GATES=gates, OUT=out)
     constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, G=slots.group, FREE=slots.free)
     _launch_rows(_merge, out, slots, pointers, constants)
 
