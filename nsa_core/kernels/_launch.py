@@ -101,27 +101,25 @@ def launch(
         return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
-    key = kernel, device, tile, *constants.items(), *map(_trait, arguments.values())
-    compiled = _compiled.get(key)
+    values = arguments | constants
+    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants.values()]
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            values[name] = pointer = x.data_ptr()
+            key += x.dtype, pointer % 16
+        elif isinstance(x, int):
+            key += x % 16 == 0, x == 1, -(1 << 31) <= x < 1 << 31
+    known = tuple(key)
+    compiled = _compiled.get(known)
     if compiled is None:
         compiled = kernel[grid](**arguments, **constants, **tile.options)
         if compiled is not None:  # the interpreter has nothing to keep
-            _compiled[key] = compiled
+            _compiled[known] = compiled
         return
-    values = arguments | constants
     compiled[(*grid, 1, 1)[:3]](*[values[name] for name in kernel.arg_names])
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _trait(x: Any) -> Any:
-    """What a compiled kernel depends on of a run-time argument."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x % 16 == 0, x == 1, -(1 << 31) <= x < 1 << 31
-    return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..config import NSAConfig
 from ..routes import Branch
 from . import inverse, merge, ranges, scores, selected, span, span_keys
 from .inverse import Inverse
-from .merge import Slots
+from .merge import Rows, Slots
 from .ranges import Span
 from .span import Part
 
@@ -73,22 +73,22 @@ def forward(
         flat: keys and values of each branch in turn, compressed ones for cmp.
     """
     parts = plan.parts(flat)
-    outputs, lses = map(list, zip(*span.forward(q, parts, plan.offset, plan.scale), strict=True))
+    outputs, lses = zip(*span.forward(q, parts, plan.offset, plan.scale), strict=True)
     out = torch.empty_like(outputs[0])
     if not plan.chooses(q):
-        merge.gated_sum(outputs, gates, out)
+        merge.gated_sum(outputs, gates, out, Rows(0, q.shape[1], 0, q.shape[0] * q.shape[1]))
         return out, [*outputs, *lses]
+    skip = plan.causal_rows(q)
     if blocks is None:
         cmp = plan.branches.index("cmp")
-        k_cmp, skip = parts[cmp].k, plan.causal_rows(q)
-        blocks = scores.select(q, k_cmp, lses[cmp], plan.config, plan.offset, plan.scale, skip)
+        blocks = scores.select(q, parts[cmp].k, lses[cmp], plan.config, plan.offset, plan.scale, skip)
+    if skip:
+        merge.gated_sum(outputs, gates, out, Rows(0, skip, 0, q.shape[0] * skip))
     way = plan.branches.index("slc")
     index = _invert(q, parts[way], blocks, plan)
-    merged = torch.empty_like(lses[way])
     for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan.config, plan.offset, plan.scale)
-        merge.gated_sum_with_slots(outputs, way, lses[way], merged, gates, out, slots)
-    lses[way] = merged
+        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots)
     return out, [*outputs, *lses, *index.tensors()]
 
 
@@ -97,11 +97,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Gradients of q, gates and `flat`, from that of the output and from what `forward` saved."""
     ways, parts = len(plan.branches), plan.parts(flat)
-    dgates, lses, deltas = merge.prepare(saved[:ways], saved[ways : 2 * ways], gates, do)
-    dq = span.backward_q(q, do, parts, lses, deltas, plan.offset, plan.scale)
+    dgates, stats = merge.prepare(saved[:ways], saved[ways : 2 * ways], gates, do)
+    dq = span.backward_q(q, do, parts, stats, plan.offset, plan.scale)
     grads: list[Tensor] = []
-    for part, lse, delta in zip(parts, lses, deltas, strict=True):
-        given = q, do, part, lse, delta
+    for part, of_part in zip(parts, stats, strict=True):
+        given = q, do, part, of_part
         if part.branch == "slc" and plan.chooses(q):
             index = Inverse(*saved[2 * ways :], *_sizes(q, part, plan))
             grads += _selected_backward(*given, index, dq, plan)
@@ -122,10 +122,11 @@ def _invert(q: Tensor, part: Part, blocks: Tensor, plan: Plan) -> Inverse:
 
 
 def _sizes(q: Tensor, part: Part, plan: Plan) -> tuple[int, int, int, int]:
-    """Of the inverse index: query rows of a chunk, its keys, selection blocks of a sequence, entries of a work item."""
+    """Of the inverse index: choosing rows a chunk, keys, selection blocks of a sequence, entries of a work item."""
     batch, tokens, kv_heads, dim = part.k.shape
     free = plan.config.free_blocks
-    rows = selected.slot_rows(q, max(dim, part.v.shape[-1]), free)
+    choosing = batch * (q.shape[1] - plan.causal_rows(q))
+    rows = min(choosing, selected.slot_rows(q, max(dim, part.v.shape[-1]), free))
     of_sequence = plan.config.slc_blocks(tokens)
     return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, free, rows)
 
@@ -135,20 +136,21 @@ def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]
     kv_heads, dim = of.shape[2:]
     shape = index.rows, kv_heads, plan.config.free_blocks, q.shape[2] // kv_heads
     parts, lse = q.new_empty(*shape, dim), torch.empty(shape, dtype=torch.float32, device=q.device)
-    total = q.shape[0] * q.shape[1]
-    for first in range(0, total, index.rows):
-        yield Slots(parts, lse, first, min(index.rows, total - first), plan.causal_rows(q))
+    skip = plan.causal_rows(q)
+    length = q.shape[1] - skip
+    for first in range(0, q.shape[0] * length, index.rows):
+        yield Slots(parts, lse, Rows(skip, length, first, min(index.rows, q.shape[0] * length - first)))
 
 
 def _selected_backward(
-    q: Tensor, do: Tensor, part: Part, lse: Tensor, delta: Tensor, index: Inverse, dq: Tensor, plan: Plan
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, index: Inverse, dq: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v; that of q from the free blocks is added to dq."""
     config, offset, scale = plan.config, plan.offset, plan.scale
-    totals = span_keys.backward_kv(q, do, part, lse, delta, offset, scale, torch.float32)
+    totals = span_keys.backward_kv(q, do, part, stats, offset, scale, torch.float32)
     dk_parts, dv_parts = (x.new_empty(index.limit, config.slc_block, x.shape[-1]) for x in totals)
     for chunk, slots in enumerate(_slots(q, part.k, index, plan)):
         scratch, where = (dk_parts, dv_parts), (config, offset, scale)
-        selected.backward_chunk(q, do, part, lse, delta, slots, totals, scratch, index, chunk, *where)
+        selected.backward_chunk(q, do, part, stats, slots, totals, scratch, index, chunk, *where)
         merge.sum_dq(slots, dq)
     return totals[0].to(part.k.dtype), totals[1].to(part.v.dtype)

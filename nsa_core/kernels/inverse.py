@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """Which queries chose a block freely: the inverse of the selection, cut into work items of bounded size.
 
-Queries are taken in chunks, so that what the selected branch writes for each (query, chosen block) stays small. Within
-a chunk, entries (query, kv head, rank) are sorted by block, stably, so that every block meets its queries in order.
+Only rows that choose have entries: those from `skip` on of every sequence, numbered over batch and sequence. They are
+taken in chunks, so that what the selected branch writes for each (row, chosen block) stays small. Within a chunk,
+entries (choosing row, kv head, rank) are sorted by block, stably, so that every block meets its queries in order.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _TILE = Tile(warps=4)
 
 @triton.jit
 def _sort_keys(
-    CHOSEN, KEYS, total, S, rows, blocks, keys, skip,
+    CHOSEN, KEYS, total, choosing, rows, blocks, keys, skip,
     HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """KEYS of the free ranks of CHOSEN [B,S,HKV,COUNT]: chunk, batch, kv head, block; padding is last in its chunk."""
     i = tl.program_id(0) * N + tl.arange(0, N)
-    head = (i // FREE).to(tl.int64)
-    block = tl.load(CHOSEN + head * COUNT + INIT + i % FREE, mask=i < total, other=-1)
     row, kvh = i // (HKV * FREE), i // FREE % HKV
-    place = (row // S * HKV + kvh) * blocks + block
-    place = tl.where((block < 0) | (row % S < skip), keys, place)
+    b = row // choosing
+    head = (row + (b + 1) * skip).to(tl.int64) * HKV + kvh
+    block = tl.load(CHOSEN + head * COUNT + INIT + i % FREE, mask=i < total, other=-1)
+    place = tl.where(block < 0, keys, (b * HKV + kvh) * blocks + block)
     tl.store(KEYS + i, row // rows * (keys + 1) + place, mask=i < total)
 
 
@@ -75,13 +76,12 @@ class Inverse:
     """Entries sorted by (chunk, batch, kv head, block).
 
     Attributes:
-        entries: int32; an entry is (query row · HKV + kv head) · free + free rank, rows counting over batch and
-            sequence.
+        entries: int32; an entry is (choosing row · HKV + kv head) · free + free rank.
         bounds: int32 [chunks · (keys + 1) + 1], where the entries of each block begin; the extra key of each chunk
             collects the padding.
         pieces: int32 [chunks, keys + 2], work items before each block within its chunk.
         items: int32 [chunks, limit], the block of every work item; `keys` for those not needed.
-        rows: query rows of a chunk (batch and sequence flattened), the last one possibly shorter.
+        rows: choosing rows of a chunk, the last one possibly shorter.
         keys: blocks of all heads: B · HKV · blocks.
         blocks: selection blocks of a sequence.
         cap: entries of a work item at most.
@@ -116,22 +116,23 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
     Args:
         config: how many of the blocks, first and last of those chosen, are forced.
         blocks: selection blocks of a sequence.
-        rows: query rows of a chunk.
+        rows: choosing rows of a chunk.
         cap: entries of a work item.
         skip: rows at the start of every sequence whose choice does not count.
     """
     batch, length, kv_heads, count = chosen.shape
     free = config.free_blocks
-    keys, total = batch * kv_heads * blocks, batch * length * kv_heads * free
-    chunks, per_chunk = ceil_div(batch * length, rows), rows * kv_heads * free
+    choosing = length - skip
+    keys, total = batch * kv_heads * blocks, batch * choosing * kv_heads * free
+    chunks, per_chunk = ceil_div(batch * choosing, rows), rows * kv_heads * free
     sort_keys = torch.empty(total, dtype=torch.int32, device=chosen.device)
-    sizes = dict(total=total, S=length, rows=rows, blocks=blocks, keys=keys, skip=skip)
+    sizes = dict(total=total, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip)
     ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
     _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
     last = chunks * (keys + 1)
     # Full items, and for every block that the chunk can meet one that is not.
-    limit = per_chunk // cap + min(_reached(rows, length, batch) * kv_heads * blocks, per_chunk)
+    limit = per_chunk // cap + min(_reached(rows, choosing, batch) * kv_heads * blocks, per_chunk)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 2), (chunks, limit))

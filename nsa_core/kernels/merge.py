@@ -15,43 +15,42 @@ from ._launch import Tile, ceil_div, launch, padded
 
 
 @triton.jit
-def _with_slots(
-    acc, PARTS, LPARTS, LSE, MERGED, place, ok, used, pair, g, d,
-    G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; that of both goes to MERGED.
+def _place(i, first, length, gap, begin, HQ: tl.constexpr):
+    """Where the i-th (row, head) pair of a Rows lies among all."""
+    row = first + i // HQ
+    return (row + row // length * gap + begin) * HQ + i % HQ
 
-    Not back to LSE: each warp reads all of the tile's, and one may be done before another begins.
-    """
+
+@triton.jit
+def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr):
+    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; LSE becomes that of both."""
     own = tl.load(LSE + place, mask=ok, other=float("inf"))
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
     for rank in range(FREE):
-        m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=used, other=float("-inf")))
+        m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=ok, other=float("-inf")))
     l = tl.exp2(own - m)
     acc *= l[:, None]
     for rank in range(FREE):
         slot = (pair * FREE + rank) * G + g
-        p = tl.exp2(tl.load(LPARTS + slot, mask=used, other=float("-inf")) - m)
-        o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=used[:, None] & (d < DV)[None, :], other=0.0)
+        p = tl.exp2(tl.load(LPARTS + slot, mask=ok, other=float("-inf")) - m)
+        o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=ok[:, None] & (d < DV)[None, :], other=0.0)
         l += p
         acc += p[:, None] * o.to(tl.float32)
-    tl.store(MERGED + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
+    tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
+    tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
     return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
 
 
 @triton.jit
 def _merge(
-    O1, O2, O3, LSE, MERGED, PARTS, LPARTS, GATES, OUT, total, first, per_sequence, skip,
-    WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr,
+    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, length, gap, begin,
+    HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs, whose first is `first` + M · program.
-
-    Way SLC, if there is one, has slots, which the first `skip` of every `per_sequence` pairs do not have.
-    """
+    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, d, place = i < total, tl.arange(0, DVP), first + i
+    ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, gap, begin, HQ)
     inside = ok[:, None] & (d < DV)[None, :]
     at = place[:, None] * DV + d[None, :]
     out = tl.zeros([M, DVP], tl.float32)
@@ -59,8 +58,7 @@ def _merge(
         source = O1 if way == 0 else (O2 if way == 1 else O3)
         o = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         if way == SLC:
-            used = ok & (place % per_sequence >= skip)
-            o = _with_slots(o, PARTS, LPARTS, LSE, MERGED, place, ok, used, i // G, i % G, d, G, FREE, DV)
+            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, i // G, i % G, d, G, FREE, DV)
             tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
         out += tl.load(GATES + place * WAYS + way, mask=ok, other=0.0).to(tl.float32)[:, None] * o
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=inside)
@@ -68,14 +66,13 @@ def _merge(
 
 @triton.jit
 def _sum_dq(
-    PARTS, DQ, total, first, per_sequence, skip,
-    G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+    PARTS, DQ, total, first, length, gap, begin,
+    HQ: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """DQ += the FREE slots of M (row, head) pairs in rank order; the first `skip` of every `per_sequence` have none."""
+    """DQ += the FREE slots of M (row, head) pairs in rank order."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d, pair, g, place = tl.arange(0, DP), i // G, i % G, first + i
-    used = (i < total) & (place % per_sequence >= skip)
-    inside = used[:, None] & (d < D)[None, :]
+    d, pair, g, place = tl.arange(0, DP), i // G, i % G, _place(i, first, length, gap, begin, HQ)
+    inside = (i < total)[:, None] & (d < D)[None, :]
     at = DQ + place[:, None] * D + d[None, :]
     acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     for rank in range(FREE):
@@ -86,10 +83,10 @@ def _sum_dq(
 
 @triton.jit
 def _prepare(
-    O1, O2, O3, LSE1, LSE2, LSE3, GATES, DO, DGATES, LSES, DELTAS, total,
+    O1, O2, O3, LSE1, LSE2, LSE3, GATES, DO, DGATES, STATS, total,
     WAYS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """DELTAS [WAYS,.] = do · o, which is DGATES [.,WAYS] too, and LSES [WAYS,.] = lse - log2 gate."""
+    """STATS [WAYS,.,2] = (lse - log2 gate, do · o); the second is DGATES [.,WAYS] too."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d = i < total, tl.arange(0, DVP)
     inside = ok[:, None] & (d < DV)[None, :]
@@ -101,25 +98,38 @@ def _prepare(
         delta = tl.sum(do * tl.load(source + at, mask=inside, other=0.0).to(tl.float32), 1)
         g = tl.load(GATES + i * WAYS + way, mask=ok, other=0.0).to(tl.float32)
         tl.store(DGATES + i * WAYS + way, delta.to(DGATES.dtype.element_ty), mask=ok)
-        tl.store(DELTAS + way * total + i, delta, mask=ok)
-        tl.store(LSES + way * total + i, tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g), mask=ok)
+        stats = tl.join(tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g), delta)
+        tl.store(STATS + (way * total + i)[:, None] * 2 + tl.arange(0, 2)[None, :], stats, mask=ok[:, None])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of every sequence: those from `begin` on, `length` in number, counted over the batch.
+
+    Attributes:
+        begin, length: see above.
+        first, count: which of all these are meant.
+    """
+
+    begin: int
+    length: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What the free blocks add to query rows first .. first+rows-1, batch and sequence flattened.
+    """What the free blocks add to some rows.
 
     Attributes:
-        parts: in q's dtype, [rows,HKV,free,G,D].
-        lse: float32 [rows,HKV,free,G]; without a meaning in the backward.
-        skip: the first rows of every sequence, which have no slots.
+        parts: in q's dtype, [rows.count or more,HKV,free,G,D].
+        lse: float32 [rows.count or more,HKV,free,G]; without a meaning in the backward.
+        rows: those that choose blocks, or a chunk of them.
     """
 
     parts: Tensor
     lse: Tensor
-    first: int
-    rows: int
-    skip: int
+    rows: Rows
 
     @property
     def free(self) -> int:
@@ -130,38 +140,33 @@ class Slots:
         return self.parts.shape[3]
 
 
-def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:
+def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows) -> None:
     """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)] to `out`."""
     o1, o2, o3 = _three(outputs)
-    absent = dict.fromkeys(("LSE", "MERGED", "PARTS", "LPARTS"), gates)
-    pointers = dict(O1=o1, O2=o2, O3=o3, GATES=gates, OUT=out) | absent
+    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
     constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, G=1, FREE=0)
-    _launch_rows(_merge, out, None, pointers, constants)
+    _launch_rows(_merge, out, rows, pointers, constants)
 
 
 def gated_sum_with_slots(
-    outputs: Sequence[Tensor], way: int, lse: Tensor, merged: Tensor, gates: Tensor, out: Tensor, slots: Slots
+    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots
 ) -> None:
-    """The same for the rows that have slots, which are first merged into one way's output.
-
-    Its log-sum-exp [B,S,HQ] is read from `lse` and, with the slots, written to `merged`.
-    """
+    """The same for rows that have slots, which are first merged into one way's output and lse [B,S,HQ]."""
     o1, o2, o3 = _three(outputs)
-    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, MERGED=merged, PARTS=slots.parts, LPARTS=slots.lse)
-    pointers |= dict(GATES=gates, OUT=out)
+    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
     constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, G=slots.group, FREE=slots.free)
-    _launch_rows(_merge, out, slots, pointers, constants)
+    _launch_rows(_merge, out, slots.rows, pointers, constants)
 
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
     """Adds the slots to dq [B,S,HQ,D]."""
     constants = _width(dq, "D") | dict(G=slots.group, FREE=slots.free)
-    _launch_rows(_sum_dq, dq, slots, dict(PARTS=slots.parts, DQ=dq), constants)
+    _launch_rows(_sum_dq, dq, slots.rows, dict(PARTS=slots.parts, DQ=dq), constants)
 
 
 def prepare(
     outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, do: Tensor
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """What the branches' backwards start from, in one pass.
 
     With lse - log2 g in place of lse the probabilities come out multiplied by the gate, and every branch works from the
@@ -169,26 +174,23 @@ def prepare(
     negative.
 
     Returns:
-        the gradient of gates [B,S,HQ,ways], and for each branch lse - log2 g and do · o, float32 [B,S,HQ].
+        the gradient of gates [B,S,HQ,ways], and for each branch (lse - log2 g, do · o), float32 [B,S,HQ,2].
     """
     ways, rows = len(outputs), do.shape[0] * do.shape[1]
     dgates = torch.empty_like(gates)
-    folded, deltas = (torch.empty(ways, *do.shape[:3], dtype=torch.float32, device=do.device) for _ in range(2))
+    stats = torch.empty(ways, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
     pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
-    pointers |= dict(GATES=gates, DO=do, DGATES=dgates, LSES=folded, DELTAS=deltas)
+    pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
     _launch_pairs(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways))
-    return dgates, list(folded.unbind()), list(deltas.unbind())
+    return dgates, list(stats.unbind())
 
 
-def _launch_rows(
-    kernel: object, x: Tensor, slots: Slots | None, pointers: dict[str, Tensor], constants: dict[str, int]
-) -> None:
-    """Over the rows of x [B,S,HQ,D] that have slots, or over all."""
-    batch, length, heads, _ = x.shape
-    first, rows, skip = (0, batch * length, 0) if slots is None else (slots.first, slots.rows, slots.skip)
-    numbers = dict(first=first * heads, per_sequence=length * heads, skip=skip * heads)
-    _launch_pairs(kernel, x, rows, pointers, numbers, constants)
+def _launch_rows(kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int]) -> None:
+    """Over these rows of x [B,S,HQ,D]."""
+    heads = x.shape[2]
+    numbers = dict(first=rows.first, length=rows.length, gap=x.shape[1] - rows.length, begin=rows.begin)
+    _launch_pairs(kernel, x, rows.count, pointers, numbers, constants | dict(HQ=heads))
 
 
 def _launch_pairs(

@@ -18,7 +18,7 @@ from ..config import NSAConfig
 from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, padded, widest
 from .inverse import Inverse
 from .merge import Slots
-from .ranges import load_rows
+from .ranges import load_rows, load_stats
 from .span import Part
 
 
@@ -36,7 +36,7 @@ def _work(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
 @triton.jit
 def _selected_forward(
     Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, offset, first_row, blocks, keys, cap, scale2,
+    S, T, offset, first_row, skip, blocks, keys, cap, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -54,22 +54,25 @@ def _selected_forward(
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
+        first_entry = first_row * (HKV * FREE)
+        row0 = first_row + (b + 1) * skip
+        Q += (row0.to(tl.int64) * HQ + kvh * G) * D
+        t0 = offset + row0 - b * S
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
+            entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry) - first_entry
             row = entry // (HKV * FREE)
-            q = load_rows(Q, row.to(tl.int64) * HQ + kvh * G + h, D, d, D, DP, ok, True)
-            t = offset + row - b * S
+            q = load_rows(Q, row * HQ + h, D, d, D, DP, ok, True)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
-                s = tl.where((n0 + n)[None, :] <= t[:, None], s, float("-inf"))
+                s = tl.where((n0 + n)[None, :] <= (t0 + row)[:, None], s, float("-inf"))
             if SB < SBP:
                 s = tl.where((n < SB)[None, :], s, float("-inf"))
             m = tl.maximum(tl.max(s, 1) * scale2, -1e30)
             p = tl.exp2(s * scale2 - m[:, None])
             l = tl.sum(p, 1)
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
-            slot = (entry - first_row * (HKV * FREE)).to(tl.int64) * G + h
+            slot = entry * G + h
             at = OPART + slot[:, None] * DV + dv[None, :]
             tl.store(at, o.to(OPART.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
             tl.store(LPART + slot, m + tl.log2(l), mask=ok)
@@ -77,11 +80,11 @@ def _selected_forward(
 
 @triton.jit
 def _selected_backward(
-    Q, K, V, DO, LSE, DELTA, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, offset, first_row, blocks, keys, cap, scale2, scale,
+    Q, K, V, DO, STATS, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    S, T, offset, first_row, skip, blocks, keys, cap, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """DQPART [rows,HKV,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
     G: tl.constexpr = HQ // HKV
@@ -100,32 +103,42 @@ def _selected_backward(
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
-        following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=0)
+        first_entry = first_row * (HKV * FREE)
+        row0 = first_row + (b + 1) * skip
+        first = row0.to(tl.int64) * HQ + kvh * G
+        Q += first * D
+        DO += first * DV
+        STATS += first * 2
+        t0 = offset + row0 - b * S
+        if AHEAD:
+            following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            entry = following
             if AHEAD:  # what is read of q waits for its entry
-                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=0)
+                entry = following
+                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
             else:
-                entry = tl.load(ENTRIES + i + qi, mask=ok, other=0)
+                entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
+            entry -= first_entry
             row = entry // (HKV * FREE)
-            at = row.to(tl.int64) * HQ + kvh * G + h
+            at = row * HQ + h
             q = load_rows(Q, at, D, d, D, DP, ok, True)
             do = load_rows(DO, at, DV, e, DV, DVP, ok, True)
-            lse = tl.load(LSE + at, mask=ok, other=float("inf"))
-            delta = tl.load(DELTA + at, mask=ok, other=0.0)
-            t = offset + row - b * S
+            lse, delta = load_stats(STATS, at, ok)
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
             if MASKED:
-                p = tl.where((n0 + n)[:, None] <= t[None, :], p, 0.0)
+                p = tl.where((n0 + n)[:, None] <= (t0 + row)[None, :], p, 0.0)
             if SB < SBP:
                 p = tl.where((n < SB)[:, None], p, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
-            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
-            slot = (entry - first_row * (HKV * FREE)).to(tl.int64) * G + h
+            if TURNED:  # Hopper's matrix instructions want 64 rows: there are more columns of q than queries
+                dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee") * scale)
+            else:
+                dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
+            slot = entry * G + h
             to = DQPART + slot[:, None] * D + d[None, :]
             tl.store(to, dq.to(DQPART.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         place = item.to(tl.int64) * SB + n
@@ -136,32 +149,47 @@ def _selected_backward(
 
 @triton.jit
 def _sum_items(
-    PARTS, TOTAL, PIECES, T, blocks,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    DKPART, DVPART, DK, DVALUE, PIECES, T, blocks,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SB: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """TOTAL [B,T,HKV,D] += the parts of one block's work items, in order, for ROWS of the block's tokens."""
+    """DK [B,T,HKV,D] and DVALUE [..,DV] += the parts of one block's work items, for ROWS of the block's tokens."""
     key = tl.program_id(0)
     begin, end = tl.load(PIECES + key), tl.load(PIECES + key + 1)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
-        n, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
-        inside = ((n < SB) & (n0 + n < T))[:, None] & (d < D)[None, :]
-        at = TOTAL + ((b.to(tl.int64) * T + n0 + n) * HKV + kvh)[:, None] * D + d[None, :]
-        total = tl.load(at, mask=inside, other=0.0)
-        within = n[:, None] * D + d[None, :]
-        for item in range(begin, end, UNROLL):
-            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
-                part = PARTS + tl.cast(item + u, tl.int64) * (SB * D) + within
-                total += tl.load(part, mask=inside & (0 * n + item + u < end)[:, None], other=0.0)
-        tl.store(at, total, mask=inside)
+        n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = (b.to(tl.int64) * T + n0 + n) * HKV + kvh
+        ok = (n < SB) & (n0 + n < T)
+        if tl.program_id(2) == 0:
+            _add_parts(DKPART, DK, begin, end, n, row, ok, D, DP, SB, UNROLL)
+        else:
+            _add_parts(DVPART, DVALUE, begin, end, n, row, ok, DV, DVP, SB, UNROLL)
+
+
+@triton.jit
+def _add_parts(
+    PARTS, TOTAL, begin, end, n, row, ok, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, UNROLL: tl.constexpr
+):
+    """Rows `row` of TOTAL [.., D] += rows n of PARTS [items,SB,D], items begin..end-1 in order."""
+    d = tl.arange(0, DP)
+    inside = ok[:, None] & (d < D)[None, :]
+    at = TOTAL + row[:, None] * D + d[None, :]
+    total = tl.load(at, mask=inside, other=0.0)
+    within = n[:, None] * D + d[None, :]
+    for item in range(begin, end, UNROLL):
+        for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+            part = PARTS + tl.cast(item + u, tl.int64) * (SB * D) + within
+            total += tl.load(part, mask=inside & (0 * n + item + u < end)[:, None], other=0.0)
+    tl.store(at, total, mask=inside)
 
 
 def slot_rows(q: Tensor, dim: int, free: int) -> int:
-    """Query rows (batch and sequence flattened) of a chunk: slots take four times q's bytes, within bounds."""
+    """Choosing rows of a chunk at most: slots take four times q's bytes, within bounds."""
     row = q.shape[2] * free * dim * q.itemsize
     budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
-    return max(1, min(q.shape[0] * q.shape[1], budget // row))
+    return max(1, budget // row)
 
 
 def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
@@ -182,22 +210,24 @@ def forward_chunk(
 
 
 def backward_chunk(
-    q: Tensor, do: Tensor, part: Part, lse: Tensor, delta: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
     scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float,
 ) -> None:  # fmt: skip
     """Fills the slots of one chunk with parts of dq, and adds to the totals of dk and dv.
 
     Args:
-        do, lse, delta: as in span_keys.backward_kv.
+        do, stats: as in span_keys.backward_kv.
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
-    tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
-    pointers = dict(Q=q, K=part.k, V=part.v, DO=do, LSE=lse, DELTA=delta)
+    tile = _backward_tile(q, part.v).holding(slots.group)
+    pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
+    wide = widest(q, part.v)
     # Entries read a turn ahead take registers that wide heads do not have.
-    constants = _constants(q, part, tile, config) | dict(AHEAD=widest(q, part.v) <= 64)
+    ways = dict(AHEAD=wide <= 128, TURNED=wide == 128 and tile.rows < 64 and q.itemsize < 4)
+    constants = _constants(q, part, tile, config) | ways
     launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
     _add_items(scratch, totals, inverse, chunk, config)
 
@@ -206,12 +236,13 @@ def _add_items(
     scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig
 ) -> None:
     """Sums the parts of every block's work items in order."""
-    for parts, total in zip(scratch, totals, strict=True):
-        _, tokens, kv_heads, dim = total.shape
-        arguments = dict(PARTS=parts, TOTAL=total, PIECES=inverse.pieces[chunk], T=tokens, blocks=inverse.blocks)
-        sizes = dict(HKV=kv_heads, D=dim, DP=padded(dim), SB=config.slc_block, ROWS=16, UNROLL=4)
-        grid = inverse.keys, ceil_div(config.slc_block, 16)
-        launch(_sum_items, grid, arguments, sizes, Tile(warps=4))
+    pointers = dict(DKPART=scratch[0], DVPART=scratch[1], DK=totals[0], DVALUE=totals[1], PIECES=inverse.pieces[chunk])
+    numbers = dict(T=totals[0].shape[1], blocks=inverse.blocks)
+    (kv_heads, dim), value_dim = totals[0].shape[2:], totals[1].shape[3]
+    dims = dict(HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
+    sizes = dims | dict(SB=config.slc_block, ROWS=16, UNROLL=4)
+    grid = inverse.keys, ceil_div(config.slc_block, 16), 2
+    launch(_sum_items, grid, pointers | numbers, sizes, Tile(warps=4))
 
 
 def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
@@ -220,8 +251,9 @@ def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
 
 
 def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots) -> dict[str, int]:
-    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=offset, first_row=slots.first)
-    return sizes | dict(blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
+    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=offset)
+    rows = dict(first_row=slots.rows.first, skip=slots.rows.begin)
+    return sizes | rows | dict(blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
 
 
 def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str, int]:
@@ -236,10 +268,10 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(16, warps=8)
     if wide > 128:
         return Tile(64, warps=8)
-    return Tile(64, warps=4, stages=1 if wide <= 64 else 3)
+    return Tile(64, warps=4, stages=3)
 
 
-def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
+def _backward_tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, warps=8 if wide <= 128 else 16)
@@ -247,7 +279,4 @@ def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
         return Tile(16, warps=8)
     if arch(q) < 90:
         return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
-    if wide <= 64:
-        return Tile(64, warps=4)
-    # The division by a group that is no power of two takes the registers of the larger tile.
-    return Tile(64, warps=4, stages=2) if group & (group - 1) == 0 else Tile(32, warps=4, stages=2)
+    return Tile(64 if wide <= 64 else 32, warps=4, stages=3)

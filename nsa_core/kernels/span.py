@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..routes import Branch
 from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
-from .ranges import Span, key_range, load_rows, sees
+from .ranges import Span, key_range, load_rows, load_stats, sees
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,13 @@ def _backward_tiles(
 
 @triton.jit
 def _backward_span(
-    q, do, dq, t, t0, t1, ok, row, K, V, LSE, DELTA, N, scale2,
+    q, do, dq, t, t0, t1, ok, row, K, V, STATS, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dq += ds k of one branch for the queries t0..t1."""
-    lse = tl.load(LSE + row, mask=ok, other=float("inf"))
-    delta = tl.load(DELTA + row, mask=ok, other=0.0)
+    lse, delta = load_stats(STATS, row, ok)
     i, a, b, c, d = key_range(t0, t1, N, BLOCK, STRIDE, ALIGN, WINDOW, INIT, CAUSAL, BN)
     if INIT % BN == 0:
         dq = _backward_tiles(
@@ -182,7 +181,7 @@ def _backward_span(
 
 @triton.jit
 def _span_backward_q(
-    Q, DO, DQ, KC, VC, LSEC, DELTAC, KW, VW, LSEW, DELTAW, KS, VS, LSES, DELTAS, S, NC, T, offset, scale2, scale,
+    Q, DO, DQ, KC, VC, STATSC, KW, VW, STATSW, KS, VS, STATSS, S, NC, T, offset, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr,
@@ -205,16 +204,16 @@ def _span_backward_q(
     if CMP:
         head = b.to(tl.int64) * NC * HKV + kvh
         dq = _backward_span(
-            q, do, dq, t, t0, t1, ok, row, KC + head * D, VC + head * DV, LSEC + first_row, DELTAC + first_row,
+            q, do, dq, t, t0, t1, ok, row, KC + head * D, VC + head * DV, STATSC + first_row * 2,
             NC, scale2, HKV, D, DV, DP, DVP, BN, BLOCK, STRIDE, 0, 0, 0, 0)  # fmt: skip
     head = b.to(tl.int64) * T * HKV + kvh
     if WIN:
         dq = _backward_span(
-            q, do, dq, t, t0, t1, ok, row, KW + head * D, VW + head * DV, LSEW + first_row, DELTAW + first_row,
+            q, do, dq, t, t0, t1, ok, row, KW + head * D, VW + head * DV, STATSW + first_row * 2,
             T, scale2, HKV, D, DV, DP, DVP, BN, 1, 1, 1, WINDOW, 0, 0)  # fmt: skip
     if SLC:
         dq = _backward_span(
-            q, do, dq, t, t0, t1, ok, row, KS + head * D, VS + head * DV, LSES + first_row, DELTAS + first_row,
+            q, do, dq, t, t0, t1, ok, row, KS + head * D, VS + head * DV, STATSS + first_row * 2,
             T, scale2, HKV, D, DV, DP, DVP, BN, 1, 1, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
     at = DQ + first_row * D + row[:, None] * D + d[None, :]
     tl.store(at, (dq * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
@@ -254,19 +253,18 @@ def log_sum_exp(q: Tensor, k: Tensor, span: Span, offset: int, scale: float) -> 
 
 
 def backward_q(
-    q: Tensor, do: Tensor, parts: Sequence[Part], lses: Sequence[Tensor], deltas: Sequence[Tensor], offset: int,
-    scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor, do: Tensor, parts: Sequence[Part], stats: Sequence[Tensor], offset: int, scale: float
+) -> Tensor:
     """Gradient [B,S,HQ,D] of q from all parts, in q's dtype.
 
     Args:
         do: gradient [B,S,HQ,DV] of the gated sum.
-        lses, deltas: of each part, float32 [B,S,HQ] with the gate folded in, from merge.prepare.
+        stats: of each part, float32 [B,S,HQ,2] from merge.prepare.
     """
     dq = torch.empty_like(q)
     tile = _backward_q_tile(q, parts[0].v).holding(q.shape[2] // parts[0].k.shape[2])
-    rows = {part.branch: {"LSE": lse, "DELTA": delta} for part, lse, delta in zip(parts, lses, deltas, strict=True)}
-    pointers = dict(Q=q, DO=do, DQ=dq) | _pointers(parts, rows, ("LSE", "DELTA"), q)
+    rows = {part.branch: {"STATS": x} for part, x in zip(parts, stats, strict=True)}
+    pointers = dict(Q=q, DO=do, DQ=dq) | _pointers(parts, rows, ("STATS",), q)
     numbers = _numbers(q, parts, offset, scale) | dict(scale=scale)
     launch(_span_backward_q, _grid(q, parts, tile), pointers | numbers, _constants(q, parts, tile), tile)
     return dq
@@ -276,7 +274,7 @@ _SUFFIX: dict[Branch, str] = {"cmp": "C", "win": "W", "slc": "S"}
 
 
 def _pointers(
-    parts: Sequence[Part], rows: dict[Branch, dict[str, Tensor]], names: tuple[str, str], absent: Tensor
+    parts: Sequence[Part], rows: dict[Branch, dict[str, Tensor]], names: tuple[str, ...], absent: Tensor
 ) -> dict[str, Tensor]:
     """Keys, values and the named tensors of every branch; `absent` stands for those of branches that are off."""
     pointers: dict[str, Tensor] = {}
@@ -320,7 +318,7 @@ def _forward_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(64, 32, 8, 2)
     if arch(q) < 90:
         return Tile(128, 64, 8, 2)
-    return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)
+    return Tile(64, 32, 4, 3, registers=128 if wide <= 64 else 168)
 
 
 def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
@@ -331,4 +329,4 @@ def _backward_q_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(32, 32, 8)
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
-    return Tile(64, 64, 4, 2, registers=168 if wide <= 64 else None)
+    return Tile(64, 32, 4, 3, registers=128) if wide <= 64 else Tile(64, 64, 4, 2)

@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
-from .ranges import Span, load_rows, query_range, sees
+from .ranges import Span, load_rows, load_stats, query_range, sees
 from .span import Part
 
 
 @triton.jit
 def _backward_tiles(
-    begin, end, first, shift, stop, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+    begin, end, first, shift, stop, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
@@ -34,8 +34,7 @@ def _backward_tiles(
         start = tl.cast(i, tl.int64) * HQ
         q = load_rows(Q + start * D, row, D, d, D, DP, ok, True)
         do = load_rows(DO + start * DV, row, DV, e, DV, DVP, ok, True)
-        lse = tl.load(LSE + start + row, mask=ok, other=float("inf"))
-        delta = tl.load(DELTA + start + row, mask=ok, other=0.0)
+        lse, delta = load_stats(STATS + start * 2, row, ok)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
         if MASKED:
             seen = sees((offset + i + qi)[None, :], n[:, None], BLOCK, STRIDE, ALIGN, WINDOW, 0, CAUSAL)
@@ -49,7 +48,7 @@ def _backward_tiles(
 
 @triton.jit
 def _span_backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DVALUE, S, N, T, begin, offset, chunk, batch, scale2, scale,
+    Q, K, V, DO, STATS, DK, DVALUE, S, N, T, begin, offset, chunk, batch, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
@@ -70,17 +69,16 @@ def _span_backward_kv(
     first_row = b.to(tl.int64) * S * HQ + kvh * G
     Q += first_row * D
     DO += first_row * DV
-    LSE += first_row
-    DELTA += first_row
+    STATS += first_row * 2
     s0 = begin + c * chunk
     lo, whole, part, hi = query_range(
         n0, tl.minimum(n0 + BN, N) - 1, s0, tl.minimum(s0 + chunk, S), offset,
         BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, BQ)  # fmt: skip
     dk, dv = _backward_tiles(
-        whole, part, 0, 0, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+        whole, part, 0, 0, hi, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
         HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, False)  # fmt: skip
     dk, dv = _backward_tiles(
-        part - (whole - lo), hi, part, whole - part, hi, k, v, dk, dv, n, Q, DO, LSE, DELTA, offset, scale2,
+        part - (whole - lo), hi, part, whole - part, hi, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
         HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, True)  # fmt: skip
     out = ((c.to(tl.int64) * batch + b) * N + n0) * HKV + kvh
     at = DK + out * D + (n - n0)[:, None] * (HKV * D) + d[None, :]
@@ -90,17 +88,17 @@ def _span_backward_kv(
 
 
 def backward_kv(
-    q: Tensor, do: Tensor, part: Part, lse: Tensor, delta: Tensor, offset: int, scale: float, dtype: torch.dtype
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, offset: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a part's keys [B,N,HKV,D] and values [B,N,HKV,DV], in `dtype`.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
         do: gradient [B,S,HQ,DV] of the gated sum.
-        lse, delta: float32 [B,S,HQ] with the gate folded in, from merge.prepare.
+        stats: float32 [B,S,HQ,2] from merge.prepare.
     """
     k, v, span = part.k, part.v, part.span
-    given = q, k, v, do, lse, delta
+    given = q, k, v, do, stats
     chunks = 1 if span.align else _chunks(q, k, v, k.shape[1], q.shape[1], span)
     dk, dv = _launch(given, span, k.shape[1], 0, chunks, offset, scale, dtype)
     start = max(0, span.causal - offset)  # the first keys are seen by all queries from here on
@@ -119,7 +117,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int, span: Span)
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, k, v, span, tokens).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -128,12 +126,12 @@ def _launch(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
-    q, k, v, do, lse, delta = given
+    q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, k, v, span, tokens).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, v).holding(q.shape[2] // kv_heads)
     kind = dtype if chunks == 1 else torch.float32
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
-    pointers = dict(Q=q, K=k, V=v, DO=do, LSE=lse, DELTA=delta, DK=dk, DVALUE=dv)
+    pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
     numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1], begin=begin, offset=offset, chunk=chunk, batch=batch)
     sizes = dict(BLOCK=span.block, STRIDE=span.stride, ALIGN=span.align, WINDOW=span.window, CAUSAL=span.causal)
@@ -143,17 +141,14 @@ def _launch(
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, span: Span, tokens: int) -> Tile:
-    wide, group = widest(q, v), q.shape[2] // k.shape[2]
+def _tile(q: Tensor, v: Tensor) -> Tile:
+    wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
     if wide <= 64:
-        return Tile(64, 64, 4, 2 if arch(q) < 90 else 1)
+        return Tile(64, 64, 4, 2 if arch(q) < 90 else 3)
     if wide > 128:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    if span.align or tokens <= 64:
-        return Tile(32, 64, 4, 3)
-    # Of other groups ptxas serializes the matrix instructions of the larger tile.
-    return Tile(64, 128, 8, 2) if group in (2, 4, 8, 16) else Tile(32, 128, 8, 3)
+    return Tile(32, 64, 4, 3)
