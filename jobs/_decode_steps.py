@@ -3,70 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from jobs._fields import torch_dtype
+from jobs import _case
 from jobs.measure import check
-from jobs.measure.clock import Plan
 from jobs.point import Beat
 from nsa_core import NSAConfig, compress, nsa_attention
 from nsa_core.backends import BACKENDS
 from nsa_core.cache import DenseCache, NSACache, Triple
 from nsa_core.decode import dense_step, nsa_step
-from nsa_core.model import LayerCache, ModelConfig, NSATransformer
+from nsa_core.model import LayerCache, NSATransformer
 from nsa_core.rope import angles, rotate
 
 DENSE = "dense"
 _THETA = 10_000.0  # RoPE's base where attention alone is measured
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(_case.Case):
     """One point's configuration, as measured."""
 
-    workload: str
-    implementation: str
-    seq_len: int
-    batch: int
-    dtype: str
-    device: str
-    seed: int
-    threads: int | None
-    model: ModelConfig
-    timing: Plan
-
-    def to_config(self) -> dict[str, Any]:
-        """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
-        config = asdict(self)
-        if self.workload == "attention":
-            used = ("heads", "kv_heads", "head_dim", "layers", "attention", "backend")
-            used += () if self.implementation == DENSE else ("nsa",)
-            config["model"] = {name: config["model"][name] for name in used}
-        return config
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Case:
-        given = dict(config["model"])
-        given["nsa"] = NSAConfig(**given.get("nsa", {}))
-        if config["workload"] == "attention":
-            unused = bare_model(given["heads"], given["kv_heads"], given["head_dim"])
-            model = replace(unused, **given)
-        else:
-            model = ModelConfig(**given)
-        return cls(**{**config, "model": model, "timing": Plan(**config["timing"])})
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype)
-
-
-def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1) -> ModelConfig:
-    """A model of which nothing but the attention is used."""
-    return ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1)
+    def _used(self) -> tuple[str, ...]:
+        used = ("heads", "kv_heads", "head_dim", "layers", "attention", "backend")
+        return used + (() if self.implementation == DENSE else ("nsa",))
 
 
 def attention_step(case: Case, device: torch.device, beat: Beat) -> Callable[[], object]:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from jobs._decode_steps import DENSE, Case, attention_step, bare_model, check_steps, model_step
+from jobs._case import bare_model
+from jobs._decode_steps import DENSE, Case, attention_step, check_steps, model_step
 from jobs._fields import (
     NSA,
     Count,
@@ -165,9 +166,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     case = Case.from_config(config)
-    device = torch.device(case.device)
-    if case.threads is not None:
-        torch.set_num_threads(case.threads)
+    device = case.start()
     beat("check")
     agreement = check_steps(case, device)
     beat("caches")

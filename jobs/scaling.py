@@ -7,7 +7,7 @@ order; a prediction of its memory stands beside the measurement, and points pred
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from jobs import _case
 from jobs._fields import (
     NSA,
     Count,
@@ -40,7 +41,6 @@ from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.spec import JobSpec, Strict
-from nsa_core import NSAConfig
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
@@ -218,40 +218,17 @@ def _model_of(shape: ShapeSpec) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One point's configuration, as measured."""
+class Case(_case.Case):
+    """One point's configuration, as measured.
 
-    workload: str
-    implementation: str
+    Attributes:
+        backward: whether the gradients are computed, too.
+    """
+
     backward: bool
-    seq_len: int
-    batch: int
-    dtype: str
-    device: str
-    seed: int
-    threads: int | None
-    model: ModelConfig
-    timing: Plan
 
-    def to_config(self) -> dict[str, Any]:
-        """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
-        config = asdict(self)
-        if self.workload == "attention":
-            used = ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE_KERNELS else ("nsa",))
-            config["model"] = {name: config["model"][name] for name in used}
-        return config
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Case:
-        model = dict(config["model"])
-        model["nsa"] = NSAConfig(**model.get("nsa", {}))
-        if config["workload"] == "attention":
-            model |= {"vocab_size": 1, "dim": model["heads"] * model["head_dim"], "layers": 1, "ffn_dim": 1}
-        return cls(**{**config, "model": ModelConfig(**model), "timing": Plan(**config["timing"])})
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype)
+    def _used(self) -> tuple[str, ...]:
+        return ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE_KERNELS else ("nsa",))
 
     @property
     def shape(self) -> check.Shape:
@@ -294,9 +271,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     case = Case.from_config(config)
-    device = torch.device(case.device)
-    if case.threads is not None:
-        torch.set_num_threads(case.threads)
+    device = case.start()
     beat("check")
     agreement = agree(case)
     beat("inputs")

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import Tile, ceil_div, launch, padded
+from ._launch import launch
+from ._tiles import Tile, ceil_div, padded
 
 _TILE = Tile(warps=4)
 _ROWS = 16

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..cache import DenseCache, NSACache
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, ceil_div, head_sizes, launch, padded, power_of_two, widest
+from ._launch import launch
+from ._tiles import LOG2_E, Tile, ceil_div, head_sizes, padded, power_of_two, widest
 from .decode_choose import best_of_chunk, chosen_block
 from .decode_merge import held_tokens, merge
 from .decode_take import take, take_dense

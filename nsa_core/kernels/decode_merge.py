@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache import DenseCache, NSACache
-from ._launch import Tile, launch, padded
+from ._launch import launch
+from ._tiles import Tile, padded
 
 _STEP = 16  # parts merged at a time
 

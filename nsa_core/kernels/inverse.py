@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import Tile, ceil_div, launch
+from ._launch import launch
+from ._tiles import Tile, ceil_div
 
 _PROGRAM = 256
 _TILE = Tile(warps=4)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import Tile, ceil_div, launch, padded
+from ._launch import launch
+from ._tiles import Tile, ceil_div, padded
 
 
 @triton.jit

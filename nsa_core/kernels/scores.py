@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, ceil_div, launch, padded, power_of_two
+from ._launch import launch
+from ._tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
 from .ranges import load_rows
 
 _BUFFER = 64 << 20  # bytes of one chunk's scores

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, padded, widest
+from ._launch import launch
+from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from .inverse import Inverse
 from .merge import Slots
 from .ranges import load_rows, load_stats

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..routes import Branch
-from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
+from ._launch import launch
+from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .ranges import Span, key_range, load_rows, load_stats, sees
 
 

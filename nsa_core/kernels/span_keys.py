@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import LOG2_E, Tile, arch, ceil_div, head_sizes, launch, widest
+from ._launch import launch
+from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .ranges import Span, load_rows, load_stats, query_range, sees
 from .span import Part
 

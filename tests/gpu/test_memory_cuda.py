@@ -21,6 +21,12 @@ GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def no_workspaces() -> None:
+    """What cuBLAS keeps for the tests before counts as allocated, too."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def holds(case: str, predicted: MemoryEstimate, peak: Peak) -> bool:
     """Whether what a call adds was predicted within 5 %, and all that is allocated within 10 %; prints both (-s)."""
     pairs = ((predicted.extra, peak.extra), (predicted.total, peak.allocated))

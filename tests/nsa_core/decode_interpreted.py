@@ -195,7 +195,8 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
     """As jobs/decode.py does it: every step takes the one before it back."""
-    from jobs._decode_steps import Case, attention_step, bare_model, check_steps
+    from jobs._case import bare_model
+    from jobs._decode_steps import Case, attention_step, check_steps
     from jobs.measure.clock import Plan
 
     model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")

@@ -15,7 +15,8 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
-from nsa_core.kernels._launch import Tile, launch, record
+from nsa_core.kernels._launch import launch, record
+from nsa_core.kernels._tiles import Tile
 
 
 class Kernel:
