@@ -102,7 +102,7 @@ def launch(
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
     values = arguments | constants
-    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants.values()]
+    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants.items()]
     for name, x in arguments.items():
         if isinstance(x, Tensor):
             values[name] = pointer = x.data_ptr()
