@@ -15,6 +15,7 @@ from jobs.spec import JobSpec, SpecError
 from nsa_core import NSAConfig, available_backends
 from nsa_core.backends import BACKENDS
 from nsa_core.backends.dense import Host, unusable
+from nsa_core.backends.triton import too_wide
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -74,16 +75,25 @@ Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all
 
 
-def backend_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | None]:
+def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
     """Every backend's name, with None if it can run on `machine`, which may be another than this one, else why not.
+
+    For operands of a dtype and head dim.
 
     A GPU host's Triton is what its fingerprint says. Where nobody has asked it, the point itself will tell.
     """
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":
         missing = machine.fingerprint and "triton" not in machine.fingerprint
-        reasons["triton"] = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
+        absent = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
+        reasons["triton"] = absent or too_wide(_capability(machine), dtype, dim)
     return reasons
+
+
+def _capability(machine: Machine) -> tuple[int, int] | None:
+    """Of its GPU; None where nobody has asked it."""
+    known = machine.fingerprint.get("capability", "unknown")
+    return None if known == "unknown" else Host.described(known, machine.fingerprint).capability
 
 
 def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:

@@ -86,7 +86,8 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        refuse_unusable(self.implementations, backend_reasons(machine, torch_dtype(self.dtype)) | {DENSE: None})
+        reasons = backend_reasons(machine, torch_dtype(self.dtype), self.model.head_dim)
+        refuse_unusable(self.implementations, reasons | {DENSE: None})
         return [self._point(machine, *axes) for axes in product(sorted(self.lengths), self.implementations)]
 
     def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:

@@ -147,8 +147,8 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        dtype = torch_dtype(self.dtype)
-        reasons = backend_reasons(machine, dtype) | dense_reasons(machine, dtype, self.model.head_dim)
+        operands = torch_dtype(self.dtype), self.model.head_dim
+        reasons = backend_reasons(machine, *operands) | dense_reasons(machine, *operands)
         refuse_unusable(self.implementations, reasons)
         axes = product(self.lengths, self.passes, self.implementations)
         return [self._point(machine, *coordinates) for coordinates in sorted(axes, key=lambda axis: axis[0])]

@@ -107,7 +107,7 @@ class Spec(JobSpec):
         Raises:
             SpecError: the backend is unknown or cannot run on this machine.
         """
-        reasons = backend_reasons(machine, _compute_dtype(self.precision)) | {"auto": None}
+        reasons = self._reasons(machine) | {"auto": None}
         if "nsa" in self.attention and reasons.get(self.backend, "there is no such backend") is not None:
             reason = reasons.get(self.backend, "there is no such backend")
             usable = [name for name, why in reasons.items() if why is None]
@@ -118,8 +118,10 @@ class Spec(JobSpec):
         """By name, so that what runs is what the point says even where the machine is another one."""
         if self.backend != "auto":
             return self.backend
-        dtype = _compute_dtype(self.precision)
-        return default(torch.device(machine.device), dtype, backend_reasons(machine, dtype))
+        return default(torch.device(machine.device), _compute_dtype(self.precision), self._reasons(machine))
+
+    def _reasons(self, machine: Machine) -> dict[str, str | None]:
+        return backend_reasons(machine, _compute_dtype(self.precision), PRESETS[self.preset].head_dim)
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
         base = PRESETS[self.preset]

@@ -35,6 +35,13 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
 
 
+def too_wide(capability: tuple[int, int] | None, dtype: torch.dtype, width: int) -> str | None:
+    """Why no tile of the kernels holds head dims of this width on such a GPU; None if one does."""
+    old = capability is not None and capability < (9, 0)
+    limit = 128 if old and dtype == torch.float32 else _WIDEST
+    return f"its tiles hold head dims up to {limit} there, not {width}" if width > limit else None
+
+
 def compressed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
 ) -> Tensor:
@@ -101,10 +108,10 @@ def _kernels(*tensors: Tensor) -> ModuleType:
     """
     from ..kernels import operators
 
-    wide = max(x.shape[-1] for x in tensors)
-    old = tensors[0].is_cuda and torch.cuda.get_device_capability(tensors[0].device) < (9, 0)
-    limit = 128 if old and tensors[0].dtype == torch.float32 else _WIDEST
-    if wide > limit:
-        fix = f'its tiles hold heads up to {limit} here, not {wide}; use backend="chunked", or half precision up to 256'
-        raise BackendError("backend", "'triton'", fix)
+    q = tensors[0]
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    width = max(x.shape[-1] for x in tensors)
+    if reason := too_wide(capability, q.dtype, width):
+        fix = 'use backend="chunked"' + (", or half precision" if width <= _WIDEST else "")
+        raise BackendError("backend", "'triton'", f"{reason}; {fix}")
     return operators

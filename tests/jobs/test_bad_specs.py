@@ -247,6 +247,30 @@ def test_dense_kernels_are_looked_for_where_the_points_will_run(
         spec.points(CPU)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "limit"),
+    [
+        ("bfloat16", 256, "8.0", None),
+        ("bfloat16", 512, "9.0", 256),
+        ("float32", 192, "9.0", None),
+        ("float32", 192, "8.0", 128),
+        ("float32", 192, "unknown", None),
+    ],
+)
+def test_heads_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
+    tmp_path: Path, dtype: str, dim: int, capability: str, limit: int | None
+) -> None:
+    shape = {"query_heads": 4, "kv_heads": 2, "head_dim": dim}
+    spec = _load(tmp_path, {**SCALING, "implementations": ["triton"], "shape": shape, "dtype": dtype})
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, H200 | {"capability": capability})
+    if limit is None:
+        assert _implementations_on(machine, spec) == {"triton"}
+    else:
+        mistake = rf"^implementations: 'triton': its tiles hold head dims up to {limit} there, not {dim}; use .*chunked"
+        with pytest.raises(SpecError, match=mistake):
+            spec.points(machine)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
 @pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
 def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:

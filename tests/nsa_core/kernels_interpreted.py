@@ -293,7 +293,9 @@ def test_it_says_why_it_cannot_run(monkeypatch):
 
 def test_heads_that_no_tile_holds_are_refused(make_case, config):
     case = make_case(20, 1, 1, 264, 16)
-    with pytest.raises(BackendError, match=r"^backend: 'triton': its tiles hold heads up to 256 here, not 264; use "):
+    with pytest.raises(
+        BackendError, match=r"^backend: 'triton': its tiles hold head dims up to 256 there, not 264; use"
+    ):
         nsa_attention(*case.leaves, config, backend="triton")
     with pytest.raises(BackendError, match="not 264"):
         select_blocks(case.q, case.k, config, backend="triton")
