@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -15,8 +16,19 @@ from nsa_core.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Case:
-    """One point's configuration, as measured: a workload, which is \"attention\" or \"model\", of a model."""
+class PointCase(ABC):
+    """One point's configuration, as measured.
+
+    Attributes:
+        workload: "attention" alone, or the whole "model".
+        implementation: a backend of the sparse operator, or a kind of dense attention.
+        seq_len, batch: tokens of a sequence; sequences.
+        dtype, device: by name.
+        seed: of the inputs.
+        threads: that PyTorch computes with; None: its own choice.
+        model: what is measured, or whose attention.
+        timing: how long.
+    """
 
     workload: str
     implementation: str
@@ -36,9 +48,9 @@ class Case:
             config["model"] = {name: config["model"][name] for name in self._used()}
         return config
 
+    @abstractmethod
     def _used(self) -> tuple[str, ...]:
         """Fields of the model that attention alone uses."""
-        raise NotImplementedError
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from jobs import _case
+from jobs._case import PointCase
 from jobs.measure import check
 from jobs.point import Beat
 from nsa_core import NSAConfig, compress, nsa_attention
@@ -22,7 +22,7 @@ DENSE = "dense"
 _THETA = 10_000.0  # RoPE's base where attention alone is measured
 
 
-class Case(_case.Case):
+class Case(PointCase):
     """One point's configuration, as measured."""
 
     def _used(self) -> tuple[str, ...]:

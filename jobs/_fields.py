@@ -76,9 +76,9 @@ Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all
 
 
 def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
-    """Every backend's name, with None if it can run on `machine`, which may be another than this one, else why not.
+    """Every backend's name, with None if it can compute such operands on `machine`, else why not.
 
-    For operands of a dtype and head dim.
+    The machine may be another than this one.
 
     A GPU host's Triton is what its fingerprint says. Where nobody has asked it, the point itself will tell.
     """

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs import scaling
@@ -106,7 +105,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     if "profiles" not in config:
         return scaling.measure(config["case"], beat)
     case = Case.from_config(config["case"])
-    device = torch.device(case.device)
+    device = case.start()
     beat("check")
     agreement = scaling.agree(case)
     beat("inputs")

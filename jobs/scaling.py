@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs import _case
+from jobs._case import PointCase
 from jobs._fields import (
     NSA,
     Count,
@@ -218,7 +218,7 @@ def _model_of(shape: ShapeSpec) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Case(_case.Case):
+class Case(PointCase):
     """One point's configuration, as measured.
 
     Attributes:

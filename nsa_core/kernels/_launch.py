@@ -86,7 +86,8 @@ def launch(
     """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; the first argument is a tensor.
 
     Triton's own launch looks at every argument anew, which takes longer than many of these kernels. What it compiled is
-    kept by what it looks at: constants, types, and whether pointers and sizes are multiples of 16 or 1.
+    kept by what it looks at: constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps its
+    kernel alive, whose identity is part of the key.
     """
     if min(grid) == 0:
         return
@@ -101,7 +102,7 @@ def launch(
         return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
-    values = arguments | constants
+    values = arguments | constants  # pointers as integers: of a tensor, Triton asks the driver where it lies
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants.items()]
     for name, x in arguments.items():
         if isinstance(x, Tensor):

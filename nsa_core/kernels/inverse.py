@@ -112,7 +112,7 @@ class Inverse:
 
 
 def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
-    """The inverse of `chosen` int32 [B,S,HKV,slc_count].
+    """The inverse of `chosen` int32 [B,S,HKV,slc_count], which has no padding in the rows that choose.
 
     Args:
         config: how many of the blocks, first and last of those chosen, are forced.

@@ -100,7 +100,8 @@ def _prepare(
         g = tl.load(GATES + i * WAYS + way, mask=ok, other=0.0).to(tl.float32)
         tl.store(DGATES + i * WAYS + way, delta.to(DGATES.dtype.element_ty), mask=ok)
         stats = tl.join(tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g), delta)
-        tl.store(STATS + (way * total + i)[:, None] * 2 + tl.arange(0, 2)[None, :], stats, mask=ok[:, None])
+        at_way = way * tl.cast(total, tl.int64) + i
+        tl.store(STATS + at_way[:, None] * 2 + tl.arange(0, 2)[None, :], stats, mask=ok[:, None])
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ def load_rows(base, row, stride, d, D: tl.constexpr, DP: tl.constexpr, rows_ok, 
 def load_stats(STATS, row, ok):
     """(lse, delta) of rows of STATS [..,2], as merge.prepare writes them; 0 and 0 for rows not ok.
 
-    Both in one load: of 64 rows it has a number for every thread, so that none is loaded by several, as the compiler
-    would have it of fewer.
+    Both in one load: of 64 rows it has a number for every thread of four warps. What has fewer than threads, the
+    compiler lets every thread load that needs it.
     """
     at = STATS + row[:, None] * 2 + tl.arange(0, 2)[None, :]
     return tl.split(tl.load(at, mask=ok[:, None], other=0.0))

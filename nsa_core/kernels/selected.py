@@ -41,7 +41,10 @@ def _selected_forward(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone."""
+    """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone.
+
+    `first_row` is the chunk's first choosing row; each sequence has `skip` rows before its own.
+    """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, cap)
@@ -55,6 +58,7 @@ def _selected_forward(
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
+        # From here on rows and entries count from the chunk's first, row0 among all rows.
         first_entry = first_row * (HKV * FREE)
         row0 = first_row + (b + 1) * skip
         Q += (row0.to(tl.int64) * HQ + kvh * G) * D
@@ -104,6 +108,7 @@ def _selected_backward(
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
+        # From here on rows and entries count from the chunk's first, row0 among all rows.
         first_entry = first_row * (HKV * FREE)
         row0 = first_row + (b + 1) * skip
         first = row0.to(tl.int64) * HQ + kvh * G
@@ -135,7 +140,7 @@ def _selected_backward(
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
-            if TURNED:  # Hopper's matrix instructions want 64 rows: there are more columns of q than queries
+            if TURNED:
                 dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee") * scale)
             else:
                 dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
@@ -202,7 +207,7 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
 def forward_chunk(
     q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float
 ) -> None:
-    """Fills the slots of one chunk of queries; every row that has a choice has all of its slots filled."""
+    """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
     tile = _forward_tile(q, part.v).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E)
@@ -226,8 +231,11 @@ def backward_chunk(
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
     wide = widest(q, part.v)
+    # Hopper's matrix instructions take 64 rows at least: D of them, where a tile has fewer. Not for wide heads, whose
+    # 8 warps Triton 3.6 leads to an illegal memory access there.
+    turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
     # Entries read a turn ahead take registers that wide heads do not have.
-    ways = dict(AHEAD=wide <= 128, TURNED=wide == 128 and tile.rows < 64 and q.itemsize < 4)
+    ways = dict(AHEAD=wide <= 128, TURNED=turned)
     constants = _constants(q, part, tile, config) | ways
     launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
     _add_items(scratch, totals, inverse, chunk, config)

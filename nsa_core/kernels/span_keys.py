@@ -100,19 +100,19 @@ def backward_kv(
     """
     k, v, span = part.k, part.v, part.span
     given = q, k, v, do, stats
-    chunks = 1 if span.align else _chunks(q, k, v, k.shape[1], q.shape[1], span)
+    chunks = 1 if span.align else _chunks(q, k, v, k.shape[1], q.shape[1])
     dk, dv = _launch(given, span, k.shape[1], 0, chunks, offset, scale, dtype)
     start = max(0, span.causal - offset)  # the first keys are seen by all queries from here on
     if span.init and start < q.shape[1]:
         tokens = min(span.init, k.shape[1])
-        chunks = _chunks(q, k, v, tokens, q.shape[1] - start, Span())
+        chunks = _chunks(q, k, v, tokens, q.shape[1] - start)
         far = _launch(given, Span(), tokens, start, chunks, offset, scale, torch.float32)
         for total, more in zip((dk, dv), far, strict=True):
             total[:, :tokens] += more
     return dk, dv
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int, span: Span) -> int:
+def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
     """Few keys with many queries each would leave most of the device idle: their queries are cut into chunks.
 
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.

@@ -49,6 +49,17 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
     assert (axes.pass_, axes.seq_len, axes.batch, axes.layers) == ("decode", 64, 2, 3)
 
 
+@pytest.mark.parametrize("changes", [{}, {"workload": "model", "preset": "tiny", "shape": None, "layers": 3}])
+def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
+    for point in _spec(**changes).points(CPU):
+        case = steps.Case.from_config(json.loads(json.dumps(point.config)))
+        assert json.dumps(case.to_config()) == json.dumps(point.config)
+        given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.layers)
+        assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.model.layers) == given
+        assert (case.model.attention == "dense") == (point.axes.implementation == "dense")
+        assert case.model.attention == "dense" or case.model.nsa.slc_block == NSA["slc_block"]
+
+
 @pytest.mark.parametrize("length", [1, 3, 64, 101])
 @pytest.mark.parametrize("implementation", ["chunked", "dense"])
 def test_a_point_brings_time_bytes_agreement_and_its_route(implementation: str, length: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
-from jobs.scaling import Spec, measure
+from jobs.scaling import Case, Spec, measure
 from nsa_core.backends import BACKENDS, chunked
 from nsa_core.memory import MemoryEstimate
 
@@ -62,6 +62,18 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
     assert points[0].axes.query_heads == 4
     assert all(p.estimate_bytes for p in points)
     assert all(p.skip_reason is None for p in points)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"workload": "model", "shape": None, "preset": "tiny"}], ids=["attention", "model"]
+)
+def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
+    for point in _spec(**changes).points(CPU):
+        case = Case.from_config(json.loads(json.dumps(point.config)))
+        assert json.dumps(case.to_config()) == json.dumps(point.config)
+        given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.seq_len)
+        assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.seq_len) == given
+        assert case.implementation.startswith("dense") or case.model.nsa.slc_block == NSA["slc_block"]
 
 
 def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:

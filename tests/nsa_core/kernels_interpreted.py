@@ -70,14 +70,17 @@ def test_values_and_gradients(make_case, config, tokens, heads, kv_heads, dim, v
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_sizes(make_case, name):
-    assert max(distances(make_case(125, 3, 1), OTHERS[name])) < 1e-6
+    assert max(distances(make_case(125, 3, 1, batch=2), OTHERS[name])) < 1e-6
 
 
-def test_rows_at_the_end_of_longer_keys(make_case, config):
-    assert max(distances(make_case(90, 2, 1, rows=20), config)) < 1e-6
+@pytest.mark.parametrize("rows", [20, 50])  # 50: 24 of them choose nothing
+def test_rows_at_the_end_of_longer_keys(make_case, config, rows):
+    case = make_case(90, 2, 1, batch=2, rows=rows)
+    assert max(distances(case, config)) < 1e-6
+    assert max(distances(case, OTHERS["no local blocks"])) < 1e-6
 
 
-@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(2, 16, 16), (8, 40, 24)])
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(2, 16, 16), (8, 40, 24), (1, 136, 24)])
 def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
     """float16 rounds at 2^-11; bfloat16 products are wrong in the interpreter and tested on a device."""
     assert max(distances(make_case(100, heads, 1, dim, value_dim, dtype=torch.float16), config)) < 1e-3
@@ -138,12 +141,13 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
         assert torch.equal(again, once)
 
 
-def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch):
+@pytest.mark.parametrize("rows", [8, 21, 42, 50])  # of 21 that choose a sequence: within one, one, two, beyond two
+def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
     from nsa_core.kernels import scores, selected
 
-    case = make_case(85, 4, 2, batch=2)
+    case = make_case(85, 2, 1, batch=3)
     whole = run(case.leaves, config, "triton")
-    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, free: 37)
+    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
     for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

@@ -28,6 +28,7 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled = 0
         self.started: list[tuple[Any, ...]] = []
+        self.tensors: list[Any] = []  # or their addresses
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_run(X: Any, size: int, D: int, **options: Any) -> Compiled:  # noqa: N803
@@ -46,7 +47,11 @@ class Compiled:
         self.kernel, self.number = kernel, number
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *values: self.kernel.started.append((self.number, grid, values[1:], torch.cuda.current_device()))
+        def run(*values: Any) -> None:
+            self.kernel.tensors.append(values[0])
+            self.kernel.started.append((self.number, grid, values[1:], torch.cuda.current_device()))
+
+        return run
 
 
 class OfDevice:
@@ -99,8 +104,10 @@ def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
     ]
     for tensor, size, dim, _ in launches:
         launch(kernel, (5,), {"X": tensor, "size": size}, {"D": dim}, Tile())
-    launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, Tile(warps=8))
-    assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8]
+    for tile in (Tile(warps=8), Tile(stages=2), Tile(registers=64)):
+        launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, tile)
+    assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8, 9, 10]
+    assert [kernel.tensors[i] for i in (1, 3, 9)] == [x[4:].data_ptr(), x.data_ptr(), x.data_ptr()]
     assert [start[2] for start in kernel.started[:3]] == [(32, 64), (48, 64), (33, 64)]
 
 
