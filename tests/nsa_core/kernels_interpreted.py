@@ -73,6 +73,20 @@ def test_other_sizes(make_case, name):
     assert max(distances(make_case(125, 3, 1, batch=2), OTHERS[name])) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [125, 50])
+def test_a_chosen_block_is_seen_up_to_the_query(make_case, rows):
+    """Queries and keys turn with their position, so that a query's own block, which is not over, is among the best."""
+    case, config = make_case(125, 2, 1, batch=2, rows=rows), OTHERS["no forced blocks"]
+    angle = torch.arange(125)[:, None] / 20
+    towards = 6 * torch.cat([angle.cos(), angle.sin()], 1)[:, None]
+    with torch.no_grad():
+        case.q[..., :2] += towards[-rows:]
+        case.k[..., :2] += towards
+    own = torch.arange(125)[-rows:, None, None] // config.slc_block
+    assert (select_blocks(case.q, case.k, config, backend="triton") == own).any(-1)[:, -40:].float().mean() > 0.6
+    assert max(distances(case, config)) < 1e-5  # scores of 36 round more than those of others
+
+
 @pytest.mark.parametrize("rows", [20, 50])  # 50: 24 of them choose nothing
 def test_rows_at_the_end_of_longer_keys(make_case, config, rows):
     case = make_case(90, 2, 1, batch=2, rows=rows)
