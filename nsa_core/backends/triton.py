@@ -18,6 +18,7 @@ from ..errors import BackendError
 from ..routes import Branch, note
 
 _WIDEST = 256  # head dim
+_MOST = 65_535  # sequences times kv heads: programs along one dimension of CUDA's grid
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,7 +54,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "triton")
     with torch.no_grad():
-        return _kernels(q).select(q, k_cmp, config, offset, scale)
+        return _kernels(q, k_cmp).select(q, k_cmp, config, offset, scale)
 
 
 def selected(
@@ -100,17 +101,19 @@ def _one(
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
 
 
-def _kernels(*tensors: Tensor) -> ModuleType:
-    """The kernels, for tensors of these head dims.
+def _kernels(q: Tensor, other: Tensor) -> ModuleType:
+    """The kernels, for q [B,S,Hq,Dk] and keys or values [B,T,Hkv,D] of these sizes.
 
     Raises:
-        BackendError: tiles of such heads do not fit the device.
+        BackendError: tiles of such heads do not fit the device, or there are too many of them.
     """
     from ..kernels import operators
 
-    q = tensors[0]
+    if (programs := q.shape[0] * other.shape[2]) > _MOST:
+        fix = f"{q.shape[0]} sequences of {other.shape[2]} kv heads are {programs}; it takes {_MOST} at once, use fewer"
+        raise BackendError("backend", "'triton'", fix)
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    width = max(x.shape[-1] for x in tensors)
+    width = max(q.shape[-1], other.shape[-1])
     if reason := too_wide(capability, q.dtype, width):
         fix = 'use backend="chunked"' + (", or half precision" if width <= _WIDEST else "")
         raise BackendError("backend", "'triton'", f"{reason}; {fix}")

@@ -309,6 +309,14 @@ def test_it_says_why_it_cannot_run(monkeypatch):
     )
 
 
+def test_more_sequences_than_one_launch_has_room_for_are_refused(make_case, config):
+    case = make_case(1, 2, 2, batch=32_768)
+    with pytest.raises(
+        BackendError, match=r"32768 sequences of 2 kv heads are 65536; it takes 65535 at once, use fewer"
+    ):
+        nsa_attention(*case.leaves, config, backend="triton")
+
+
 def test_heads_that_no_tile_holds_are_refused(make_case, config):
     case = make_case(20, 1, 1, 264, 16)
     with pytest.raises(
