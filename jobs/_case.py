@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -58,8 +58,10 @@ class PointCase(ABC):
         given = dict(config["model"])
         given["nsa"] = NSAConfig(**given.get("nsa", {}))
         if config["workload"] == "attention":
-            given = _UNUSED | {"dim": given["heads"] * given["head_dim"]} | given
-        return cls(**{**config, "model": ModelConfig(**given), "timing": Plan(**config["timing"])})
+            model = replace(bare_model(given["heads"], given["kv_heads"], given["head_dim"]), **given)
+        else:
+            model = ModelConfig(**given)
+        return cls(**{**config, "model": model, "timing": Plan(**config["timing"])})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,9 +72,6 @@ class PointCase(ABC):
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return torch.device(self.device)
-
-
-_UNUSED: dict[str, Any] = {"vocab_size": 1, "layers": 1, "ffn_dim": 1}  # where attention alone is measured
 
 
 def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1) -> ModelConfig:

@@ -86,14 +86,17 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str,
     if machine.device == "cuda":
         missing = machine.fingerprint and "triton" not in machine.fingerprint
         absent = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
-        reasons["triton"] = absent or too_wide(_capability(machine), dtype, dim)
+        host = _host(machine)
+        reasons["triton"] = absent or too_wide(host.capability if host else None, dtype, dim)
     return reasons
 
 
-def _capability(machine: Machine) -> tuple[int, int] | None:
-    """Of its GPU; None where nobody has asked it."""
-    known = machine.fingerprint.get("capability", "unknown")
-    return None if known == "unknown" else Host.described(known, machine.fingerprint).capability
+def _host(machine: Machine) -> Host | None:
+    """What decides there which kernels can run; None of a GPU host that nobody has asked."""
+    if machine.device != "cuda":
+        return Host(None, {})
+    capability = machine.fingerprint.get("capability", "unknown")
+    return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
 
 
 def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
@@ -101,10 +104,9 @@ def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, s
 
     What a GPU host has is what its fingerprint says. Where nobody has asked it, the point itself will tell.
     """
-    capability = machine.fingerprint.get("capability", "unknown")
-    if machine.device == "cuda" and capability == "unknown":
+    host = _host(machine)
+    if host is None:
         return dict.fromkeys(DENSE_KERNELS)
-    host = Host.described(capability, machine.fingerprint) if machine.device == "cuda" else Host(None, {})
     kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
     return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
 

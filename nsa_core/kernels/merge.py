@@ -106,11 +106,11 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of every sequence: those from `begin` on, `length` in number, counted over the batch.
+    """Rows that lie alike in every sequence, numbered over the batch.
 
     Attributes:
-        begin, length: see above.
-        first, count: which of all these are meant.
+        begin, length: the first of each sequence, and how many of each.
+        first, count: the numbers of those that are meant: all of them, or a chunk.
     """
 
     begin: int
