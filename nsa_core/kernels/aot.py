@@ -30,7 +30,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, decode, operators, scores, selected, span, span_keys
+from . import _launch, decode, operators, scores, selected, span, span_keys, span_queries
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
@@ -96,6 +96,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     with (
         patch.object(span, "arch", lambda x: arch),
+        patch.object(span_queries, "arch", lambda x: arch),
         patch.object(span_keys, "arch", lambda x: arch),
         patch.object(selected, "arch", lambda x: arch),
         _launch.record() as seen,

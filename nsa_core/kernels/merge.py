@@ -83,25 +83,41 @@ def _sum_dq(
 
 
 @triton.jit
+def _store_stats(STATS, i, lse, delta, ok):
+    tl.store(STATS + i[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(lse, delta), mask=ok[:, None])
+
+
+@triton.jit
 def _prepare(
     O1, O2, O3, LSE1, LSE2, LSE3, GATES, DO, DGATES, STATS, total,
-    WAYS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
+    WAYS: tl.constexpr, SHARED: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """STATS [WAYS,.,2] = (lse - log2 gate, do · o); the second is DGATES [.,WAYS] too."""
+    """STATS [WAYS,.,2] = (lse - log2 gate, do · o); the second is DGATES [.,WAYS] too.
+
+    Where SHARED, one more of the last two ways taken as one: p = p1 + p2 and p (dp - delta) = Σ pi (dp - deltai).
+    """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d = i < total, tl.arange(0, DVP)
     inside = ok[:, None] & (d < DV)[None, :]
     at = i[:, None] * DV + d[None, :]
     do = tl.load(DO + at, mask=inside, other=0.0).to(tl.float32)
+    shifted_before, delta_before = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     for way in tl.static_range(WAYS):
         source = O1 if way == 0 else (O2 if way == 1 else O3)
         lse = LSE1 if way == 0 else (LSE2 if way == 1 else LSE3)
         delta = tl.sum(do * tl.load(source + at, mask=inside, other=0.0).to(tl.float32), 1)
         g = tl.load(GATES + i * WAYS + way, mask=ok, other=0.0).to(tl.float32)
         tl.store(DGATES + i * WAYS + way, delta.to(DGATES.dtype.element_ty), mask=ok)
-        stats = tl.join(tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g), delta)
-        at_way = way * tl.cast(total, tl.int64) + i
-        tl.store(STATS + at_way[:, None] * 2 + tl.arange(0, 2)[None, :], stats, mask=ok[:, None])
+        shifted = tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g)
+        _store_stats(STATS, way * tl.cast(total, tl.int64) + i, shifted, delta, ok)
+        if SHARED and way == WAYS - 1:
+            least = tl.minimum(shifted, shifted_before)
+            weight = tl.where(least < float("inf"), tl.exp2(least - shifted), 1.0)
+            before = tl.where(least < float("inf"), tl.exp2(least - shifted_before), 1.0)
+            mean = (weight * delta + before * delta_before) / (weight + before)
+            both = least - tl.log2(weight + before)
+            _store_stats(STATS, WAYS * tl.cast(total, tl.int64) + i, both, mean, ok)
+        shifted_before, delta_before = shifted, delta
 
 
 @dataclass(frozen=True)
@@ -167,25 +183,30 @@ def sum_dq(slots: Slots, dq: Tensor) -> None:
 
 
 def prepare(
-    outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, do: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+    outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, do: Tensor, shared: bool
+) -> tuple[Tensor, Tensor]:
     """What the branches' backwards start from, in one pass.
 
     With lse - log2 g in place of lse the probabilities come out multiplied by the gate, and every branch works from the
     one gradient `do` of the gated sum. A gate of 0 gives lse = +inf and no gradient, as it should; gates are not
     negative.
 
+    Args:
+        shared: the last two branches have the same keys and values. Of what they both see, one softmax of their
+            summed probabilities stands for both.
+
     Returns:
-        the gradient of gates [B,S,HQ,ways], and for each branch (lse - log2 g, do · o), float32 [B,S,HQ,2].
+        the gradient of gates [B,S,HQ,ways], and (lse - log2 g, do · o) of each branch, then of the last two as one if
+        they are shared: float32 [ways or ways + 1,B,S,HQ,2].
     """
     ways, rows = len(outputs), do.shape[0] * do.shape[1]
     dgates = torch.empty_like(gates)
-    stats = torch.empty(ways, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
+    stats = torch.empty(ways + shared, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
     pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
-    _launch_pairs(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways))
-    return dgates, list(stats.unbind())
+    _launch_pairs(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways, SHARED=shared))
+    return dgates, stats
 
 
 def _launch_rows(kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int]) -> None:

@@ -21,7 +21,7 @@ from ..config import NSAConfig
 from ..routes import Branch
 from . import _launch, attention
 from . import compress as compression
-from .attention import Plan
+from .plan import Plan
 
 __all__ = ["Plan", "attend", "compress", "select"]
 
@@ -39,16 +39,19 @@ def attend(
         gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
         blocks: selected blocks; None with both cmp and slc among the branches: they are chosen by the softmax of the
             compressed branch, which is not computed twice.
-        pairs: keys and values of each branch, compressed ones for cmp.
+        pairs: keys and values of each branch, compressed ones for cmp. Where slc and win are given the same tensors,
+            what both see is computed once.
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
     q, scale = _positive(q, plan.scale)
+    shared = _shares(pairs, plan)
+    pairs = pairs[: len(pairs) - shared]
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
         sizes = _sizes(plan.config)
-        return _attend_operator(q, gates, blocks, flat, ",".join(plan.branches), sizes, plan.offset, scale)[0]
-    return cast(Tensor, _Attend.apply(replace(plan, scale=scale), blocks, q, gates, *flat))
+        return _attend_operator(q, gates, blocks, flat, ",".join(plan.branches), sizes, plan.offset, scale, shared)[0]
+    return cast(Tensor, _Attend.apply(replace(plan, scale=scale, shared=shared), blocks, q, gates, *flat))
 
 
 def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,15 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks, int32 [B,S,HKV,slc_count]; without a gradient."""
     q, scale = _positive(q, scale)
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
+
+
+def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> bool:
+    """Whether slc and win have the same keys and values, and the window holds the local blocks."""
+    config = plan.config
+    if plan.branches[-2:] != ("slc", "win") or config.window < config.local_blocks * config.slc_block:
+        return False
+    (k_slc, v_slc), (k_win, v_win) = pairs[-2:]
+    return k_slc is k_win and v_slc is v_win
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -93,7 +105,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, gates, *rest = ctx.saved_tensors
-        pairs = 2 * len(ctx.plan.branches)
+        pairs = 2 * ctx.plan.pairs
         dq, dgates, grads = attention.backward(ctx.plan, q, gates, rest[:pairs], rest[pairs:], do.contiguous())
         return None, None, dq, dgates, *grads
 
@@ -129,20 +141,20 @@ def _operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
 @_operator("attend")
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then what the backward needs of the forward."""
-    out, saved = attention.forward(_plan(branches, sizes, offset, scale), blocks, q, gates, flat)
+    out, saved = attention.forward(_plan(branches, sizes, offset, scale, shared), blocks, q, gates, flat)
     return [out, *saved]
 
 
 @_operator("attend_backward")
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
-    plan = _plan(branches, sizes, offset, scale)
+    plan = _plan(branches, sizes, offset, scale, shared)
     dq, dgates, grads = attention.backward(plan, q, gates, flat, saved, do)
     return [dq, dgates, *grads]
 
@@ -162,8 +174,8 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _plan(branches: str, sizes: list[int], offset: int, scale: float) -> Plan:
-    return Plan(NSAConfig(*sizes), cast(tuple[Branch, ...], tuple(branches.split(","))), offset, scale)
+def _plan(branches: str, sizes: list[int], offset: int, scale: float, shared: bool) -> Plan:
+    return Plan(NSAConfig(*sizes), cast(tuple[Branch, ...], tuple(branches.split(","))), offset, scale, shared)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -1,132 +1,133 @@
 # pyright: reportMissingImports=false
 """What the attention kernels share: which keys a query sees, and tiles of rows.
 
-Key n covers positions n·STRIDE .. n·STRIDE + BLOCK - 1; query t sees it if it ends at or before t, and, where keys are
-banded (ALIGN > 0), if n >= lo(t) or n < INIT besides, with
+Positions t are queries', n keys'. Of each set of keys a query sees a band [lo(t), end(t)), and of a key's queries
+likewise, with both ends ascending. So a tile of queries sees whole tiles of keys between lo of its last and end of its
+first query, and masked ones around them.
 
-    lo(t) = 0 for t < CAUSAL, else max(0, t // ALIGN · ALIGN + ALIGN - WINDOW).
-
-So ALIGN = 1 is the window of the last WINDOW keys, and ALIGN = slc_block with INIT are the blocks that every query
-selects. BLOCK = STRIDE = 1 are the tokens themselves.
+Where the selected branch and the window share keys and values, their sets are taken apart: keys that the selected
+branch alone sees (the initial blocks; before CAUSAL, where every block is selected, all before the window), keys that
+the window alone sees, and the local blocks, which lie in the window, and which both see. Their scores are the same.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from ..config import NSAConfig
 
-
-@dataclass(frozen=True)
-class Span:
-    """Which keys a query sees; see the module's docstring.
-
-    Attributes:
-        block, stride: of a compressed token; 1 and 1 for the tokens themselves.
-        align: 0 for all keys up to the query's own; else the band moves by so many keys.
-        window: keys of the band.
-        init: keys at the start that all queries see.
-        causal: queries before this position see all keys up to their own.
-    """
-
-    block: int = 1
-    stride: int = 1
-    align: int = 0
-    window: int = 0
-    init: int = 0
-    causal: int = 0
+# Of shared keys; in the order of merge.prepare's stats.
+SLC_ALONE, WIN_ALONE, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NEVER = tl.constexpr(0x7FFFFFFF)
 
 
-def compressed(config: NSAConfig) -> Span:
-    return Span(config.cmp_block, config.cmp_stride)
-
-
-def window(config: NSAConfig) -> Span:
-    return Span(align=1, window=config.window)
-
-
-def forced(config: NSAConfig) -> Span:
-    """The forced blocks; and everything, for queries that have no more than slc_count blocks to choose from."""
+def sizes(config: NSAConfig) -> dict[str, int]:
+    """Constants of the kernels, in tokens: all are selected up to CAUSAL, after it the INIT first and LOCAL last."""
     init, local, causal = (n * config.slc_block for n in (config.init_blocks, config.local_blocks, config.slc_count))
-    return Span(align=config.slc_block, window=local, init=init, causal=causal)
+    compressed = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
+    return compressed | dict(WINDOW=config.window, ALIGN=config.slc_block, LOCAL=local, INIT=init, CAUSAL=causal)
 
 
 @triton.jit
-def _hi(t, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """Keys that end at or before t."""
-    return tl.maximum(t + (1 - BLOCK + STRIDE), 0) // STRIDE
+def compressed_keys(t, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Compressed keys that end at or before t."""
+    return t * 0, tl.maximum(t + (1 - BLOCK + STRIDE), 0) // STRIDE
 
 
 @triton.jit
-def _lo(t, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
-    lo = tl.maximum(t // ALIGN * ALIGN + (ALIGN - WINDOW), 0)
-    return tl.where(t < CAUSAL, 0, lo) if CAUSAL > 0 else lo
+def window_keys(t, WINDOW: tl.constexpr):
+    return tl.maximum(t + (1 - WINDOW), 0), t + 1
 
 
 @triton.jit
-def key_range(
-    t0, t1, N, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
-    INIT: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """What queries t0..t1 see: (i, a, b, c, d). Tiles of BN keys begin at multiples of BN.
+def initial_keys(t, INIT: tl.constexpr, CAUSAL: tl.constexpr):
+    """Initial blocks, which are never local ones from CAUSAL on; before it all keys are local_keys."""
+    return t * 0, tl.where(t < CAUSAL, 0, INIT)
 
-    Keys [0, i) are INIT keys before the band; of the band [a, b) and [c, d) want a mask, [b, c) is seen by all.
+
+@triton.jit
+def local_keys(t, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    local = tl.minimum(tl.maximum(t // ALIGN * ALIGN + (ALIGN - LOCAL), 0), t + 1)
+    return tl.where(t < CAUSAL, 0, local), t + 1
+
+
+@triton.jit
+def shared_keys(
+    t, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Keys that query t sees of SLC_ALONE, WIN_ALONE or BOTH. Their ends ascend but where t reaches CAUSAL."""
+    near = tl.maximum(t + (1 - WINDOW), 0)
+    local = tl.minimum(tl.maximum(t // ALIGN * ALIGN + (ALIGN - LOCAL), 0), t + 1)
+    both = tl.where(t < CAUSAL, near, local)
+    lo = tl.where(kind == BOTH, both, tl.where(kind == WIN_ALONE, near, 0))
+    end = tl.where(kind == BOTH, t + 1, tl.where(kind == WIN_ALONE, both, tl.where(t < CAUSAL, near, INIT)))
+    return lo, end
+
+
+@triton.jit
+def compressed_queries(n, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    return n * STRIDE + (BLOCK - 1), n * 0 + _NEVER
+
+
+@triton.jit
+def window_queries(n, WINDOW: tl.constexpr):
+    return n, n + WINDOW
+
+
+@triton.jit
+def initial_queries(n, CAUSAL: tl.constexpr):
+    """Of a key of the initial blocks: those that do not see it as one of local_keys."""
+    return n * 0 + CAUSAL, n * 0 + _NEVER
+
+
+@triton.jit
+def local_queries(n, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    last = tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
+    return n, tl.where(n < CAUSAL, tl.maximum(last, CAUSAL), last)
+
+
+@triton.jit
+def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    """Queries that see key n in SLC_ALONE (initial_queries left out), WIN_ALONE or BOTH."""
+    near, last = n + WINDOW, tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
+    choosing = tl.maximum(last, CAUSAL)  # queries that choose and see the key in the window alone begin here
+    both = tl.where(near < CAUSAL, near, tl.where(n < CAUSAL, choosing, last))
+    lo = tl.where(kind == BOTH, n, tl.where(kind == WIN_ALONE, choosing, near))
+    end = tl.maximum(near, tl.where(kind == WIN_ALONE, choosing, CAUSAL))
+    return lo, tl.where(kind == BOTH, both, end)
+
+
+@triton.jit
+def key_tiles(lo0, lo1, end0, end1, BN: tl.constexpr):
+    """(a, b, c, d) of queries whose first sees [lo0, end0) and whose last sees [lo1, end1).
+
+    Keys [a, b) and [c, d) want a mask, [b, c) are seen by all. Tiles of BN keys begin at multiples of BN.
     """
-    d = tl.minimum(_hi(t1, BLOCK, STRIDE), N)
-    c = tl.minimum(_hi(t0, BLOCK, STRIDE), N) // BN * BN
-    if ALIGN > 0:
-        end = tl.cdiv(d, BN) * BN
-        a = tl.minimum(_lo(t0, ALIGN, WINDOW, CAUSAL) // BN * BN, end)
-        b = tl.minimum(tl.cdiv(_lo(t1, ALIGN, WINDOW, CAUSAL), BN) * BN, end)
-        return tl.minimum(a, tl.cdiv(INIT, BN) * BN), a, b, tl.maximum(c, b), tl.maximum(d, b)
-    else:  # noqa: RET505  Triton compiles what follows a return, too
-        return c * 0, c * 0, c * 0, tl.maximum(c, 0), tl.maximum(d, 0)
+    stop = tl.cdiv(end1, BN) * BN
+    a, b = tl.minimum(lo0 // BN * BN, stop), tl.minimum(tl.cdiv(lo1, BN) * BN, stop)
+    c = tl.maximum(end0 // BN * BN, b)
+    # Of loops that could begin below 0, ptxas does not keep Hopper's matrix instructions asynchronous.
+    return tl.maximum(a, 0), tl.maximum(b, 0), tl.maximum(c, 0), tl.maximum(tl.maximum(end1, b), 0)
 
 
 @triton.jit
-def sees(
-    t, n, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    ALIGN: tl.constexpr, WINDOW: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Whether query t sees key n, by broadcasting; n < N is checked by the caller."""
-    if ALIGN > 0:  # one comparison for both ends of the band: what is before it wraps around
-        lo = _lo(t, ALIGN, WINDOW, CAUSAL)
-        seen = (n - lo).to(tl.uint32) <= (t - lo).to(tl.uint32)
-        if WINDOW == 0:
-            seen = seen & (lo <= t)
-        return seen | ((n < INIT) & (n <= t)) if INIT > 0 else seen
-    else:  # noqa: RET505
-        return n * STRIDE + (BLOCK - 1) <= t
+def row_tiles(lo0, lo1, end0, end1, s0, s1, offset, BQ: tl.constexpr):
+    """Rows of q, within s0..s1-1, of keys whose first is seen in [lo0, end0) and whose last in [lo1, end1).
 
-
-@triton.jit
-def query_range(
-    n0, n1, s0, s1, offset,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    BQ: tl.constexpr,
-):  # fmt: skip
-    """Rows of q, within s0..s1-1, that see keys n0..n1, INIT left out: masked [a,b), whole [b,c), masked [c,d).
-
-    b and c are multiples of BQ away from a.
+    (a, b, c, d): masked [a, b) and [c, d), whole [b, c); b and c are multiples of BQ away from a.
     """
-    a = tl.maximum(n0 * STRIDE + BLOCK - 1 - offset, s0)
-    c, d = s1, s1
-    if ALIGN > 0:
-        d = tl.minimum(d, _last(n1, n0, ALIGN, WINDOW, CAUSAL) - offset)
-        c = tl.minimum(c, _last(n0, n0, ALIGN, WINDOW, 0) - offset)
-    b = tl.minimum(a + tl.cdiv(tl.maximum(n1 * STRIDE + BLOCK - 1 - offset - a, 0), BQ) * BQ, tl.maximum(d, a))
-    c = tl.maximum(a + tl.maximum(c - a, 0) // BQ * BQ, b) if ALIGN > 0 else tl.maximum(d, b)
+    a = tl.maximum(lo0 - offset, s0)
+    d = tl.minimum(end1 - offset, s1)
+    b = tl.minimum(a + tl.cdiv(tl.maximum(lo1 - offset - a, 0), BQ) * BQ, tl.maximum(d, a))
+    c = tl.maximum(a + tl.maximum(tl.minimum(end0 - offset, s1) - a, 0) // BQ * BQ, b)
     return a, b, c, d
 
 
 @triton.jit
-def _last(n, first, ALIGN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
-    """End of the positions whose band holds key n, or that are causal and see key `first`."""
-    end = (n + WINDOW) // ALIGN * ALIGN
-    return tl.where(first < CAUSAL, tl.maximum(end, CAUSAL), end) if CAUSAL > 0 else end
+def within(x, lo, length):
+    """Whether lo <= x < lo + length, in one comparison: what is below lo wraps around."""
+    return (x - lo).to(tl.uint32) < length.to(tl.uint32)
 
 
 @triton.jit

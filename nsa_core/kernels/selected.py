@@ -19,8 +19,8 @@ from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from .inverse import Inverse
 from .merge import Slots
+from .plan import Part, Plan
 from .ranges import load_rows, load_stats
-from .span import Part
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def _selected_forward(
     S, T, offset, first_row, skip, blocks, keys, cap, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone.
 
@@ -63,9 +64,16 @@ def _selected_forward(
         row0 = first_row + (b + 1) * skip
         Q += (row0.to(tl.int64) * HQ + kvh * G) * D
         t0 = offset + row0 - b * S
+        if AHEAD:
+            following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry) - first_entry
+            if AHEAD:  # what is read of q waits for its entry
+                entry = following
+                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
+            else:
+                entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
+            entry -= first_entry
             row = entry // (HKV * FREE)
             q = load_rows(Q, row * HQ + h, D, d, D, DP, ok, True)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -204,41 +212,40 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
     return max(ceil_div(1024, group), ceil_div(rows * kv_heads * free, 1024))
 
 
-def forward_chunk(
-    q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float
-) -> None:
+def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
     """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
     tile = _forward_tile(q, part.v).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E)
-    constants = _constants(q, part, tile, config)
+    numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
+    constants = _constants(q, part, tile, plan.config) | dict(AHEAD=_AHEAD)
     launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile)
 
 
 def backward_chunk(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
-    scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig, offset: int, scale: float,
+    scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, plan: Plan,
 ) -> None:  # fmt: skip
     """Fills the slots of one chunk with parts of dq, and adds to the totals of dk and dv.
 
     Args:
-        do, stats: as in span_keys.backward_kv.
+        do: gradient [B,S,HQ,DV] of the gated sum.
+        stats: of the selected branch, float32 [B,S,HQ,2] from merge.prepare.
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
     tile = _backward_tile(q, part.v).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, offset, slots) | dict(scale2=scale * LOG2_E, scale=scale)
+    numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
     wide = widest(q, part.v)
     # Hopper's matrix instructions take 64 rows at least: D of them, where a tile has fewer. Not for wide heads, whose
     # 8 warps Triton 3.6 leads to an illegal memory access there.
     turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
     # Entries read a turn ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
-    constants = _constants(q, part, tile, config) | ways
+    constants = _constants(q, part, tile, plan.config) | ways
     launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
-    _add_items(scratch, totals, inverse, chunk, config)
+    _add_items(scratch, totals, inverse, chunk, plan.config)
 
 
 def _add_items(
@@ -269,6 +276,9 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # A free block lies before the local ones, and so wholly before the query.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
+
+
+_AHEAD = False
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> Tile:

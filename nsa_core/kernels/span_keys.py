@@ -3,23 +3,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import ranges
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
-from .ranges import Span, load_rows, load_stats, query_range, sees
-from .span import Part
+from .plan import Part, Plan
+from .ranges import (
+    compressed_queries,
+    initial_queries,
+    load_rows,
+    load_stats,
+    local_queries,
+    row_tiles,
+    shared_queries,
+    window_queries,
+    within,
+)
 
 
 @triton.jit
 def _backward_tiles(
-    begin, end, first, shift, stop, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
+    begin, end, first, shift, stop, k, v, dk, dv, lo, length, Q, DO, STATS, offset, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk += ds^T q and dv += p^T do for every tile of queries in [begin, end); those before `first` lie `shift` away.
 
@@ -38,8 +50,7 @@ def _backward_tiles(
         lse, delta = load_stats(STATS + start * 2, row, ok)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
         if MASKED:
-            seen = sees((offset + i + qi)[None, :], n[:, None], BLOCK, STRIDE, ALIGN, WINDOW, 0, CAUSAL)
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(within((offset + i + qi)[None, :], lo[:, None], length[:, None]), p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -48,16 +59,52 @@ def _backward_tiles(
 
 
 @triton.jit
-def _span_backward_kv(
-    Q, K, V, DO, STATS, DK, DVALUE, S, N, T, begin, offset, chunk, batch, scale2, scale,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ALIGN: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+def _backward_band(
+    k, v, dk, dv, band, band0, band1, s0, s1, Q, DO, STATS, offset, scale2,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
-    """DK, DVALUE [chunks,B,N,HKV,D] of one tile of keys from one chunk of the queries from row `begin` on."""
+    """dk, dv += those of the queries in `band` of each key; band0 and band1 are those of the first and last key."""
+    lo, length = band[0], band[1] - band[0]
+    a, b, c, stop = row_tiles(band0[0], band1[0], band0[1], band1[1], s0, s1, offset, M // G)
+    dk, dv = _backward_tiles(
+        b, c, 0, 0, stop, k, v, dk, dv, lo, length, Q, DO, STATS, offset, scale2, HQ, G, D, DV, DP, DVP, M, False
+    )
+    return _backward_tiles(
+        c - (b - a), stop, c, b - c, stop, k, v, dk, dv, lo, length, Q, DO, STATS, offset, scale2,
+        HQ, G, D, DV, DP, DVP, M, True)  # fmt: skip
+
+
+@triton.jit
+def _queries(
+    n, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The band of queries of key n in the branch that is on; of the initial blocks if none is."""
+    if CMP:
+        return compressed_queries(n, BLOCK, STRIDE)
+    elif WIN:  # noqa: RET505  Triton compiles what follows a return, too
+        return window_queries(n, WINDOW)
+    elif SLC:
+        return local_queries(n, ALIGN, LOCAL, CAUSAL)
+    else:
+        return initial_queries(n, CAUSAL)
+
+
+@triton.jit
+def _span_backward_kv(
+    Q, K, V, DO, STATS, DK, DVALUE, S, N, T, begin, offset, chunk, batch, stride, scale2, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """DK, DVALUE [chunks,B,N,HKV,D] of one tile of keys from one chunk of the queries from row `begin` on.
+
+    Of both WIN and SLC, for keys that they share: STATS are those of SLC_ALONE, WIN_ALONE and BOTH, `stride` apart.
+    """
     G: tl.constexpr = HQ // HKV
-    BQ: tl.constexpr = M // G
     n0 = tl.program_id(0) * BN
+    n1 = tl.minimum(n0 + BN, N) - 1
     kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
     c = tl.num_programs(2) - 1 - tl.program_id(2)  # the last queries see most keys: longest work first
     n, d, e = n0 + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
@@ -72,15 +119,20 @@ def _span_backward_kv(
     DO += first_row * DV
     STATS += first_row * 2
     s0 = begin + c * chunk
-    lo, whole, part, hi = query_range(
-        n0, tl.minimum(n0 + BN, N) - 1, s0, tl.minimum(s0 + chunk, S), offset,
-        BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, BQ)  # fmt: skip
-    dk, dv = _backward_tiles(
-        whole, part, 0, 0, hi, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
-        HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, False)  # fmt: skip
-    dk, dv = _backward_tiles(
-        part - (whole - lo), hi, part, whole - part, hi, k, v, dk, dv, n, Q, DO, STATS, offset, scale2,
-        HQ, G, D, DV, DP, DVP, M, BLOCK, STRIDE, ALIGN, WINDOW, CAUSAL, True)  # fmt: skip
+    s1 = tl.minimum(s0 + chunk, S)
+    if WIN and SLC:
+        for kind in range(3):
+            dk, dv = _backward_band(
+                k, v, dk, dv, shared_queries(n, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
+                shared_queries(n0, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
+                shared_queries(n1, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
+                s0, s1, Q, DO, STATS + kind * stride, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
+    else:
+        dk, dv = _backward_band(
+            k, v, dk, dv, _queries(n, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            _queries(n0, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            _queries(n1, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            s0, s1, Q, DO, STATS, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
     out = ((c.to(tl.int64) * batch + b) * N + n0) * HKV + kvh
     at = DK + out * D + (n - n0)[:, None] * (HKV * D) + d[None, :]
     tl.store(at, (dk * scale).to(DK.dtype.element_ty), mask=n_ok[:, None] & (d < D)[None, :])
@@ -89,26 +141,28 @@ def _span_backward_kv(
 
 
 def backward_kv(
-    q: Tensor, do: Tensor, part: Part, stats: Tensor, offset: int, scale: float, dtype: torch.dtype
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a part's keys [B,N,HKV,D] and values [B,N,HKV,DV], in `dtype`.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
         do: gradient [B,S,HQ,DV] of the gated sum.
-        stats: float32 [B,S,HQ,2] from merge.prepare.
+        stats: float32 [B,S,HQ,2] from merge.prepare. Of the selected branch, where the window shares its keys, these,
+            the window's and those of both [3,B,S,HQ,2]: the gradients are those of both branches then.
     """
-    k, v, span = part.k, part.v, part.span
-    given = q, k, v, do, stats
-    chunks = 1 if span.align else _chunks(q, k, v, k.shape[1], q.shape[1])
-    dk, dv = _launch(given, span, k.shape[1], 0, chunks, offset, scale, dtype)
-    start = max(0, span.causal - offset)  # the first keys are seen by all queries from here on
-    if span.init and start < q.shape[1]:
-        tokens = min(span.init, k.shape[1])
-        chunks = _chunks(q, k, v, tokens, q.shape[1] - start)
-        far = _launch(given, Span(), tokens, start, chunks, offset, scale, torch.float32)
+    given = q, part.k, part.v, do, stats
+    rows, tokens = q.shape[1], part.k.shape[1]
+    on = {"CMP": part.branch == "cmp", "WIN": part.branch == "win" or stats.dim() == 5, "SLC": part.branch == "slc"}
+    chunks = _chunks(q, part.k, part.v, tokens, rows) if part.branch == "cmp" else 1
+    dk, dv = _launch(given, on, tokens, 0, chunks, plan, dtype)
+    initial = min(plan.config.init_blocks * plan.config.slc_block, tokens)
+    begin = plan.causal_rows(rows)
+    if part.branch == "slc" and initial and begin < rows:
+        chunks = _chunks(q, part.k, part.v, initial, rows - begin)
+        far = _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32)
         for total, more in zip((dk, dv), far, strict=True):
-            total[:, :tokens] += more
+            total[:, :initial] += more
     return dk, dv
 
 
@@ -123,7 +177,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
 
 
 def _launch(
-    given: tuple[Tensor, ...], span: Span, tokens: int, begin: int, chunks: int, offset: int, scale: float,
+    given: tuple[Tensor, ...], on: Mapping[str, bool], tokens: int, begin: int, chunks: int, plan: Plan,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
@@ -134,11 +188,14 @@ def _launch(
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
-    numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1], begin=begin, offset=offset, chunk=chunk, batch=batch)
-    sizes = dict(BLOCK=span.block, STRIDE=span.stride, ALIGN=span.align, WINDOW=span.window, CAUSAL=span.causal)
+    places = dict(begin=begin, offset=plan.offset, chunk=chunk, batch=batch, stride=stats.stride(0))
+    numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1]) | places
+    scales = dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
+    sizes = ranges.sizes(plan.config)
+    del sizes["INIT"]
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes
     grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
-    arguments = pointers | numbers | dict(scale2=scale * LOG2_E, scale=scale)
-    launch(_span_backward_kv, grid, arguments, head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | sizes, tile)
+    launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile)
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 

@@ -27,7 +27,7 @@ _STAGES = {
 }
 
 
-# A span kernel works for the branches that are on, or by its `ranges.Span` for one.
+# A span kernel works for the branches that are on; with none on for the initial blocks, far behind the queries.
 _BRANCHES = {"CMP": "compressed", "WIN": "window", "SLC": "forced"}
 
 
@@ -45,10 +45,6 @@ def stage(kernel: str, constants: Mapping[str, Any]) -> str:
 
 def _branches(constants: Mapping[str, Any]) -> str:
     """Those of a span kernel; forced are the blocks that every query selects, or all where there is no choice."""
-    if constants.keys() >= _BRANCHES.keys():
-        return "_".join(name for branch, name in _BRANCHES.items() if constants[branch])
-    if not constants.keys() >= {"BLOCK", "STRIDE", "ALIGN"}:
+    if not constants.keys() >= _BRANCHES.keys():
         return ""
-    if constants["BLOCK"] > 1 or constants["STRIDE"] > 1:
-        return "compressed"
-    return "window" if constants["ALIGN"] == 1 else "forced"
+    return "_".join(name for branch, name in _BRANCHES.items() if constants[branch]) or "forced"

@@ -20,13 +20,24 @@ pytestmark = [
 SMALL = {"cmp_block": 8, "cmp_stride": 4, "slc_block": 16, "slc_count": 4, "window": 24}
 OTHERS = {
     "no tile's multiples": NSAConfig(12, 4, 24, slc_count=5, init_blocks=2, local_blocks=1, window=21),
+    "a window within the local blocks": NSAConfig(**SMALL),
     "no initial blocks": NSAConfig(**SMALL, init_blocks=0),
     "no local blocks": NSAConfig(**SMALL, local_blocks=0),
     "no forced blocks": NSAConfig(**SMALL, init_blocks=0, local_blocks=0),
     "no free blocks": NSAConfig(**SMALL, init_blocks=2),
     "no overlap, one block of all": NSAConfig(8, 8, 8, slc_count=1, init_blocks=0, local_blocks=0, window=1),
     "blocks of 64": NSAConfig(16, 4, 64, slc_count=1, init_blocks=0, local_blocks=1, window=200),
+    "a window just as wide as the local blocks": NSAConfig(8, 4, 16, slc_count=5, window=32),
+    "a window over the initial blocks": NSAConfig(8, 4, 8, slc_count=6, init_blocks=2, window=61),
+    "no local blocks and a wide window": NSAConfig(8, 4, 16, slc_count=3, local_blocks=0, window=40),
+    "a window within what is causal": NSAConfig(8, 4, 16, slc_count=6, window=37),
 }
+
+
+@pytest.fixture
+def config():
+    """Its window holds the local blocks: what it and the selected branch both see is computed once."""
+    return NSAConfig(**SMALL | {"window": 40})
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +114,9 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 128)])
 def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, monkeypatch, heads, dim):
     """Its tiles differ, and at head dim 128 the way to dq."""
-    from nsa_core.kernels import selected, span, span_keys
+    from nsa_core.kernels import selected, span, span_keys, span_queries
 
-    for module in (selected, span, span_keys):
+    for module in (selected, span, span_queries, span_keys):
         monkeypatch.setattr(module, "arch", lambda x: 90)
     assert max(distances(make_case(100, heads, 1, dim, dtype=torch.float16, batch=2), config)) < 1e-3
 
@@ -198,8 +209,10 @@ def test_gates_of_zero_give_no_gradient_and_no_nan(make_case, config):
         torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_separate_keys_and_values_for_each_branch(make_case, config):
-    q, k, v, gates = make_case(80, 2, 1).leaves
+def test_separate_keys_and_values_for_each_branch(make_case):
+    """Of a configuration that lets the window and the selected branch share theirs."""
+    config = OTHERS["a window within what is causal"]
+    q, k, v, gates = make_case(125, 2, 1).leaves
     keys, values = (tuple((x.detach() * f).requires_grad_() for f in (1.0, 0.7, 1.3)) for x in (k, v))
     leaves = [q, gates, *keys, *values]
     grads = {}
@@ -240,13 +253,13 @@ def operator_calls(case, config):
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
     k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, plan = [k_cmp, v_cmp, k, v, k, v], ("cmp,slc,win", sizes, 0, 0.25)
+    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True)
     out, *saved = operators._attend_operator(q, gates, None, pairs, *plan)
     chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
     return [
         (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *plan)),
-        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:])),
+        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:-1], False)),
         (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *plan)),
         (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
         (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),

@@ -50,10 +50,6 @@ def _on(**branches: bool) -> dict[str, Any]:
     return {"CMP": False, "WIN": False, "SLC": False, "BLOCK": 32, "STRIDE": 16} | branches
 
 
-def _of(block: int = 1, stride: int = 1, align: int = 0) -> dict[str, int]:
-    return {"BLOCK": block, "STRIDE": stride, "ALIGN": align, "M": 128}
-
-
 @pytest.mark.parametrize(
     ("kernel", "constants", "expected"),
     [
@@ -61,10 +57,11 @@ def _of(block: int = 1, stride: int = 1, align: int = 0) -> dict[str, int]:
         ("_span_forward", _on(CMP=True, WIN=True, SLC=True), "compressed_window_forced"),
         ("_span_backward_q", _on(CMP=True, SLC=True), "compressed_forced_backward_q"),
         ("_span_forward", _on(CMP=True), "compressed"),
-        ("_span_backward_kv", _of(block=32, stride=16), "compressed_backward_kv"),
-        ("_span_backward_kv", _of(align=1), "window_backward_kv"),
-        ("_span_backward_kv", _of(align=64), "forced_backward_kv"),
-        ("_span_backward_kv", _of(), "forced_backward_kv"),  # the initial blocks, by the queries far behind them
+        ("_span_backward_kv", _on(CMP=True), "compressed_backward_kv"),
+        ("_span_backward_kv", _on(WIN=True), "window_backward_kv"),
+        ("_span_backward_kv", _on(SLC=True), "forced_backward_kv"),
+        ("_span_backward_kv", _on(WIN=True, SLC=True), "window_forced_backward_kv"),
+        ("_span_backward_kv", _on(), "forced_backward_kv"),  # the initial blocks, by the queries far behind them
         ("_span_forward", {"M": 64}, "span_forward"),
         ("_choose", {}, "topk"),
         ("_count", {}, "inverse_index"),
