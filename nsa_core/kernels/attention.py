@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import NSAConfig
 from . import inverse, merge, scores, selected, span, span_keys, span_queries
+from ._tiles import ceil_div
 from .inverse import Inverse
 from .merge import Rows, Slots
 from .plan import Part, Plan
@@ -36,13 +37,13 @@ def forward(
     out = torch.empty_like(outputs[0])
     skip = plan.causal_rows(q.shape[1])
     if not _chooses(q, plan):
-        merge.gated_sum(outputs, gates, out, Rows(0, q.shape[1], 0, q.shape[0] * q.shape[1]))
+        merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
         return out, [*outputs, *lses]
     if blocks is None:
         cmp = plan.branches.index("cmp")
         blocks = scores.select(q, parts[cmp].k, lses[cmp], plan.config, plan.offset, plan.scale, skip)
     if skip:
-        merge.gated_sum(outputs, gates, out, Rows(0, skip, 0, q.shape[0] * skip))
+        merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, skip, 0, q.shape[0] * skip))
     way = plan.branches.index("slc")
     index = _invert(q, parts[way], blocks, plan)
     for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
@@ -87,24 +88,25 @@ def _invert(q: Tensor, part: Part, blocks: Tensor, plan: Plan) -> Inverse:
 
 
 def _sizes(q: Tensor, part: Part, plan: Plan) -> tuple[int, int, int, int]:
-    """Of the inverse index: choosing rows a chunk, keys, selection blocks of a sequence, entries of a work item."""
+    """Of the inverse index: rows of a chunk, keys, selection blocks of a sequence, entries of a work item."""
     batch, tokens, kv_heads, dim = part.k.shape
     free = plan.config.free_blocks
-    choosing = batch * (q.shape[1] - plan.causal_rows(q.shape[1]))
-    rows = min(choosing, selected.slot_rows(q, max(dim, part.v.shape[-1]), free))
-    of_sequence = plan.config.slc_blocks(tokens)
+    choosing = batch * kv_heads * (q.shape[1] - plan.causal_rows(q.shape[1]))
+    chunks = ceil_div(choosing, selected.slot_rows(q, kv_heads, max(dim, part.v.shape[-1]), free))
+    rows, of_sequence = ceil_div(choosing, chunks), plan.config.slc_blocks(tokens)
     return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, free, rows)
 
 
 def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]:
-    """The slots of each chunk of queries in turn, for parts as wide as `of` [..,HKV,D], in the same memory."""
+    """The slots of each chunk of rows in turn, for parts as wide as `of` [..,HKV,D], in the same memory."""
     kv_heads, dim = of.shape[2:]
-    shape = index.rows, kv_heads, plan.config.free_blocks, q.shape[2] // kv_heads
+    shape = index.rows, plan.config.free_blocks, q.shape[2] // kv_heads
     parts, lse = q.new_empty(*shape, dim), torch.empty(shape, dtype=torch.float32, device=q.device)
     skip = plan.causal_rows(q.shape[1])
     length = q.shape[1] - skip
-    for first in range(0, q.shape[0] * length, index.rows):
-        yield Slots(parts, lse, Rows(skip, length, first, min(index.rows, q.shape[0] * length - first)))
+    choosing = q.shape[0] * kv_heads * length
+    for first in range(0, choosing, index.rows):
+        yield Slots(parts, lse, Rows(shape[-1], skip, length, first, min(index.rows, choosing - first)))
 
 
 def _selected_backward(

@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false
 """Which queries chose a block freely: the inverse of the selection, cut into work items of bounded size.
 
-Only rows that choose have entries: those from `skip` on of every sequence, numbered over batch and sequence. They are
-taken in chunks, so that what the selected branch writes for each (row, chosen block) stays small. Within a chunk,
-entries (choosing row, kv head, rank) are sorted by block, stably, so that every block meets its queries in order.
+Only rows that choose have entries: those from `skip` on of every sequence, numbered by sequence, kv head and row. They
+are taken in chunks, so that what the selected branch writes for each (row, chosen block) stays small; numbered so, few
+blocks are met in more than one. Within a chunk, entries (row, rank) are sorted by block, stably, so that every block
+meets its queries in order.
 """
 
 from __future__ import annotations
@@ -25,30 +26,29 @@ _TILE = Tile(warps=4)
 
 @triton.jit
 def _sort_keys(
-    CHOSEN, KEYS, total, choosing, rows, blocks, keys, skip,
-    HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, N: tl.constexpr,
+    CHOSEN, KEYS, total, S, choosing, rows, blocks, keys, skip,
+    HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """KEYS of the free ranks of CHOSEN [B,S,HKV,COUNT]: chunk, batch, kv head, block; padding is last in its chunk."""
+    """KEYS of the free ranks of CHOSEN [B,S,HKV,COUNT]: chunk, sequence, kv head, block; less BIAS."""
     i = tl.program_id(0) * N + tl.arange(0, N)
-    row, kvh = i // (HKV * FREE), i // FREE % HKV
-    b = row // choosing
-    head = (row + (b + 1) * skip).to(tl.int64) * HKV + kvh
-    block = tl.load(CHOSEN + head * COUNT + INIT + i % FREE, mask=i < total, other=-1)
-    place = tl.where(block < 0, keys, (b * HKV + kvh) * blocks + block)
-    tl.store(KEYS + i, row // rows * (keys + 1) + place, mask=i < total)
+    row = i // FREE
+    group = row // choosing
+    place = (group // HKV * S + skip + row % choosing).to(tl.int64) * HKV + group % HKV
+    block = tl.load(CHOSEN + place * COUNT + INIT + i % FREE, mask=i < total, other=0)
+    key = row // rows * keys + group * blocks + block
+    tl.store(KEYS + i, (key - BIAS).to(KEYS.dtype.element_ty), mask=i < total)
 
 
 @triton.jit
-def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, STEPS: tl.constexpr, N: tl.constexpr):
-    """BOUNDS [last + 1]: the first entry of every key; PIECES [chunks,keys+2]: 0, each key's work items, 0."""
+def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):
+    """BOUNDS [last + 1]: the first entry of every key; PIECES [chunks,keys+1]: 0, then each key's work items."""
     key = tl.program_id(0) * N + tl.arange(0, N)
-    begin = _first(SORTED, key, total, STEPS)
-    pieces = tl.cdiv(_first(SORTED, key + 1, total, STEPS) - begin, cap)
+    begin = _first(SORTED, key - BIAS, total, STEPS)
+    pieces = tl.cdiv(_first(SORTED, key + 1 - BIAS, total, STEPS) - begin, cap)
     tl.store(BOUNDS + key, begin, mask=key <= last)
-    chunk, place = key // (keys + 1), key % (keys + 1)
-    at = PIECES + chunk * (keys + 2) + place
-    tl.store(at + 1, tl.where(place < keys, pieces, 0), mask=key < last)
-    tl.store(at, 0, mask=(key < last) & (place == 0))
+    at = PIECES + key // keys * (keys + 1) + key % keys
+    tl.store(at + 1, pieces, mask=key < last)
+    tl.store(at, 0, mask=(key < last) & (key % keys == 0))
 
 
 @triton.jit
@@ -68,21 +68,20 @@ def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
     """ITEMS [chunks,limit]: the key whose pieces hold the work item, or `keys`; PIECES are summed up here."""
     item, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
     # Key j holds the items PIECES[j] .. PIECES[j+1]-1: the first j+1 whose sum is beyond the item.
-    key = _first(PIECES + chunk * (keys + 2) + 1, item + 1, keys, STEPS)
+    key = _first(PIECES + chunk * (keys + 1) + 1, item + 1, keys, STEPS)
     tl.store(ITEMS + chunk * limit + item, key, mask=item < limit)
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """Entries sorted by (chunk, batch, kv head, block).
+    """Entries sorted by (chunk, sequence, kv head, block).
 
     Attributes:
-        entries: int32; an entry is (choosing row · HKV + kv head) · free + free rank.
-        bounds: int32 [chunks · (keys + 1) + 1], where the entries of each block begin; the extra key of each chunk
-            collects the padding.
-        pieces: int32 [chunks, keys + 2], work items before each block within its chunk.
+        entries: int32; an entry is row · free + free rank.
+        bounds: int32 [chunks · keys + 1], where the entries of each block begin.
+        pieces: int32 [chunks, keys + 1], work items before each block within its chunk.
         items: int32 [chunks, limit], the block of every work item; `keys` for those not needed.
-        rows: choosing rows of a chunk, the last one possibly shorter.
+        rows: of a chunk, the last one possibly shorter.
         keys: blocks of all heads: B · HKV · blocks.
         blocks: selection blocks of a sequence.
         cap: entries of a work item at most.
@@ -117,40 +116,40 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
     Args:
         config: how many of the blocks, first and last of those chosen, are forced.
         blocks: selection blocks of a sequence.
-        rows: choosing rows of a chunk.
+        rows: of a chunk.
         cap: entries of a work item.
         skip: rows at the start of every sequence whose choice does not count.
     """
     batch, length, kv_heads, count = chosen.shape
-    free = config.free_blocks
-    choosing = length - skip
-    keys, total = batch * kv_heads * blocks, batch * choosing * kv_heads * free
-    chunks, per_chunk = ceil_div(batch * choosing, rows), rows * kv_heads * free
-    sort_keys = torch.empty(total, dtype=torch.int32, device=chosen.device)
-    sizes = dict(total=total, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip)
-    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
+    free, choosing, groups = config.free_blocks, length - skip, batch * kv_heads
+    keys, total, chunks = groups * blocks, groups * choosing * free, ceil_div(groups * choosing, rows)
+    last = chunks * keys
+    # Sorting takes as many passes as the keys have bytes.
+    kind, bias = (torch.int16, 1 << 15) if last <= 1 << 16 else (torch.int32, 0)
+    sort_keys = torch.empty(total, dtype=kind, device=chosen.device)
+    sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip)
+    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks, BIAS=bias)
     _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
-    last = chunks * (keys + 1)
     # Full items, and for every block that the chunk can meet one that is not.
-    limit = per_chunk // cap + min(_reached(rows, choosing, batch) * kv_heads * blocks, per_chunk)
+    limit = rows * free // cap + min(_reached(rows, choosing, groups) * blocks, rows * free)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
-        for shape in ((last + 1,), (chunks, keys + 2), (chunks, limit))
+        for shape in ((last + 1,), (chunks, keys + 1), (chunks, limit))
     )
     arguments = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces, total=total, keys=keys, last=last, cap=cap)
-    _launch_flat(_count, last + 1, arguments, dict(STEPS=total.bit_length() + 1))
+    _launch_flat(_count, last + 1, arguments, dict(BIAS=bias, STEPS=total.bit_length() + 1))
     pieces = pieces.cumsum(1, dtype=torch.int32)
     arguments = dict(PIECES=pieces, ITEMS=items, limit=limit, keys=keys)
     _launch_flat(_assign, limit, arguments, dict(STEPS=keys.bit_length() + 1), chunks)
     return Inverse(order.int(), bounds, pieces, items, rows, keys, blocks, cap)
 
 
-def _reached(rows: int, length: int, batch: int) -> int:
-    """Sequences of `length` rows that a chunk of `rows` rows may reach into."""
+def _reached(rows: int, length: int, groups: int) -> int:
+    """Groups of `length` rows that a chunk of `rows` rows may reach into."""
     if length % rows == 0 or rows % length == 0:
         return max(1, rows // length)
-    return min(batch, rows // length + 2)
+    return min(groups, rows // length + 2)
 
 
 def _launch_flat(

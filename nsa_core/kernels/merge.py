@@ -16,10 +16,11 @@ from ._tiles import Tile, ceil_div, padded
 
 
 @triton.jit
-def _place(i, first, length, gap, begin, HQ: tl.constexpr):
-    """Where the i-th (row, head) pair of a Rows lies among all."""
-    row = first + i // HQ
-    return (row + row // length * gap + begin) * HQ + i % HQ
+def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
+    """Where the i-th (row, head) pair of a Rows lies among all (row, head) pairs of q."""
+    row = first + i // G
+    group, row = row // length, begin + row % length
+    return (group // (HQ // G) * S + row) * HQ + group % (HQ // G) * G + i % G
 
 
 @triton.jit
@@ -45,13 +46,13 @@ def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr,
 
 @triton.jit
 def _merge(
-    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, length, gap, begin,
+    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, length, S, begin,
     HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, gap, begin, HQ)
+    ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, S, begin, HQ, G)
     inside = ok[:, None] & (d < DV)[None, :]
     at = place[:, None] * DV + d[None, :]
     out = tl.zeros([M, DVP], tl.float32)
@@ -67,12 +68,12 @@ def _merge(
 
 @triton.jit
 def _sum_dq(
-    PARTS, DQ, total, first, length, gap, begin,
+    PARTS, DQ, total, first, length, S, begin,
     HQ: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """DQ += the FREE slots of M (row, head) pairs in rank order."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d, pair, g, place = tl.arange(0, DP), i // G, i % G, _place(i, first, length, gap, begin, HQ)
+    d, pair, g, place = tl.arange(0, DP), i // G, i % G, _place(i, first, length, S, begin, HQ, G)
     inside = (i < total)[:, None] & (d < D)[None, :]
     at = DQ + place[:, None] * D + d[None, :]
     acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -122,13 +123,17 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that lie alike in every sequence, numbered over the batch.
+    """Rows that lie alike in every sequence, those of one group of heads after those of another.
+
+    They are numbered by sequence, group and row; a group are the query heads of one kv head, or all.
 
     Attributes:
-        begin, length: the first of each sequence, and how many of each.
+        heads: of a group.
+        begin, length: the first row of each sequence, and how many of each.
         first, count: the numbers of those that are meant: all of them, or a chunk.
     """
 
+    heads: int
     begin: int
     length: int
     first: int
@@ -140,8 +145,8 @@ class Slots:
     """What the free blocks add to some rows.
 
     Attributes:
-        parts: in q's dtype, [rows.count or more,HKV,free,G,D].
-        lse: float32 [rows.count or more,HKV,free,G]; without a meaning in the backward.
+        parts: in q's dtype, [rows.count or more,free,G,D].
+        lse: float32 [rows.count or more,free,G]; without a meaning in the backward.
         rows: those that choose blocks, or a chunk of them.
     """
 
@@ -151,18 +156,18 @@ class Slots:
 
     @property
     def free(self) -> int:
-        return self.parts.shape[2]
+        return self.parts.shape[1]
 
     @property
     def group(self) -> int:
-        return self.parts.shape[3]
+        return self.parts.shape[2]
 
 
 def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows) -> None:
     """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)] to `out`."""
     o1, o2, o3 = _three(outputs)
     pointers = dict(O1=o1, O2=o2, O3=o3, LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, G=1, FREE=0)
+    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, FREE=0)
     _launch_rows(_merge, out, rows, pointers, constants)
 
 
@@ -172,13 +177,13 @@ def gated_sum_with_slots(
     """The same for rows that have slots, which are first merged into one way's output and lse [B,S,HQ]."""
     o1, o2, o3 = _three(outputs)
     pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, G=slots.group, FREE=slots.free)
+    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, FREE=slots.free)
     _launch_rows(_merge, out, slots.rows, pointers, constants)
 
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
     """Adds the slots to dq [B,S,HQ,D]."""
-    constants = _width(dq, "D") | dict(G=slots.group, FREE=slots.free)
+    constants = _width(dq, "D") | dict(FREE=slots.free)
     _launch_rows(_sum_dq, dq, slots.rows, dict(PARTS=slots.parts, DQ=dq), constants)
 
 
@@ -199,29 +204,29 @@ def prepare(
         the gradient of gates [B,S,HQ,ways], and (lse - log2 g, do · o) of each branch, then of the last two as one if
         they are shared: float32 [ways or ways + 1,B,S,HQ,2].
     """
-    ways, rows = len(outputs), do.shape[0] * do.shape[1]
+    ways = len(outputs)
     dgates = torch.empty_like(gates)
     stats = torch.empty(ways + shared, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
     pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
-    _launch_pairs(_prepare, do, rows, pointers, {}, _width(do, "DV") | dict(WAYS=ways, SHARED=shared))
+    _launch_pairs(_prepare, do, gates[..., 0].numel(), pointers, {}, _width(do, "DV") | dict(WAYS=ways, SHARED=shared))
     return dgates, stats
 
 
 def _launch_rows(kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int]) -> None:
     """Over these rows of x [B,S,HQ,D]."""
-    heads = x.shape[2]
-    numbers = dict(first=rows.first, length=rows.length, gap=x.shape[1] - rows.length, begin=rows.begin)
-    _launch_pairs(kernel, x, rows.count, pointers, numbers, constants | dict(HQ=heads))
+    numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
+    heads = dict(HQ=x.shape[2], G=rows.heads)
+    _launch_pairs(kernel, x, rows.count * rows.heads, pointers, numbers, constants | heads)
 
 
 def _launch_pairs(
-    kernel: object, x: Tensor, rows: int, pointers: dict[str, Tensor], numbers: dict[str, int],
+    kernel: object, x: Tensor, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
     constants: dict[str, int],
 ) -> None:  # fmt: skip
-    """Over the (row, head) pairs of `rows` query rows of x [B,S,HQ,D], about 2048 elements a program."""
-    total, tile = rows * x.shape[2], max(4, 2048 // padded(x.shape[-1]))
+    """Over `total` (row, head) pairs of x [B,S,HQ,D], about 2048 elements a program."""
+    tile = max(4, 2048 // padded(x.shape[-1]))
     grid = (ceil_div(total, tile),)
     launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile), Tile(warps=4))
 

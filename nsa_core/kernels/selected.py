@@ -42,9 +42,9 @@ def _selected_forward(
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """OPART [rows,HKV,FREE,G,DV] and LPART [rows,HKV,FREE,G] of one work item: softmax over this block alone.
+    """OPART [rows,FREE,G,DV] and LPART [rows,FREE,G] of one work item: softmax over this block alone.
 
-    `first_row` is the chunk's first choosing row; each sequence has `skip` rows before its own.
+    `first_row` is the number of the chunk's first row, of those that choose; each sequence has `skip` before them.
     """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
@@ -59,11 +59,11 @@ def _selected_forward(
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
-        # From here on rows and entries count from the chunk's first, row0 among all rows.
-        first_entry = first_row * (HKV * FREE)
-        row0 = first_row + (b + 1) * skip
-        Q += (row0.to(tl.int64) * HQ + kvh * G) * D
-        t0 = offset + row0 - b * S
+        # From here on rows and entries count from the chunk's first, which as a row of this sequence is s0.
+        first_entry = first_row * FREE
+        s0 = skip + first_row - head * (S - skip)
+        Q += ((b.to(tl.int64) * S + s0) * HQ + kvh * G) * D
+        t0 = offset + s0
         if AHEAD:
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
@@ -74,7 +74,7 @@ def _selected_forward(
             else:
                 entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
             entry -= first_entry
-            row = entry // (HKV * FREE)
+            row = entry // FREE
             q = load_rows(Q, row * HQ + h, D, d, D, DP, ok, True)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
@@ -99,7 +99,7 @@ def _selected_backward(
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     AHEAD: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """DQPART [rows,HKV,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
+    """DQPART [rows,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     item = tl.program_id(0)
@@ -116,14 +116,14 @@ def _selected_backward(
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
-        # From here on rows and entries count from the chunk's first, row0 among all rows.
-        first_entry = first_row * (HKV * FREE)
-        row0 = first_row + (b + 1) * skip
-        first = row0.to(tl.int64) * HQ + kvh * G
+        # From here on rows and entries count from the chunk's first, which as a row of this sequence is s0.
+        first_entry = first_row * FREE
+        s0 = skip + first_row - head * (S - skip)
+        first = (b.to(tl.int64) * S + s0) * HQ + kvh * G
         Q += first * D
         DO += first * DV
         STATS += first * 2
-        t0 = offset + row0 - b * S
+        t0 = offset + s0
         if AHEAD:
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
@@ -134,7 +134,7 @@ def _selected_backward(
             else:
                 entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
             entry -= first_entry
-            row = entry // (HKV * FREE)
+            row = entry // FREE
             at = row * HQ + h
             q = load_rows(Q, at, D, d, D, DP, ok, True)
             do = load_rows(DO, at, DV, e, DV, DVP, ok, True)
@@ -199,9 +199,9 @@ def _add_parts(
     tl.store(at, total, mask=inside)
 
 
-def slot_rows(q: Tensor, dim: int, free: int) -> int:
-    """Choosing rows of a chunk at most: slots take four times q's bytes, within bounds."""
-    row = q.shape[2] * free * dim * q.itemsize
+def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
+    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, within bounds."""
+    row = q.shape[2] // kv_heads * free * dim * q.itemsize
     budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
     return max(1, budget // row)
 
@@ -209,7 +209,7 @@ def slot_rows(q: Tensor, dim: int, free: int) -> int:
 def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
     """Entries of a work item: about 1024 items a chunk, each of at least 1024 rows of q."""
     group = q.shape[2] // kv_heads
-    return max(ceil_div(1024, group), ceil_div(rows * kv_heads * free, 1024))
+    return max(ceil_div(1024, group), ceil_div(rows * free, 1024))
 
 
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
@@ -262,7 +262,7 @@ def _add_items(
 
 
 def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
-    bounds = inverse.bounds[chunk * (inverse.keys + 1) :]
+    bounds = inverse.bounds[chunk * inverse.keys :]
     return dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
 
 

@@ -166,13 +166,13 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
         assert torch.equal(again, once)
 
 
-@pytest.mark.parametrize("rows", [8, 21, 42, 50])  # of 21 that choose a sequence: within one, one, two, beyond two
+@pytest.mark.parametrize("rows", [8, 21, 33, 42])  # of 21 a sequence and kv head: within one, one, beyond one, two
 def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
     from nsa_core.kernels import scores, selected
 
-    case = make_case(85, 2, 1, batch=3)
+    case = make_case(85, 4, 2, batch=3)
     whole = run(case.leaves, config, "triton")
-    monkeypatch.setattr(selected, "slot_rows", lambda q, dim, free: rows)
+    monkeypatch.setattr(selected, "slot_rows", lambda q, kv_heads, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
     for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
