@@ -35,7 +35,7 @@ def _mean(
         total = tl.zeros([ROWS, DP], tl.float32)
         for stride in range(BLOCK // STRIDE):
             part = tl.zeros([ROWS, DP], tl.float32)
-            for u in range(STRIDE):
+            for u in tl.static_range(STRIDE):  # loads that do not wait for each other
                 row = b * T + (i + stride) * STRIDE + u
                 part += tl.load(x + row[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
             total += part

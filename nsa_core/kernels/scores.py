@@ -2,9 +2,10 @@
 """Importance of selection blocks and the exact choice of the best (Eq. 8 to 12), a chunk of queries at a time.
 
 The score of block b is Σ over its taps τ of w(τ) · Σ over the group's heads of p[b·r + τ], r = slc_block / cmp_stride:
-compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. One product a tap, with the keys read r apart,
-needs neither a buffer of token probabilities nor a shuffle between neighbouring columns. All blocks of all rows sum in
-the same order, so equal importance gives equal bits.
+compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. One product for each of the r taps that begin in
+the block, with the keys read r apart, needs no buffer of token probabilities. What they share with the next block is
+summed apart and handed to the neighbouring column once, at the end. All blocks of all rows sum in the same order, so
+equal importance gives equal bits.
 
 The choice compares 64-bit keys: the score's bits, which ascend as floats >= 0 do, above the inverted index. Keys are
 distinct, so ties go to the lower index, and the order in which blocks are looked at does not matter.
@@ -31,41 +32,49 @@ def _importance(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     CMP_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SCORES [B·HKV,rows,blocks] of queries first .. first+rows-1; tiles wholly in the future are left unwritten."""
+    """SCORES [B·HKV,rows,blocks] of queries first .. first+rows-1; tiles wholly in the future are left unwritten.
+
+    Where compressed tokens overlap, a tile's first column is the block before its own, for what that hands over.
+    """
     G: tl.constexpr = HQ // HKV
     R: tl.constexpr = SLC_BLOCK // STRIDE
-    BEFORE: tl.constexpr = CMP_BLOCK // STRIDE - 1
-    i, j = tl.program_id(0) * M, tl.program_id(1) * BN
+    HALO: tl.constexpr = 1 if CMP_BLOCK > STRIDE else 0
+    i, j = tl.program_id(0) * M, tl.program_id(1) * (BN - HALO)
     if j * SLC_BLOCK <= offset + first + tl.minimum(i + M, rows) - 1:
         kvh, b = tl.program_id(2) % HKV, tl.program_id(2) // HKV
-        r, d, block = i + tl.arange(0, M), tl.arange(0, DP), j + tl.arange(0, BN)
+        column = tl.arange(0, BN)
+        r, d, block = i + tl.arange(0, M), tl.arange(0, DP), j - HALO + column
         t, ok = offset + first + r, r < rows
         row = (b.to(tl.int64) * S + first + i) * HQ + kvh * G
         K += (b.to(tl.int64) * N * HKV + kvh) * D
-        score = tl.zeros([M, BN], tl.float32)
+        score, handed = tl.zeros([M, BN], tl.float32), tl.zeros([M, BN], tl.float32)
         for h in range(G):
             q = load_rows(Q + (row + h) * D, r - i, HQ * D, d, D, DP, ok, True)
             lse = tl.load(LSE + row + h + (r - i) * HQ, mask=ok, other=float("inf"))
-            for tap in tl.static_range(-BEFORE, R):
-                begin = tap * STRIDE if tap > 0 else 0
-                end = tap * STRIDE + CMP_BLOCK if tap * STRIDE + CMP_BLOCK < SLC_BLOCK else SLC_BLOCK
+            for tap in tl.static_range(R):
+                beyond = tap * STRIDE + CMP_BLOCK - SLC_BLOCK if tap * STRIDE + CMP_BLOCK > SLC_BLOCK else 0
                 n = block * R + tap
                 k = load_rows(K, n.to(tl.int64), HKV * D, d, D, DP, (n >= 0) & (n < N), True)
                 p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
                 seen = (n * STRIDE + (CMP_BLOCK - 1))[None, :] <= t[:, None]
-                score += tl.where(seen & (n >= 0)[None, :], p, 0.0) * ((end - begin) / STRIDE)
+                p = tl.where(seen & (n >= 0)[None, :], p, 0.0)
+                score += p * ((CMP_BLOCK - beyond) / STRIDE)
+                if beyond > 0:
+                    handed += p * (beyond / STRIDE)
+        if HALO > 0:
+            score += tl.gather(handed, tl.broadcast_to(tl.maximum(column - 1, 0)[None, :], [M, BN]), 1)
         at = SCORES + (tl.program_id(2).to(tl.int64) * rows + r)[:, None] * blocks + block[None, :]
-        tl.store(at, score, mask=ok[:, None] & (block < blocks)[None, :])
+        tl.store(at, score, mask=ok[:, None] & ((column >= HALO) & (block < blocks))[None, :])
 
 
 @triton.jit
 def _keys(SCORES, n, own, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """64-bit keys of blocks n: score, inf where forced, above the inverted index; -1 for blocks after the own one."""
+    """64-bit keys of blocks n: the score above the inverted index; -1 for forced blocks and those after the own one."""
     LAST: tl.constexpr = 0x7FFFFFFF
-    score = tl.load(SCORES + n, mask=n <= own, other=0.0)
-    score = tl.where((n < INIT) | (n > own - LOCAL), float("inf"), score)
+    free = (n >= INIT) & (n <= own - LOCAL)
+    score = tl.load(SCORES + n, mask=free, other=0.0)
     keys = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (LAST - n).to(tl.int64)
-    return tl.where(n <= own, keys, -1)
+    return tl.where(free, keys, -1)
 
 
 @triton.jit
@@ -74,7 +83,7 @@ def _choose(
     HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     SLC_BLOCK: tl.constexpr, STEPS: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """CHOSEN [B,S,HKV,COUNT] of ROWS queries: the forced blocks, then the best, ascending, padded with -1.
+    """CHOSEN [B,S,HKV,COUNT] of ROWS queries: the forced blocks and the best others, ascending, padded with -1.
 
     Block n is a member of group n % 32. The largest key of each group is held; a turn takes the largest of these 32 and
     looks through the winner's group alone for the one that follows. Several queries a program hide each other's waits.
@@ -88,8 +97,11 @@ def _choose(
     for j in range(0, tl.max(own, 0) + 1, 32 * STEPS):
         for step in tl.static_range(STEPS):
             largest = tl.maximum(largest, _keys(SCORES, j + step * 32 + group, own[:, None], INIT, LOCAL))
-    index = tl.full([ROWS, COUNT_P], LAST, tl.int32)
-    for turn in range(COUNT):
+    FREE: tl.constexpr = COUNT - INIT - LOCAL
+    initial, local = slot - FREE, own[:, None] - (COUNT - 1) + slot
+    index = tl.where((slot >= FREE) & (initial < INIT) & (initial <= own[:, None]), initial, LAST)
+    index = tl.where((initial >= INIT) & (slot < COUNT) & (local >= INIT), local, index)
+    for turn in range(FREE):
         best = tl.max(largest, 1)[:, None]
         n = LAST - (best & LAST).to(tl.int32)
         index = tl.where((slot == turn) & (best >= 0), n, index)
@@ -137,7 +149,8 @@ def _score_chunk(
     numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=offset, first=first, rows=rows, blocks=blocks)
     heads = dict(HQ=q.shape[2], HKV=k_cmp.shape[2], D=dim, DP=padded(dim), M=tile.rows, BN=tile.keys)
     sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
-    grid = (ceil_div(rows, tile.rows), ceil_div(blocks, tile.keys), q.shape[0] * k_cmp.shape[2])
+    columns = tile.keys - (config.cmp_block > config.cmp_stride)
+    grid = (ceil_div(rows, tile.rows), ceil_div(blocks, columns), q.shape[0] * k_cmp.shape[2])
     launch(_importance, grid, pointers | numbers | dict(scale2=scale * LOG2_E), heads | sizes, tile)
 
 

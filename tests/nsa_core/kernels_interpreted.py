@@ -230,8 +230,14 @@ def test_selection_is_the_references(make_case, config, tokens):
     assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="reference"))
 
 
-def test_ties_go_to_the_lower_index(make_case, config):
-    """Equal keys make all blocks away from the ends equally important."""
+def test_ties_go_to_the_lower_index(make_case, config, monkeypatch):
+    """Equal keys make all blocks away from the ends equally important.
+
+    In tiles of 16: of larger ones, numpy's products in place of the device's give equal columns different bits.
+    """
+    from nsa_core.kernels import scores
+
+    monkeypatch.setattr(scores, "_importance_tile", lambda q: scores.Tile(16, 16))
     case = make_case(150, 2, 1)
     k = case.k[:, :1].expand_as(case.k)
     ours = select_blocks(case.q, k, config, backend="triton")
