@@ -30,11 +30,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, decode, operators, scores, selected, span, span_keys, span_queries
+from . import _launch, decode, operators, selected, span, span_keys, span_queries
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
+_NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
@@ -86,32 +87,40 @@ FULL = (
 
 
 def launches(case: Case, arch: int) -> list[Launch]:
-    """One launch of each kernel and set of constants that forward, backward and a decoding step of `case` make."""
-    batch, tokens, config = 1, 2048, NSAConfig()
-    q = torch.zeros(batch, tokens, case.heads, case.dim, dtype=case.dtype)
-    k = torch.zeros(batch, tokens, case.kv_heads, case.dim, dtype=case.dtype)
-    v = torch.zeros(batch, tokens, case.kv_heads, case.value_dim, dtype=case.dtype)
-    gates = torch.zeros(batch, tokens, case.heads, 3, dtype=case.dtype)
-    plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
-    leaves = [x.requires_grad_() for x in (q, k, v, gates)]
+    """One launch of each kernel, constants and tile that forward, backward and a decoding step of `case` make.
+
+    Of short sequences with separate keys and shared ones, and of long ones, for which other tiles are pinned.
+    """
     with (
         patch.object(span, "arch", lambda x: arch),
         patch.object(span_queries, "arch", lambda x: arch),
         patch.object(span_keys, "arch", lambda x: arch),
         patch.object(selected, "arch", lambda x: arch),
         _launch.record() as seen,
-        patch.object(scores.torch, "empty", _zeros),
     ):
-        out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], plan)
-        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        for tokens, shared in ((2048, True), (2048, False), (65_536, True)):
+            _run_once(case, tokens, shared)
         decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
-    return list(
-        {(launch.kernel.__name__, launch.kernel.__module__, str(launch.constants)): launch for launch in seen}.values()
-    )
+    return list({_identity(launch): launch for launch in seen}.values())
 
 
-def _zeros(*size: int, **options: object) -> Tensor:
-    return torch.zeros(*size, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
+def _identity(launch: Launch) -> tuple[str, str]:
+    return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
+
+
+def _run_once(case: Case, tokens: int, shared: bool) -> None:
+    """A forward and backward of tensors that have no memory."""
+
+    def made(heads: int, dim: int) -> Tensor:
+        return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
+
+    config = NSAConfig()
+    q, gates = made(case.heads, case.dim), made(case.heads, 3)
+    pairs = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(2)]
+    pairs += pairs[-1:] if shared else [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim))]
+    pairs[0] = operators.compress(*pairs[0], config)
+    out = operators.attend(q, gates, None, pairs, operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125))
+    torch.autograd.grad(out, [q, gates], torch.empty_like(out))
 
 
 def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
@@ -167,12 +176,12 @@ def _told(given: bytes, *command: str) -> str:
 
 def usages(cases: Iterable[Case], archs: Iterable[int]) -> Iterator[Usage]:
     for arch in archs:
-        done: set[tuple[str, str]] = set()
+        done: set[tuple[object, ...]] = set()
         for case in cases:
             if case.dtype == torch.float32 and case.dim > 128 and arch < 90:
                 continue  # the backend refuses it: such tiles do not fit
             for launch in launches(case, arch):
-                key = launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, case.dtype))
+                key = *_identity(launch), case.dtype
                 if key not in done:
                     done.add(key)
                     yield compile_for(case, launch, arch)

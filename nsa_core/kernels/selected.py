@@ -214,10 +214,11 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
 
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
     """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
-    tile = _forward_tile(q, part.v).holding(slots.group)
+    tile, ahead = _forward_tile(q, part.v, slots.group)
+    tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
-    constants = _constants(q, part, tile, plan.config) | dict(AHEAD=_AHEAD)
+    constants = _constants(q, part, tile, plan.config) | dict(AHEAD=ahead)
     launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile)
 
 
@@ -278,16 +279,18 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
-_AHEAD = False
-
-
-def _forward_tile(q: Tensor, v: Tensor) -> Tile:
+def _forward_tile(q: Tensor, v: Tensor, group: int) -> tuple[Tile, bool]:
+    """With whether entries are read a turn ahead, which takes registers and shared memory."""
     wide = widest(q, v)
     if q.itemsize == 4:
-        return Tile(16, warps=8)
+        return Tile(16, warps=8), False
     if wide > 128:
-        return Tile(64, warps=8)
-    return Tile(64, warps=4, stages=3)
+        return Tile(64, warps=8), False
+    if arch(q) < 90:
+        return Tile(64, warps=4, stages=3), False
+    if wide <= 64:
+        return Tile(64, warps=4, stages=3, registers=128), True
+    return (Tile(64, warps=4, stages=4), True) if group > 8 else (Tile(64, warps=4, stages=3), False)
 
 
 def _backward_tile(q: Tensor, v: Tensor) -> Tile:

@@ -131,32 +131,31 @@ def _span_forward(
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
         m, l, acc = _forward_band(
-            q, shared_keys(t, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t0, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t1, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            m0, l0, acc0, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
-        # The window's online softmax starts anew; what the selected branch sees alone waits in its output.
-        _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
-        m_alone, l_alone = m, l
-        tl.debug_barrier()
-        m, l, acc = _forward_band(
             q, shared_keys(t, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             shared_keys(t0, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             shared_keys(t1, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             m0, l0, acc0, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
-        larger = tl.maximum(m, m_alone)
-        l_alone *= tl.exp2(m_alone - larger)
-        shrink = tl.exp2(m - larger)
-        alone = load_rows(OS, row, DV, tl.arange(0, DVP), DV, DVP, ok, True).to(tl.float32)
-        tl.debug_barrier()
-        merged = acc * shrink[:, None] + alone * l_alone[:, None]
-        _write(larger, l * shrink + l_alone, merged, OS, LSES, row, ok, DV, DVP, HAS_V)
+        # Of the selected branch this part waits in its output, while the window goes on from it.
+        _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
+        m_both, l_both = m, l
         m, l, acc = _forward_band(
             q, shared_keys(t, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             shared_keys(t0, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             shared_keys(t1, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
             m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
         _write(m, l, acc, OW, LSEW, row, ok, DV, DVP, HAS_V)
+        m, l, acc = _forward_band(
+            q, shared_keys(t, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+            shared_keys(t0, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+            shared_keys(t1, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+            m0, l0, acc0, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
+        larger = tl.maximum(m, m_both)
+        shrink, l_both = tl.exp2(m - larger), l_both * tl.exp2(m_both - larger)
+        tl.debug_barrier()  # what one warp wrote another may read, and write anew only after that
+        both = load_rows(OS, row, DV, tl.arange(0, DVP), DV, DVP, ok, True).to(tl.float32)
+        tl.debug_barrier()
+        acc = acc * shrink[:, None] + both * l_both[:, None]
+        _write(larger, l * shrink + l_both, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
     else:
         if WIN:
             m, l, acc = _forward_band(
@@ -202,7 +201,7 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, plan: Plan) -> Tensor:
 def _launch(
     q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool
 ) -> None:
-    tile = _tile(q, parts[0].v).holding(q.shape[2] // parts[0].k.shape[2])
+    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
     sizes = constants(q, parts, tile, plan) | dict(HAS_V=has_v)
     launch(_span_forward, grid(q, parts, tile, plan), arguments, sizes, tile)
@@ -252,12 +251,19 @@ def _like_lse(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def _tile(q: Tensor, v: Tensor) -> Tile:
-    wide = widest(q, v)
+def are_long(parts: Sequence[Part]) -> bool:
+    """Whether compressed keys are so many that wider tiles pay, which start slower."""
+    return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
+
+
+def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
+    wide = widest(q, parts[0].v)
     if q.itemsize == 4:
         return Tile(32, 32, 8) if wide <= 64 else Tile(16, 16, 8)
     if wide > 128:
         return Tile(64, 32, 8, 2)
     if arch(q) < 90:
         return Tile(128, 64, 8, 2)
-    return Tile(64, 32, 4, 3, registers=128 if wide <= 64 else 168)
+    if wide <= 64:
+        return Tile(128, 64, 8, 3, registers=128)
+    return Tile(128, 64, 8, 3) if are_long(parts) else Tile(64, 32, 4, 3, registers=168)

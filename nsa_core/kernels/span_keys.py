@@ -172,7 +172,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, v).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v, kv_heads).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -183,7 +183,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, v).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, v, kv_heads).holding(q.shape[2] // kv_heads)
     kind = dtype if chunks == 1 else torch.float32
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
@@ -199,7 +199,7 @@ def _launch(
     return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
-def _tile(q: Tensor, v: Tensor) -> Tile:
+def _tile(q: Tensor, v: Tensor, kv_heads: int) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
@@ -209,4 +209,4 @@ def _tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    return Tile(32, 64, 4, 3)
+    return Tile(64, 64, 4, 2) if q.shape[2] > 8 * kv_heads else Tile(32, 64, 4, 3)

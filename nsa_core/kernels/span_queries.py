@@ -27,7 +27,7 @@ from .ranges import (
     window_keys,
     within,
 )
-from .span import constants, grid, numbers, pointers, tile_of_rows
+from .span import are_long, constants, grid, numbers, pointers, tile_of_rows
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
         stats: of all parts in turn, from merge.prepare.
     """
     dq = torch.empty_like(q)
-    tile = _tile(q, parts[0].v).holding(q.shape[2] // parts[0].k.shape[2])
+    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
     arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, plan)
     arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
@@ -141,12 +141,14 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
     return dq
 
 
-def _tile(q: Tensor, v: Tensor) -> Tile:
-    wide = widest(q, v)
+def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
+    wide = widest(q, parts[0].v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
     if wide > 128:
         return Tile(32, 32, 8)
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
-    return Tile(64, 32, 4, 3, registers=128) if wide <= 64 else Tile(64, 64, 4, 2)
+    if wide <= 64:
+        return Tile(64, 64, 4, 3, registers=168) if are_long(parts) else Tile(64, 32, 4, 3, registers=128)
+    return Tile(128, 64, 8, 3) if are_long(parts) else Tile(64, 64, 4, 2)
