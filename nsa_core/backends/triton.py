@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -75,6 +76,11 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
+    plan = kernels.Plan(config, branches, offset, scale)
+    if compressed == (None, None) and kernels.has_one_pair(pairs, plan):
+        for step in ("select", *branches):
+            note(step, "triton")
+        return kernels.attend(q, gates, None, [pairs["slc"], pairs["win"]], replace(plan, compresses=True))
     if branches != ("win",):
         k_cmp, v_cmp = compressed
         if k_cmp is None or (v_cmp is None and "cmp" in branches):
@@ -87,7 +93,6 @@ def attend(
         note("select", "triton")
     for branch in branches:
         note(branch, "triton")
-    plan = kernels.Plan(config, branches, offset, scale)
     return kernels.attend(q, gates, blocks, [computed[branch] for branch in branches], plan)
 
 

@@ -114,12 +114,11 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    config = NSAConfig()
+    plan = operators.Plan(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
-    pairs = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(2)]
-    pairs += pairs[-1:] if shared else [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim))]
-    pairs[0] = operators.compress(*pairs[0], config)
-    out = operators.attend(q, gates, None, pairs, operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125))
+    pairs = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(3)]
+    pairs = pairs[:1] * 2 if shared else [operators.compress(*pairs[0], plan.config), *pairs[1:]]
+    out = operators.attend(q, gates, None, pairs, plan)
     torch.autograd.grad(out, [q, gates], torch.empty_like(out))
 
 

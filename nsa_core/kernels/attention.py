@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import NSAConfig
-from . import inverse, merge, scores, selected, span, span_keys, span_queries
+from . import compress, inverse, merge, scores, selected, span, span_keys, span_queries
 from ._tiles import ceil_div
 from .inverse import Inverse
 from .merge import Rows, Slots
@@ -30,15 +30,16 @@ def forward(
             compressed branch's log-sum-exp is not computed twice.
         q: [B,S,HQ,D], contiguous as all tensors here.
         gates: [B,S,HQ,len(branches)], not negative.
-        flat: keys and values of each pair in turn, compressed ones for cmp.
+        flat: keys and values of each pair in turn, compressed ones for cmp unless the plan compresses.
     """
-    parts = plan.parts(flat)
+    made = compress.forward(*flat, plan.config) if plan.compresses else ()
+    parts = plan.parts([*made, *flat])
     outputs, lses = zip(*span.forward(q, parts, plan), strict=True)
     out = torch.empty_like(outputs[0])
     skip = plan.causal_rows(q.shape[1])
     if not _chooses(q, plan):
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
-        return out, [*outputs, *lses]
+        return out, [*made, *outputs, *lses]
     if blocks is None:
         cmp = plan.branches.index("cmp")
         blocks = scores.select(q, parts[cmp].k, lses[cmp], plan.config, plan.offset, plan.scale, skip)
@@ -49,26 +50,32 @@ def forward(
     for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan)
         merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots)
-    return out, [*outputs, *lses, *index.tensors()]
+    return out, [*made, *outputs, *lses, *index.tensors()]
 
 
 def backward(
     plan: Plan, q: Tensor, gates: Tensor, flat: Sequence[Tensor], saved: Sequence[Tensor], do: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Gradients of q, gates and `flat`, from that of the output and from what `forward` saved."""
-    ways, parts = len(plan.branches), plan.parts(flat)
-    dgates, stats = merge.prepare(saved[:ways], saved[ways : 2 * ways], gates, do, plan.shared)
+    made = 2 * plan.compresses
+    ways, parts, kept = len(plan.branches), plan.parts([*saved[:made], *flat]), saved[made:]
+    dgates, stats = merge.prepare(kept[:ways], kept[ways : 2 * ways], gates, do, plan.shared)
     dq = span_queries.backward_q(q, do, parts, stats, plan)
-    grads: list[Tensor] = []
-    for way, part in enumerate(parts[: plan.pairs]):
-        together = plan.shared and part.branch == "slc"
-        of_part = stats[way:] if together else stats[way]
-        if part.branch == "slc" and _chooses(q, plan):
-            index = Inverse(*saved[2 * ways :], *_sizes(q, part, plan))
-            grads += _selected_backward(q, do, part, of_part, index, dq, plan)
-        else:
-            grads += span_keys.backward_kv(q, do, part, of_part, plan, part.k.dtype)
-    return dq, dgates, grads
+
+    def gradients(way: int) -> tuple[Tensor, Tensor]:
+        part, wide = parts[way], torch.float32 if plan.compresses else parts[way].k.dtype
+        of_part = stats[way:] if plan.shared and part.branch == "slc" else stats[way]
+        if part.branch != "slc" or not _chooses(q, plan):
+            return span_keys.backward_kv(q, do, part, of_part, plan, wide)
+        index = Inverse(*kept[2 * ways :], *_sizes(q, part, plan))
+        totals = _selected_backward(q, do, part, of_part, index, dq, plan)
+        return totals[0].to(wide), totals[1].to(wide)
+
+    if plan.compresses:
+        totals = gradients(1)
+        compressed = span_keys.compressed_kv(q, do, parts[0], stats[0], plan)
+        return dq, dgates, list(compress.gather(totals, compressed, plan.config, q.dtype))
+    return dq, dgates, [x for way in range(plan.pairs) for x in gradients(way)]
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
@@ -112,11 +119,11 @@ def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]
 def _selected_backward(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, index: Inverse, dq: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v; that of q from the free blocks is added to dq."""
+    """Gradients of k and v in float32; that of q from the free blocks is added to dq."""
     totals = span_keys.backward_kv(q, do, part, stats, plan, torch.float32)
     dk_parts, dv_parts = (x.new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in totals)
     own = stats[0] if plan.shared else stats
     for chunk, slots in enumerate(_slots(q, part.k, index, plan)):
         selected.backward_chunk(q, do, part, own, slots, totals, (dk_parts, dv_parts), index, chunk, plan)
         merge.sum_dq(slots, dq)
-    return totals[0].to(part.k.dtype), totals[1].to(part.v.dtype)
+    return totals

@@ -2,7 +2,8 @@
 """Mean compression of keys and values in one launch, forward and backward.
 
 Compressed token i is the mean of x at [i·STRIDE, i·STRIDE + BLOCK). Sums of strides come first and are then summed to
-blocks, so that neighbours share their bits. In the backward a position gathers from the tokens that cover it.
+blocks, so that neighbours share their bits. In the backward a position gathers from the tokens that cover it, onto its
+gradients from the other branches where they have the same keys and values.
 """
 
 from __future__ import annotations
@@ -45,46 +46,74 @@ def _mean(
 
 @triton.jit
 def _spread(
-    DKC, DVC, DK, DVALUE, T, N,
+    DKC, DVC, DKO, DVO, DK, DVALUE, T, N, chunks,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """DK [B,T,D] and DVALUE [B,T,DV]: each position gathers from the BLOCK/STRIDE tokens that cover it, in order."""
+    """DK [B,T,D] and DVALUE [B,T,DV]: each position gathers from the BLOCK/STRIDE tokens that cover it, in order.
+
+    Gradients of compressed tokens are in parts [chunks,B,N,D]. Those of the OTHERS, [B,T,D], are added.
+    """
     b, t, c = tl.program_id(2).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     d = c * DP + tl.arange(0, DP)
     for of_values in tl.static_range(2):
-        x, out = (DVC, DVALUE) if of_values else (DKC, DK)
+        x, others, out = (DVC, DVO, DVALUE) if of_values else (DKC, DKO, DK)
         width = DV if of_values else D
         total = tl.zeros([ROWS, DP], tl.float32)
-        for before in range(BLOCK // STRIDE):
-            i = t // STRIDE - (BLOCK // STRIDE - 1) + before
-            covered = ((i >= 0) & (i < N))[:, None] & (d < width)[None, :]
-            total += tl.load(x + (b * N + i)[:, None] * width + d[None, :], mask=covered, other=0.0).to(tl.float32)
-        at = out + (b * T + t)[:, None] * width + d[None, :]
-        tl.store(at, (total / BLOCK).to(out.dtype.element_ty), mask=(t < T)[:, None] & (d < width)[None, :])
+        for chunk in range(chunks):
+            for before in tl.static_range(BLOCK // STRIDE):
+                i = t // STRIDE - (BLOCK // STRIDE - 1) + before
+                covered = ((i >= 0) & (i < N))[:, None] & (d < width)[None, :]
+                row = (tl.cast(chunk, tl.int64) * tl.num_programs(2) + b) * N + i
+                total += tl.load(x + row[:, None] * width + d[None, :], mask=covered, other=0.0).to(tl.float32)
+        total = total / BLOCK
+        at, inside = (b * T + t)[:, None] * width + d[None, :], (t < T)[:, None] & (d < width)[None, :]
+        if OTHERS:
+            total += tl.load(others + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def forward(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], contiguous ones."""
     tokens = config.cmp_tokens(k.shape[1])
     k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
-    _run(_mean, {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}, k.shape, v.shape, tokens, tokens, config)
+    pointers = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}
+    _run(_mean, pointers | {"T": k.shape[1], "N": tokens}, {}, k.shape, v.shape, tokens, config)
     return k_cmp, v_cmp
 
 
 def backward(dk_cmp: Tensor, dv_cmp: Tensor, length: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Gradients of the `length` keys and values, from those of the compressed ones, contiguous ones."""
     dk, dv = (x.new_empty(len(x), length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
-    pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DK": dk, "DVALUE": dv}
-    _run(_spread, pointers, dk.shape, dv.shape, dk_cmp.shape[1], length, config)
+    pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DKO": dk_cmp, "DVO": dv_cmp, "DK": dk, "DVALUE": dv}
+    numbers = {"T": length, "N": dk_cmp.shape[1], "chunks": 1}
+    _run(_spread, pointers | numbers, {"OTHERS": False}, dk.shape, dv.shape, length, config)
+    return dk, dv
+
+
+def gather(
+    others: tuple[Tensor, Tensor], compressed: tuple[Tensor, Tensor], config: NSAConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV] from all branches, in `dtype`.
+
+    Args:
+        others: those from the other branches, as long and wide.
+        compressed: those of the compressed ones in parts, [chunks,B,N,HKV,D] and [chunks,B,N,HKV,DV].
+    """
+    dk, dv = (torch.empty_like(x, dtype=dtype) for x in others)
+    pointers = {"DKC": compressed[0], "DVC": compressed[1], "DKO": others[0], "DVO": others[1], "DK": dk, "DVALUE": dv}
+    numbers = {"T": dk.shape[1], "N": compressed[0].shape[2], "chunks": len(compressed[0])}
+    _run(_spread, pointers | numbers, {"OTHERS": True}, dk.shape, dv.shape, dk.shape[1], config)
     return dk, dv
 
 
 def _run(
-    kernel: object, pointers: dict[str, Tensor], k: torch.Size, v: torch.Size, tokens: int, rows: int, config: NSAConfig
-) -> None:
+    kernel: object, arguments: dict[str, Tensor | int], constants: dict[str, bool], k: torch.Size, v: torch.Size,
+    rows: int, config: NSAConfig,
+) -> None:  # fmt: skip
     """Over `rows` rows of the output, all heads' columns side by side."""
     width, value_width = k[2] * k[3], v[2] * v[3]
     columns = min(128, padded(max(width, value_width)))
     grid = ceil_div(rows, _ROWS), ceil_div(max(width, value_width), columns), k[0]
     sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": config.cmp_block, "STRIDE": config.cmp_stride}
-    launch(kernel, grid, pointers | {"T": k[1], "N": tokens}, sizes | {"ROWS": _ROWS}, _TILE)
+    launch(kernel, grid, arguments, sizes | constants | {"ROWS": _ROWS}, _TILE)

@@ -7,7 +7,7 @@ way of the operators, the host code of a forward and backward (launches left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -23,7 +23,7 @@ from . import _launch, attention
 from . import compress as compression
 from .plan import Plan
 
-__all__ = ["Plan", "attend", "compress", "select"]
+__all__ = ["Plan", "attend", "compress", "has_one_pair", "select"]
 
 _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
 P, R = ParamSpec("P"), TypeVar("R")
@@ -39,19 +39,18 @@ def attend(
         gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
         blocks: selected blocks; None with both cmp and slc among the branches: they are chosen by the softmax of the
             compressed branch, which is not computed twice.
-        pairs: keys and values of each branch, compressed ones for cmp. Where slc and win are given the same tensors,
-            what both see is computed once.
+        pairs: keys and values of each branch, compressed ones for cmp, or none for cmp if the plan compresses. Where
+            slc and win are given the same tensors, what both see is computed once.
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
     q, scale = _positive(q, plan.scale)
-    shared = _shares(pairs, plan)
-    pairs = pairs[: len(pairs) - shared]
+    plan = replace(plan, scale=scale, shared=_shares(pairs, plan))
+    pairs = pairs[: plan.pairs]
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
-        sizes = _sizes(plan.config)
-        return _attend_operator(q, gates, blocks, flat, ",".join(plan.branches), sizes, plan.offset, scale, shared)[0]
-    return cast(Tensor, _Attend.apply(replace(plan, scale=scale, shared=shared), blocks, q, gates, *flat))
+        return _attend_operator(q, gates, blocks, flat, *_written(plan))[0]
+    return cast(Tensor, _Attend.apply(plan, blocks, q, gates, *flat))
 
 
 def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
@@ -66,6 +65,13 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks, int32 [B,S,HKV,slc_count]; without a gradient."""
     q, scale = _positive(q, scale)
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
+
+
+def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Plan) -> bool:
+    """Whether all branches have the same keys and values, so that the plan may compress."""
+    if plan.branches != ("cmp", "slc", "win") or not _shares([pairs["slc"], pairs["win"]], plan):
+        return False
+    return pairs["cmp"][0] is pairs["slc"][0] and pairs["cmp"][1] is pairs["slc"][1]
 
 
 def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> bool:
@@ -141,20 +147,20 @@ def _operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
 @_operator("attend")
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then what the backward needs of the forward."""
-    out, saved = attention.forward(_plan(branches, sizes, offset, scale, shared), blocks, q, gates, flat)
+    out, saved = attention.forward(_plan(branches, sizes, offset, scale, shared, compresses), blocks, q, gates, flat)
     return [out, *saved]
 
 
 @_operator("attend_backward")
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
-    plan = _plan(branches, sizes, offset, scale, shared)
+    plan = _plan(branches, sizes, offset, scale, shared, compresses)
     dq, dgates, grads = attention.backward(plan, q, gates, flat, saved, do)
     return [dq, dgates, *grads]
 
@@ -174,8 +180,14 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _plan(branches: str, sizes: list[int], offset: int, scale: float, shared: bool) -> Plan:
-    return Plan(NSAConfig(*sizes), cast(tuple[Branch, ...], tuple(branches.split(","))), offset, scale, shared)
+def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool]:
+    """A plan as an operator's schema can carry it."""
+    return ",".join(plan.branches), _sizes(plan.config), plan.offset, plan.scale, plan.shared, plan.compresses
+
+
+def _plan(branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool) -> Plan:
+    names = cast(tuple[Branch, ...], tuple(branches.split(",")))
+    return Plan(NSAConfig(*sizes), names, offset, scale, shared, compresses)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -30,6 +30,7 @@ class Plan:
         offset: position of q's first row.
         scale: of q·k.
         shared: slc and win, the last two, have one pair of keys and values, and the window holds the local blocks.
+        compresses: cmp has the same pair, too, from which its own is made on the way.
     """
 
     config: NSAConfig
@@ -37,11 +38,12 @@ class Plan:
     offset: int
     scale: float
     shared: bool = False
+    compresses: bool = False
 
     @property
     def pairs(self) -> int:
-        """Pairs of keys and values."""
-        return len(self.branches) - self.shared
+        """Pairs of keys and values that are given."""
+        return len(self.branches) - self.shared - self.compresses
 
     @property
     def chooses(self) -> bool:
@@ -53,7 +55,7 @@ class Plan:
         return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
-        """The branches' keys and values, from those of each pair in turn."""
+        """The branches' keys and values, from those of each pair in turn, compressed ones for cmp."""
         pairs = list(zip(flat[::2], flat[1::2], strict=True))
         pairs += pairs[-1:] * self.shared
         return [Part(branch, k, v) for branch, (k, v) in zip(self.branches, pairs, strict=True)]

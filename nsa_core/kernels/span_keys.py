@@ -151,19 +151,34 @@ def backward_kv(
         stats: float32 [B,S,HQ,2] from merge.prepare. Of the selected branch, where the window shares its keys, these,
             the window's and those of both [3,B,S,HQ,2]: the gradients are those of both branches then.
     """
+    if part.branch == "cmp":
+        return _summed(compressed_kv(q, do, part, stats, plan), dtype)
     given = q, part.k, part.v, do, stats
     rows, tokens = q.shape[1], part.k.shape[1]
-    on = {"CMP": part.branch == "cmp", "WIN": part.branch == "win" or stats.dim() == 5, "SLC": part.branch == "slc"}
-    chunks = _chunks(q, part.k, part.v, tokens, rows) if part.branch == "cmp" else 1
-    dk, dv = _launch(given, on, tokens, 0, chunks, plan, dtype)
+    on = {"CMP": False, "WIN": part.branch == "win" or stats.dim() == 5, "SLC": part.branch == "slc"}
+    dk, dv = (x[0] for x in _launch(given, on, tokens, 0, 1, plan, dtype))
     initial = min(plan.config.init_blocks * plan.config.slc_block, tokens)
     begin = plan.causal_rows(rows)
     if part.branch == "slc" and initial and begin < rows:
         chunks = _chunks(q, part.k, part.v, initial, rows - begin)
-        far = _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32)
+        far = _summed(
+            _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32), torch.float32
+        )
         for total, more in zip((dk, dv), far, strict=True):
             total[:, :initial] += more
     return dk, dv
+
+
+def compressed_kv(q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Gradients of compressed keys and values in parts, [chunks,B,N,HKV,D] and [chunks,B,N,HKV,DV], in float32."""
+    chunks = _chunks(q, part.k, part.v, part.k.shape[1], q.shape[1])
+    on = {"CMP": True, "WIN": False, "SLC": False}
+    return _launch((q, part.k, part.v, do, stats), on, part.k.shape[1], 0, chunks, plan, torch.float32)
+
+
+def _summed(parts: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    dk, dv = (x.sum(0) if len(x) > 1 else x[0] for x in parts)
+    return dk.to(dtype), dv.to(dtype)
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
@@ -180,12 +195,11 @@ def _launch(
     given: tuple[Tensor, ...], on: Mapping[str, bool], tokens: int, begin: int, chunks: int, plan: Plan,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the first `tokens` keys and values from the queries from row `begin` on, chunks summed in order."""
+    """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk."""
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
     tile = _tile(q, v, kv_heads).holding(q.shape[2] // kv_heads)
-    kind = dtype if chunks == 1 else torch.float32
-    dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=kind) for size in (dim, v.shape[-1]))
+    dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
     places = dict(begin=begin, offset=plan.offset, chunk=chunk, batch=batch, stride=stats.stride(0))
@@ -196,7 +210,7 @@ def _launch(
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes
     grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
     launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile)
-    return (dk[0], dv[0]) if chunks == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
+    return dk, dv
 
 
 def _tile(q: Tensor, v: Tensor, kv_heads: int) -> Tile:

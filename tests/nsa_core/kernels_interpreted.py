@@ -259,13 +259,14 @@ def operator_calls(case, config):
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
     k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True)
+    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False)
     out, *saved = operators._attend_operator(q, gates, None, pairs, *plan)
     chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
     return [
         (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *plan)),
-        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:-1], False)),
+        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:-2], False, False)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *plan[:-1], True)),
         (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *plan)),
         (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
         (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
