@@ -89,7 +89,7 @@ def launch(
     kept by what it looks at: constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps its
     kernel alive, whose identity is part of the key.
     """
-    if min(grid) == 0:
+    if 0 in grid:
         return
     recorder = _recorder.get()
     if recorder is not None:
@@ -102,22 +102,34 @@ def launch(
         return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
-    values = arguments | constants  # pointers as integers: of a tensor, Triton asks the driver where it lies
-    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants.items()]
-    for name, x in arguments.items():
+    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants, *constants.values()]
+    values: list[Any] = []
+    for x in arguments.values():
         if isinstance(x, Tensor):
-            values[name] = pointer = x.data_ptr()
-            key += x.dtype, pointer % 16 == 0
+            key.append(x.dtype)
+            x = x.data_ptr()  # as an integer: of a tensor, Triton asks the driver where it lies
+            key.append(x & 15 == 0)
         elif isinstance(x, int):
-            key += x % 16 == 0, x == 1, -(1 << 31) <= x < 1 << 31
+            key.append((x & 15 == 0, x == 1, -(1 << 31) <= x < 1 << 31))
+        values.append(x)
     known = tuple(key)
-    compiled = _compiled.get(known)
-    if compiled is None:
+    kept = _compiled.get(known)
+    if kept is None:
         compiled = kernel[grid](**arguments, **constants, **tile.options)
         if compiled is not None:  # the interpreter has nothing to keep
-            _compiled[known] = compiled
+            names = [*arguments, *constants]
+            _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
         return
-    compiled[(*grid, 1, 1)[:3]](*[values[name] for name in kernel.arg_names])
+    values += constants.values()
+    kept.kernel[(*grid, 1, 1)[:3]](*[values[i] for i in kept.order])
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled kernel, and where among arguments and constants those lie that it takes in turn."""
+
+    kernel: Any
+    order: tuple[int, ...]
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}

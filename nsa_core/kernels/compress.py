@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..config import NSAConfig
 from ._launch import launch
-from ._tiles import Tile, ceil_div, padded
+from ._tiles import Tile, ceil_div, padded, power_of_two
 
 _TILE = Tile(warps=4)
-_ROWS = 16
+_ROWS = 4  # few, so that short sequences fill the device, too
 
 
 @triton.jit
@@ -48,26 +48,28 @@ def _mean(
 def _spread(
     DKC, DVC, DKO, DVO, DK, DVALUE, T, N, chunks,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    OTHERS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """DK [B,T,D] and DVALUE [B,T,DV]: each position gathers from the BLOCK/STRIDE tokens that cover it, in order.
+    """DK [B,T,D] and DVALUE [B,T,DV] of one stride of positions, all covered by the same BLOCK/STRIDE tokens.
 
     Gradients of compressed tokens are in parts [chunks,B,N,D]. Those of the OTHERS, [B,T,D], are added.
     """
-    b, t, c = tl.program_id(2).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    d = c * DP + tl.arange(0, DP)
+    b, stride, c = tl.program_id(2).to(tl.int64), tl.program_id(0), tl.program_id(1)
+    r, d = tl.arange(0, ROWS), c * DP + tl.arange(0, DP)
+    t = stride * STRIDE + r
     for of_values in tl.static_range(2):
         x, others, out = (DVC, DVO, DVALUE) if of_values else (DKC, DKO, DK)
         width = DV if of_values else D
-        total = tl.zeros([ROWS, DP], tl.float32)
-        for chunk in range(chunks):
-            for before in tl.static_range(BLOCK // STRIDE):
-                i = t // STRIDE - (BLOCK // STRIDE - 1) + before
-                covered = ((i >= 0) & (i < N))[:, None] & (d < width)[None, :]
-                row = (tl.cast(chunk, tl.int64) * tl.num_programs(2) + b) * N + i
-                total += tl.load(x + row[:, None] * width + d[None, :], mask=covered, other=0.0).to(tl.float32)
-        total = total / BLOCK
-        at, inside = (b * T + t)[:, None] * width + d[None, :], (t < T)[:, None] & (d < width)[None, :]
+        token = tl.zeros([DP], tl.float32)
+        for chunk in range(0, chunks, UNROLL):
+            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+                for before in tl.static_range(BLOCK // STRIDE):
+                    part, i = 0 * d + chunk + u, 0 * d + stride - (BLOCK // STRIDE - 1) + before
+                    row = (part.to(tl.int64) * tl.num_programs(2) + b) * N + i
+                    there = (part < chunks) & (i >= 0) & (i < N) & (d < width)
+                    token += tl.load(x + row * width + d, mask=there, other=0.0).to(tl.float32)
+        total = tl.broadcast_to((token / BLOCK)[None, :], [ROWS, DP])
+        at, inside = (b * T + t)[:, None] * width + d[None, :], ((r < STRIDE) & (t < T))[:, None] & (d < width)[None, :]
         if OTHERS:
             total += tl.load(others + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -78,7 +80,7 @@ def forward(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     tokens = config.cmp_tokens(k.shape[1])
     k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
     pointers = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}
-    _run(_mean, pointers | {"T": k.shape[1], "N": tokens}, {}, k.shape, v.shape, tokens, config)
+    _run(_mean, pointers | {"T": k.shape[1], "N": tokens}, {"ROWS": _ROWS}, k.shape, v.shape, tokens, _ROWS, config)
     return k_cmp, v_cmp
 
 
@@ -87,7 +89,7 @@ def backward(dk_cmp: Tensor, dv_cmp: Tensor, length: int, config: NSAConfig) -> 
     dk, dv = (x.new_empty(len(x), length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
     pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DKO": dk_cmp, "DVO": dv_cmp, "DK": dk, "DVALUE": dv}
     numbers = {"T": length, "N": dk_cmp.shape[1], "chunks": 1}
-    _run(_spread, pointers | numbers, {"OTHERS": False}, dk.shape, dv.shape, length, config)
+    _run_spread(pointers | numbers, False, dk, dv, config)
     return dk, dv
 
 
@@ -103,17 +105,23 @@ def gather(
     dk, dv = (torch.empty_like(x, dtype=dtype) for x in others)
     pointers = {"DKC": compressed[0], "DVC": compressed[1], "DKO": others[0], "DVO": others[1], "DK": dk, "DVALUE": dv}
     numbers = {"T": dk.shape[1], "N": compressed[0].shape[2], "chunks": len(compressed[0])}
-    _run(_spread, pointers | numbers, {"OTHERS": True}, dk.shape, dv.shape, dk.shape[1], config)
+    _run_spread(pointers | numbers, True, dk, dv, config)
     return dk, dv
 
 
+def _run_spread(arguments: dict[str, Tensor | int], others: bool, dk: Tensor, dv: Tensor, config: NSAConfig) -> None:
+    stride = config.cmp_stride
+    constants = {"ROWS": power_of_two(stride), "OTHERS": others, "UNROLL": 4}
+    _run(_spread, arguments, constants, dk.shape, dv.shape, dk.shape[1], stride, config)
+
+
 def _run(
-    kernel: object, arguments: dict[str, Tensor | int], constants: dict[str, bool], k: torch.Size, v: torch.Size,
-    rows: int, config: NSAConfig,
+    kernel: object, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size, v: torch.Size,
+    rows: int, step: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Over `rows` rows of the output, all heads' columns side by side."""
+    """Over `rows` rows of the output, `step` a program, all heads' columns side by side."""
     width, value_width = k[2] * k[3], v[2] * v[3]
     columns = min(128, padded(max(width, value_width)))
-    grid = ceil_div(rows, _ROWS), ceil_div(max(width, value_width), columns), k[0]
+    grid = ceil_div(rows, step), ceil_div(max(width, value_width), columns), k[0]
     sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": config.cmp_block, "STRIDE": config.cmp_stride}
-    launch(kernel, grid, arguments, sizes | constants | {"ROWS": _ROWS}, _TILE)
+    launch(kernel, grid, arguments, sizes | constants, _TILE)
