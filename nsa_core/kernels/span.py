@@ -263,7 +263,7 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     if wide > 128:
         return Tile(64, 32, 8, 2)
     if arch(q) < 90:
-        return Tile(128, 64, 8, 2)
+        return Tile(128, 64, 8, 2) if wide <= 64 else Tile(64, 64, 4, 2)
     if wide <= 64:
         return Tile(128, 64, 8, 3, registers=128)
     return Tile(128, 64, 8, 3) if are_long(parts) else Tile(64, 32, 4, 3, registers=168)
