@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -44,7 +45,7 @@ class Operands:
         if not _under_autocast(self.q) or self.q.dtype == torch.float64:
             return self
         dtype = autocast_dtype(self.q)
-        keys, values = _cast(self.keys, dtype), _cast(self.values, dtype)
+        keys, values = (each_once(lambda x: x.to(dtype), three) for three in (self.keys, self.values))
         k_cmp, v_cmp = (None if x is None else x.to(dtype) for x in (self.k_cmp, self.v_cmp))
         return Operands(self.q.to(dtype), keys, values, k_cmp, v_cmp, self.gates)
 
@@ -74,8 +75,8 @@ class Operands:
         for (start, end), count in zip(spans, tokens, strict=True):
             yield Operands(
                 q=self.q[None, start:end],
-                keys=triple(x[None, start:end] for x in self.keys),
-                values=triple(x[None, start:end] for x in self.values),
+                keys=each_once(partial(_sequence, start, end), self.keys),
+                values=each_once(partial(_sequence, start, end), self.values),
                 k_cmp=None if self.k_cmp is None else self.k_cmp[None, first : first + count],
                 v_cmp=None if self.v_cmp is None else self.v_cmp[None, first : first + count],
                 gates=None if self.gates is None else self.gates[None, start:end],
@@ -104,12 +105,16 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 
-def _cast(tensors: Triple, dtype: torch.dtype) -> Triple:
-    """Each in `dtype`; one that stands for several branches is cast once."""
+def _sequence(start: int, end: int, x: Tensor) -> Tensor:
+    return x[None, start:end]
+
+
+def each_once(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
+    """Each changed; one that stands for several branches once, and so still for all of them."""
     cmp, slc, win = tensors
-    as_cmp = cmp.to(dtype)
-    as_slc = as_cmp if slc is cmp else slc.to(dtype)
-    return as_cmp, as_slc, as_cmp if win is cmp else as_slc if win is slc else win.to(dtype)
+    for_cmp = change(cmp)
+    for_slc = for_cmp if slc is cmp else change(slc)
+    return for_cmp, for_slc, for_cmp if win is cmp else for_slc if win is slc else change(win)
 
 
 def triple(tensors: Iterator[Tensor]) -> Triple:

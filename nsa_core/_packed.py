@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._inputs import Operands, check_tokens, sequence_spans, triple
+from ._inputs import Operands, check_tokens, each_once, sequence_spans
 from .config import NSAConfig
 from .errors import InputError
 
@@ -33,20 +33,13 @@ class Packing:
 
     def batch(self, operands: Operands, config: NSAConfig) -> Operands:
         """Packed operands [total,..] as [sequences,longest,..]; k_cmp and v_cmp likewise."""
-        known: dict[int, Tensor] = {}  # one tensor may stand for several branches
-
-        def padded(x: Tensor) -> Tensor:
-            if id(x) not in known:
-                known[id(x)] = self._padded(x)
-            return known[id(x)]
-
         return Operands(
-            q=padded(operands.q),
-            keys=triple(padded(x) for x in operands.keys),
-            values=triple(padded(x) for x in operands.values),
+            q=self._padded(operands.q),
+            keys=each_once(self._padded, operands.keys),
+            values=each_once(self._padded, operands.values),
             k_cmp=None if operands.k_cmp is None else self._compressed(config, "k_cmp", operands.k_cmp),
             v_cmp=None if operands.v_cmp is None else self._compressed(config, "v_cmp", operands.v_cmp),
-            gates=None if operands.gates is None else padded(operands.gates),
+            gates=None if operands.gates is None else self._padded(operands.gates),
         )
 
     def packed(self, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def attend(
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
     plan = kernels.Plan(config, branches, offset, scale)
-    if compressed == (None, None) and kernels.has_one_pair(pairs, plan):
+    if compressed[0] is None and compressed[1] is None and kernels.has_one_pair(pairs, plan):
         for step in ("select", *branches):
             note(step, "triton")
         return kernels.attend(q, gates, None, [pairs["slc"], pairs["win"]], replace(plan, compresses=True))

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
 from nsa_core.errors import BackendError
+from nsa_core.functional import compress
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -140,6 +141,16 @@ def test_nothing_before_t_changes_when_later_tokens_do(make_case, config):
         changed = nsa_attention(*case.leaves, config, backend="triton")
     assert torch.equal(out[:, :t], changed[:, :t])
     assert not torch.equal(out[:, t], changed[:, t])
+
+
+def test_packed_sequences_are_separate_ones(make_case, config):
+    """One after the other, with the same bits: keys that all branches share are shared in every sequence."""
+    case, bounds = make_case(100, 2, 1), torch.tensor([0, 1, 100])
+    with torch.no_grad():
+        packed = nsa_attention(*(x[0] for x in case.leaves), config, cu_seqlens=bounds, backend="triton")
+        singles = [[x[:, a:b] for x in case.leaves] for a, b in ((0, 1), (1, 100))]
+        alone = [nsa_attention(*one, config, backend="triton")[0] for one in singles]
+    assert torch.equal(packed, torch.cat(alone))
 
 
 def test_equal_queries_of_a_group_select_and_attend_equally(make_case, config):
@@ -292,6 +303,19 @@ def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
     got = [out, *torch.autograd.grad(out, case.leaves, weights)]
     for ours, eager in zip(got, run(case.leaves, config, "triton"), strict=True):
         assert torch.equal(ours, eager)
+
+
+def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(make_case, config):
+    """As the layer calls it: compressed keys and values are given."""
+
+    def call(q, k, v, gates):
+        keys, values, made = (k, 2 * k, 3 * k), (v, 2 * v, 3 * v), [compress(x, config) for x in (k, v)]
+        return nsa_attention(q, keys, values, gates, config, k_cmp=made[0], v_cmp=made[1], backend="triton")
+
+    case = make_case(90, 4, 2)
+    torch.compiler.reset()
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
+    assert torch.equal(out, call(*case.leaves))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2, 3)], ids=["q", "k", "v and gates"])
