@@ -14,8 +14,6 @@ from torch import Tensor
 from ._launch import launch
 from ._tiles import Tile, ceil_div, padded
 
-_UNROLL = tl.constexpr(4)  # loads that do not wait for each other
-
 
 @triton.jit
 def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
@@ -31,21 +29,16 @@ def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr,
     own = tl.load(LSE + place, mask=ok, other=float("inf"))
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
-    for first in range(0, FREE, _UNROLL):
-        for u in tl.static_range(_UNROLL):
-            rank = first + u
-            there = ok & (0 * g + rank < FREE)
-            m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=there, other=float("-inf")))
+    for rank in range(FREE):
+        m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=ok, other=float("-inf")))
     l = tl.exp2(own - m)
     acc *= l[:, None]
-    for first in range(0, FREE, _UNROLL):
-        for u in tl.static_range(_UNROLL):
-            rank = first + u
-            slot, there = (pair * FREE + rank) * G + g, ok & (0 * g + rank < FREE)
-            p = tl.exp2(tl.load(LPARTS + slot, mask=there, other=float("-inf")) - m)
-            o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0)
-            l += p
-            acc += p[:, None] * o.to(tl.float32)
+    for rank in range(FREE):
+        slot = (pair * FREE + rank) * G + g
+        p = tl.exp2(tl.load(LPARTS + slot, mask=ok, other=float("-inf")) - m)
+        o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=ok[:, None] & (d < DV)[None, :], other=0.0)
+        l += p
+        acc += p[:, None] * o.to(tl.float32)
     tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
     tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
     return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
@@ -84,11 +77,9 @@ def _sum_dq(
     inside = (i < total)[:, None] & (d < D)[None, :]
     at = DQ + place[:, None] * D + d[None, :]
     acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for turn in range(0, FREE, _UNROLL):
-        for u in tl.static_range(_UNROLL):
-            rank = turn + u
-            slot, there = (pair * FREE + rank) * G + g, inside & (0 * g + rank < FREE)[:, None]
-            acc += tl.load(PARTS + slot[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+    for rank in range(FREE):
+        slot = (pair * FREE + rank) * G + g
+        acc += tl.load(PARTS + slot[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(at, acc.to(DQ.dtype.element_ty), mask=inside)
 
 

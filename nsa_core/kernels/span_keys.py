@@ -161,10 +161,8 @@ def backward_kv(
     begin = plan.causal_rows(rows)
     if part.branch == "slc" and initial and begin < rows:
         chunks = _chunks(q, part.k, part.v, initial, rows - begin)
-        far = _summed(
-            _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32), torch.float32
-        )
-        for total, more in zip((dk, dv), far, strict=True):
+        far = _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32)
+        for total, more in zip((dk, dv), _summed(far, torch.float32), strict=True):
             total[:, :initial] += more
     return dk, dv
 

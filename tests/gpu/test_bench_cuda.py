@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 STAGES = {"compress", "scores", "topk", "inverse_index", "selected", "merge", "other"}
-BACKWARD = {"compress_backward", "compressed_backward_kv", "window_backward_kv", "selected_backward"}
+BACKWARD = {"compress_backward", "compressed_backward_kv", "window_forced_backward_kv", "selected_backward"}
 
 
 def values(point):
