@@ -86,8 +86,8 @@ def launch(
     """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; the first argument is a tensor.
 
     Triton's own launch looks at every argument anew, which takes longer than many of these kernels. What it compiled is
-    kept by what it looks at: constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps its
-    kernel alive, whose identity is part of the key.
+    kept by what it looks at: names, constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps
+    its kernel alive, whose identity is part of the key.
     """
     if 0 in grid:
         return
@@ -102,7 +102,8 @@ def launch(
         return
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
-    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *constants, *constants.values()]
+    key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]
+    key += constants.values()
     values: list[Any] = []
     for x in arguments.values():
         if isinstance(x, Tensor):
