@@ -3,7 +3,7 @@
 
     python -m nsa_core.kernels.aot [--full] [--arch 80 90]
 
-The operator runs on small CPU tensors with its launches recorded instead of run, so that what is compiled are the
+The operator runs on tensors without memory with its launches recorded instead of run, so that what is compiled are the
 pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
 memory than a block may have, spills more than `Case.spill_limit`, or where ptxas serializes Hopper's matrix
 instructions.
@@ -89,7 +89,7 @@ FULL = (
 def launches(case: Case, arch: int) -> list[Launch]:
     """One launch of each kernel, constants and tile that forward, backward and a decoding step of `case` make.
 
-    Of short sequences with separate keys and shared ones, and of long ones, for which other tiles are pinned.
+    Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
     """
     with (
         patch.object(span, "arch", lambda x: arch),
@@ -98,8 +98,9 @@ def launches(case: Case, arch: int) -> list[Launch]:
         patch.object(selected, "arch", lambda x: arch),
         _launch.record() as seen,
     ):
-        for tokens, shared in ((2048, True), (2048, False), (65_536, True)):
-            _run_once(case, tokens, shared)
+        for tokens in (2048, 65_536):
+            _run_once(case, tokens, shared=True)
+            _run_once(case, tokens, shared=False)
         decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
     return list({_identity(launch): launch for launch in seen}.values())
 
@@ -116,10 +117,10 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
 
     plan = operators.Plan(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
-    pairs = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(3)]
-    pairs = pairs[:1] * 2 if shared else [operators.compress(*pairs[0], plan.config), *pairs[1:]]
+    given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
+    pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
     out = operators.attend(q, gates, None, pairs, plan)
-    torch.autograd.grad(out, [q, gates], torch.empty_like(out))
+    torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 
 
 def compile_for(case: Case, launch: Launch, arch: int) -> Usage:

@@ -119,7 +119,7 @@ def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]
 def _selected_backward(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, index: Inverse, dq: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v in float32; that of q from the free blocks is added to dq."""
+    """Gradients of k and v in float32, for `stats` as in span_keys.backward_kv; that of q is added to dq."""
     totals = span_keys.backward_kv(q, do, part, stats, plan, torch.float32)
     dk_parts, dv_parts = (x.new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in totals)
     own = stats[0] if plan.shared else stats

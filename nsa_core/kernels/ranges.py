@@ -115,7 +115,7 @@ def key_tiles(lo0, lo1, end0, end1, BN: tl.constexpr):
 def row_tiles(lo0, lo1, end0, end1, s0, s1, offset, BQ: tl.constexpr):
     """Rows of q, within s0..s1-1, of keys whose first is seen in [lo0, end0) and whose last in [lo1, end1).
 
-    (a, b, c, d): masked [a, b) and [c, d), whole [b, c); b and c are multiples of BQ away from a.
+    (a, b, c, d): masked [a, b) and [c, d), whole [b, c), which is multiples of BQ.
     """
     a = tl.maximum(lo0 - offset, s0)
     d = tl.minimum(end1 - offset, s1)

@@ -200,10 +200,13 @@ def _add_parts(
 
 
 def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
-    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, within bounds."""
+    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, within bounds.
+
+    The kernels count a chunk's rows from its first, all heads of q between them, in 32 bits.
+    """
     row = q.shape[2] // kv_heads * free * dim * q.itemsize
     budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
-    return max(1, budget // row)
+    return max(1, min(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
 
 
 def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:

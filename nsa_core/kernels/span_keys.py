@@ -122,11 +122,12 @@ def _span_backward_kv(
     s1 = tl.minimum(s0 + chunk, S)
     if WIN and SLC:
         for kind in range(3):
+            of_kind = STATS + tl.cast(kind, tl.int64) * stride
             dk, dv = _backward_band(
                 k, v, dk, dv, shared_queries(n, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
                 shared_queries(n0, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
                 shared_queries(n1, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
-                s0, s1, Q, DO, STATS + kind * stride, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
+                s0, s1, Q, DO, of_kind, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
     else:
         dk, dv = _backward_band(
             k, v, dk, dv, _queries(n, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),

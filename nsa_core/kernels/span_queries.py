@@ -101,11 +101,12 @@ def _span_backward_q(
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
         for kind in range(3):
+            of_kind = STATSS + tl.cast(kind, tl.int64) * stride
             dq = _backward_band(
                 q, do, dq, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
                 shared_keys(t0, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
                 shared_keys(t1, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-                row, ok, KS, VS, STATSS + kind * stride, T, scale2, HKV, D, DV, DP, DVP, BN)  # fmt: skip
+                row, ok, KS, VS, of_kind, T, scale2, HKV, D, DV, DP, DVP, BN)  # fmt: skip
     else:
         if WIN:
             dq = _backward_band(
@@ -130,7 +131,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
 
     Args:
         do: gradient [B,S,HQ,DV] of the gated sum.
-        stats: of all parts in turn, from merge.prepare.
+        stats: from merge.prepare: of all parts in turn and, where keys are shared, of the last two as one.
     """
     dq = torch.empty_like(q)
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])

@@ -157,3 +157,14 @@ def test_a_somewhat_larger_cache_compiles_nothing(capacities: tuple[int, int]) -
     before, after = (step_compiled_for(capacity) for capacity in capacities)
     assert after == before
     assert len(before) == 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "free"), [(32, 32, 128, 13), (64, 64, 64, 13), (64, 4, 128, 1), (32, 8, 256, 3)]
+)
+def test_the_rows_of_a_chunk_are_counted_in_32_bits(heads: int, kv_heads: int, dim: int, free: int) -> None:
+    """All heads lie between two rows of a group, of which a chunk of few slots would have very many."""
+    selected = pytest.importorskip("nsa_core.kernels.selected")
+    q = torch.empty(1, 1 << 20, heads, dim, dtype=torch.bfloat16, device="meta")
+    rows = selected.slot_rows(q, kv_heads, dim, free)
+    assert 0 < rows * heads * dim < 1 << 31
