@@ -79,8 +79,8 @@ def _launches(*kernels: str, **constants: int) -> list[Started]:
     return [Started(kernel, constants) for kernel in kernels]
 
 
-WINDOW = {"BLOCK": 1, "STRIDE": 1, "ALIGN": 1}
-COMPRESSED = {"BLOCK": 32, "STRIDE": 16, "ALIGN": 0}
+WINDOW = {"CMP": False, "WIN": True, "SLC": False}
+COMPRESSED = {"CMP": True, "WIN": False, "SLC": False}
 
 
 def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:

@@ -12,7 +12,7 @@ KERNELS = {
     "compress._mean",
     "compress._spread",
     "span._span_forward",
-    "span._span_backward_q",
+    "span_queries._span_backward_q",
     "span_keys._span_backward_kv",
     "scores._importance",
     "scores._choose",
