@@ -77,9 +77,11 @@ def attend(
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
     plan = kernels.Plan(config, branches, offset, scale)
+    for branch in branches:
+        note(branch, "triton")
+    if "cmp" in branches and "slc" in branches:
+        note("select", "triton")
     if compressed[0] is None and compressed[1] is None and kernels.has_one_pair(pairs, plan):
-        for step in ("select", *branches):
-            note(step, "triton")
         return kernels.attend(q, gates, None, [pairs["slc"], pairs["win"]], replace(plan, compresses=True))
     if branches != ("win",):
         k_cmp, v_cmp = compressed
@@ -89,10 +91,6 @@ def attend(
         computed["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
     if "slc" in branches and "cmp" not in branches:
         blocks = select(q, computed["cmp"][0], config, offset, scale)
-    elif "slc" in branches:
-        note("select", "triton")
-    for branch in branches:
-        note(branch, "triton")
     return kernels.attend(q, gates, blocks, [computed[branch] for branch in branches], plan)
 
 

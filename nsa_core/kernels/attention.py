@@ -37,7 +37,7 @@ def forward(
     outputs, lses = zip(*span.forward(q, parts, plan), strict=True)
     out = torch.empty_like(outputs[0])
     skip = plan.causal_rows(q.shape[1])
-    if not _chooses(q, plan):
+    if not plan.chooses(q.shape[1]):
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
         return out, [*made, *outputs, *lses]
     if blocks is None:
@@ -65,7 +65,7 @@ def backward(
     def gradients(way: int) -> tuple[Tensor, Tensor]:
         part, wide = parts[way], torch.float32 if plan.compresses else parts[way].k.dtype
         of_part = stats[way:] if plan.shared and part.branch == "slc" else stats[way]
-        if part.branch != "slc" or not _chooses(q, plan):
+        if part.branch != "slc" or not plan.chooses(q.shape[1]):
             return span_keys.backward_kv(q, do, part, of_part, plan, wide)
         index = Inverse(*kept[2 * ways :], *_sizes(q, part, plan))
         totals = _selected_backward(q, do, part, of_part, index, dq, plan)
@@ -82,11 +82,6 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]."""
     lse = span.log_sum_exp(q, k_cmp, Plan(config, ("cmp",), offset, scale))
     return scores.select(q, k_cmp, lse, config, offset, scale)
-
-
-def _chooses(q: Tensor, plan: Plan) -> bool:
-    """Whether any row of q has blocks to choose by score."""
-    return plan.chooses and plan.causal_rows(q.shape[1]) < q.shape[1]
 
 
 def _invert(q: Tensor, part: Part, blocks: Tensor, plan: Plan) -> Inverse:

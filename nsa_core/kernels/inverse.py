@@ -97,10 +97,6 @@ class Inverse:
     cap: int
 
     @property
-    def chunks(self) -> int:
-        return len(self.items)
-
-    @property
     def limit(self) -> int:
         """Work items of a chunk at most."""
         return self.items.shape[1]

@@ -45,14 +45,13 @@ class Plan:
         """Pairs of keys and values that are given."""
         return len(self.branches) - self.shared - self.compresses
 
-    @property
-    def chooses(self) -> bool:
-        """Whether rows have blocks to choose by score, those after the causal ones."""
-        return "slc" in self.branches and self.config.free_blocks > 0
-
     def causal_rows(self, rows: int) -> int:
         """Of `rows` rows of q those that select every block up to their own."""
         return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
+
+    def chooses(self, rows: int) -> bool:
+        """Whether any of `rows` rows of q has blocks to choose by score."""
+        return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(rows) < rows
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
         """The branches' keys and values, from those of each pair in turn, compressed ones for cmp."""

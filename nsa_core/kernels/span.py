@@ -98,6 +98,52 @@ def _write(m, l, acc, O, LSE, row, ok, DV: tl.constexpr, DVP: tl.constexpr, HAS_
 
 
 @triton.jit
+def _shared_band(
+    q, kind, t, t0, t1, m, l, acc, K, V, T, scale2,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the shared keys of one kind."""
+    return _forward_band(
+        q, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+        shared_keys(t0, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+        shared_keys(t1, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+        m, l, acc, K, V, T, scale2, HKV, D, DV, DP, DVP, BN, True)  # fmt: skip
+
+
+@triton.jit
+def _forward_shared(
+    q, t, t0, t1, row, ok, K, V, OW, LSEW, OS, LSES, T, scale2,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Window and selected branch where they share keys; pointers begin at the tile's first row, or head's first key."""
+    m0 = tl.full([M], -1e30, tl.float32)
+    l0 = tl.zeros([M], tl.float32)
+    acc0 = tl.zeros([M, DVP], tl.float32)
+    m_both, l_both, acc = _shared_band(
+        q, BOTH, t, t0, t1, m0, l0, acc0, K, V, T, scale2,
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+    # Of the selected branch this part waits in its output, while the window goes on from it.
+    _write(m_both, l_both, acc, OS, LSES, row, ok, DV, DVP, True)
+    m, l, acc = _shared_band(
+        q, WIN_ALONE, t, t0, t1, m_both, l_both, acc, K, V, T, scale2,
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+    _write(m, l, acc, OW, LSEW, row, ok, DV, DVP, True)
+    m, l, acc = _shared_band(
+        q, SLC_ALONE, t, t0, t1, m0, l0, acc0, K, V, T, scale2,
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+    larger = tl.maximum(m, m_both)
+    shrink, l_both = tl.exp2(m - larger), l_both * tl.exp2(m_both - larger)
+    tl.debug_barrier()  # what one warp wrote another may read, and write anew only after that
+    both = load_rows(OS, row, DV, tl.arange(0, DVP), DV, DVP, ok, True).to(tl.float32)
+    tl.debug_barrier()
+    acc = acc * shrink[:, None] + both * l_both[:, None]
+    _write(larger, l * shrink + l_both, acc, OS, LSES, row, ok, DV, DVP, True)
+
+
+@triton.jit
 def _span_forward(
     Q, KC, VC, OC, LSEC, KW, VW, OW, LSEW, KS, VS, OS, LSES, S, NC, T, offset, skip, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
@@ -130,32 +176,9 @@ def _span_forward(
     head = b.to(tl.int64) * T * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
-        m, l, acc = _forward_band(
-            q, shared_keys(t, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t0, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t1, BOTH, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            m0, l0, acc0, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
-        # Of the selected branch this part waits in its output, while the window goes on from it.
-        _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
-        m_both, l_both = m, l
-        m, l, acc = _forward_band(
-            q, shared_keys(t, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t0, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t1, WIN_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
-        _write(m, l, acc, OW, LSEW, row, ok, DV, DVP, HAS_V)
-        m, l, acc = _forward_band(
-            q, shared_keys(t, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t0, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            shared_keys(t1, SLC_ALONE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-            m0, l0, acc0, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
-        larger = tl.maximum(m, m_both)
-        shrink, l_both = tl.exp2(m - larger), l_both * tl.exp2(m_both - larger)
-        tl.debug_barrier()  # what one warp wrote another may read, and write anew only after that
-        both = load_rows(OS, row, DV, tl.arange(0, DVP), DV, DVP, ok, True).to(tl.float32)
-        tl.debug_barrier()
-        acc = acc * shrink[:, None] + both * l_both[:, None]
-        _write(larger, l * shrink + l_both, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
+        _forward_shared(
+            q, t, t0, t1, row, ok, KS, VS, OW, LSEW, OS, LSES, T, scale2, HKV, D, DV, DP, DVP, M, BN,
+            WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
     else:
         if WIN:
             m, l, acc = _forward_band(

@@ -186,7 +186,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, v, kv_heads).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v, kv_heads, compressed=True).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -197,7 +197,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk."""
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, v, kv_heads).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, v, kv_heads, on["CMP"]).holding(q.shape[2] // kv_heads)
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
@@ -212,7 +212,7 @@ def _launch(
     return dk, dv
 
 
-def _tile(q: Tensor, v: Tensor, kv_heads: int) -> Tile:
+def _tile(q: Tensor, v: Tensor, kv_heads: int, compressed: bool) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
@@ -222,4 +222,4 @@ def _tile(q: Tensor, v: Tensor, kv_heads: int) -> Tile:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    return Tile(64, 64, 4, 2) if q.shape[2] > 8 * kv_heads else Tile(32, 64, 4, 3)
+    return Tile(64, 64, 4, 2) if compressed and q.shape[2] > 8 * kv_heads else Tile(32, 64, 4, 3)

@@ -152,4 +152,7 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
     if wide <= 64:
         return Tile(64, 64, 4, 3, registers=168) if are_long(parts) else Tile(64, 32, 4, 3, registers=128)
-    return Tile(128, 64, 8, 3) if are_long(parts) else Tile(64, 64, 4, 2)
+    if are_long(parts):
+        return Tile(128, 64, 8, 3)
+    masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # by columns, which takes registers
+    return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)
