@@ -147,8 +147,24 @@ def load_rows(base, row, stride, d, D: tl.constexpr, DP: tl.constexpr, rows_ok, 
 def load_stats(STATS, row, ok):
     """(lse, delta) of rows of STATS [..,2], as merge.prepare writes them; 0 and 0 for rows not ok.
 
-    Both in one load: of 64 rows it has a number for every thread of four warps. What has fewer than threads, the
-    compiler lets every thread load that needs it.
+    Both in one load, of at least as many numbers as four warps have threads: what has fewer, the compiler lets every
+    thread load that needs it, with an address for each. Of fewer than 64 rows, two or more copies are loaded for that.
     """
-    at = STATS + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(at, mask=ok[:, None], other=0.0))
+    ROWS: tl.constexpr = row.shape[0]
+    COPIES: tl.constexpr = 1 if ROWS >= 64 else 64 // ROWS
+    at = STATS + row[:, None] * 2 + (tl.arange(0, 2 * COPIES) % 2)[None, :]
+    stats = tl.load(at, mask=ok[:, None], other=0.0)
+    if COPIES == 1:
+        return tl.split(stats)
+    else:  # noqa: RET505  Triton compiles what follows a return, too
+        lse, delta = tl.split(tl.reshape(stats, [ROWS, COPIES, 2]))
+        return _one(lse, ROWS, COPIES), _one(delta, ROWS, COPIES)
+
+
+@triton.jit
+def _one(copies, ROWS: tl.constexpr, COPIES: tl.constexpr):
+    """A column of [ROWS,COPIES]; by halves, for which threads that have a row need none of each other's."""
+    if COPIES == 2:
+        return tl.split(copies)[0]
+    else:  # noqa: RET505
+        return _one(tl.split(tl.reshape(copies, [ROWS, COPIES // 2, 2]))[0], ROWS, COPIES // 2)

@@ -5,7 +5,8 @@ Only the blocks that queries choose freely are met here; those that every query 
 each query's blocks anew moves n·slc_block keys a query; here a block is read once a work item and its queries, the rows
 of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
-sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots.
+sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
+written to them leaves the cache first: queries are read again by other blocks.
 """
 
 from __future__ import annotations
@@ -68,12 +69,8 @@ def _selected_forward(
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            if AHEAD:  # what is read of q waits for its entry
-                entry = following
-                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
-            else:
-                entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
-            entry -= first_entry
+            # What is read of q waits for its entry.
+            entry = (following if AHEAD else tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)) - first_entry
             row = entry // FREE
             q = load_rows(Q, row * HQ + h, D, d, D, DP, ok, True)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -87,8 +84,11 @@ def _selected_forward(
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / l)[:, None]
             slot = entry * G + h
             at = OPART + slot[:, None] * DV + dv[None, :]
-            tl.store(at, o.to(OPART.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
+            inside = ok[:, None] & (dv < DV)[None, :]
+            tl.store(at, o.to(OPART.dtype.element_ty), mask=inside, eviction_policy="evict_first")
             tl.store(LPART + slot, m + tl.log2(l), mask=ok)
+            if AHEAD:  # last, or the turn's end waits for it
+                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
 
 
 @triton.jit
@@ -128,12 +128,8 @@ def _selected_backward(
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            if AHEAD:  # what is read of q waits for its entry
-                entry = following
-                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
-            else:
-                entry = tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)
-            entry -= first_entry
+            # What is read of q waits for its entry.
+            entry = (following if AHEAD else tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)) - first_entry
             row = entry // FREE
             at = row * HQ + h
             q = load_rows(Q, at, D, d, D, DP, ok, True)
@@ -144,17 +140,21 @@ def _selected_backward(
                 p = tl.where((n0 + n)[:, None] <= (t0 + row)[None, :], p, 0.0)
             if SB < SBP:
                 p = tl.where((n < SB)[:, None], p, 0.0)
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision="ieee")
             if TURNED:
                 dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee") * scale)
             else:
                 dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
+            # Last of the products: nothing in this turn waits for these two.
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
             slot = entry * G + h
             to = DQPART + slot[:, None] * D + d[None, :]
-            tl.store(to, dq.to(DQPART.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+            mine = ok[:, None] & (d < D)[None, :]
+            tl.store(to, dq.to(DQPART.dtype.element_ty), mask=mine, eviction_policy="evict_first")
+            if AHEAD:  # last, or the turn's end waits for it
+                following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
         place = item.to(tl.int64) * SB + n
         inside = (n < SB)[:, None]
         tl.store(DKPART + place[:, None] * D + d[None, :], dk * scale, mask=inside & (d < D)[None, :])
@@ -217,7 +217,7 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
 
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
     """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
-    tile, ahead = _forward_tile(q, part.v, slots.group)
+    tile, ahead = _forward_tile(q, part.v)
     tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
@@ -237,7 +237,7 @@ def backward_chunk(
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """
-    tile = _backward_tile(q, part.v).holding(slots.group)
+    tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
@@ -282,7 +282,7 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
-def _forward_tile(q: Tensor, v: Tensor, group: int) -> tuple[Tile, bool]:
+def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:
     """With whether entries are read a turn ahead, which takes registers and shared memory."""
     wide = widest(q, v)
     if q.itemsize == 4:
@@ -293,10 +293,10 @@ def _forward_tile(q: Tensor, v: Tensor, group: int) -> tuple[Tile, bool]:
         return Tile(64, warps=4, stages=3), False
     if wide <= 64:
         return Tile(64, warps=4, stages=3, registers=128), True
-    return (Tile(64, warps=4, stages=4), True) if group > 8 else (Tile(64, warps=4, stages=3), False)
+    return Tile(64, warps=4, stages=4), True
 
 
-def _backward_tile(q: Tensor, v: Tensor) -> Tile:
+def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, warps=8 if wide <= 128 else 16)
@@ -304,4 +304,6 @@ def _backward_tile(q: Tensor, v: Tensor) -> Tile:
         return Tile(16, warps=8)
     if arch(q) < 90:
         return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
-    return Tile(64 if wide <= 64 else 32, warps=4, stages=3)
+    if wide <= 64:
+        return Tile(64, warps=4, stages=3)
+    return Tile(32, warps=4, stages=4 if group > 8 else 3)

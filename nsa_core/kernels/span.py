@@ -289,4 +289,6 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(128, 64, 8, 2) if wide <= 64 else Tile(64, 64, 4, 2)
     if wide <= 64:
         return Tile(128, 64, 8, 3, registers=128)
-    return Tile(128, 64, 8, 3) if are_long(parts) else Tile(64, 32, 4, 3, registers=168)
+    if q.shape[2] > 8 * parts[0].k.shape[2]:
+        return Tile(128, 32, 8, 3, registers=128)
+    return Tile(64, 32, 4, 3, registers=168)

@@ -51,8 +51,9 @@ def _backward_tiles(
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
         if MASKED:
             p = tl.where(within((offset + i + qi)[None, :], lo[:, None], length[:, None]), p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        # Nothing in this turn waits for dv and dk, so they come after what is waited for.
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
@@ -121,7 +122,7 @@ def _span_backward_kv(
     s0 = begin + c * chunk
     s1 = tl.minimum(s0 + chunk, S)
     if WIN and SLC:
-        for kind in range(3):
+        for kind in tl.static_range(3):
             of_kind = STATS + tl.cast(kind, tl.int64) * stride
             dk, dv = _backward_band(
                 k, v, dk, dv, shared_queries(n, kind, WINDOW, ALIGN, LOCAL, CAUSAL),
@@ -186,7 +187,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tiles = ceil_div(tokens, _tile(q, v, kv_heads, compressed=True).keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -197,7 +198,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk."""
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
-    tile = _tile(q, v, kv_heads, on["CMP"]).holding(q.shape[2] // kv_heads)
+    tile = _tile(q, v).holding(q.shape[2] // kv_heads)
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
@@ -212,7 +213,7 @@ def _launch(
     return dk, dv
 
 
-def _tile(q: Tensor, v: Tensor, kv_heads: int, compressed: bool) -> Tile:
+def _tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
@@ -222,4 +223,4 @@ def _tile(q: Tensor, v: Tensor, kv_heads: int, compressed: bool) -> Tile:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:
         return Tile(64, 64, 8, 2)
-    return Tile(64, 64, 4, 2) if compressed and q.shape[2] > 8 * kv_heads else Tile(32, 64, 4, 3)
+    return Tile(32, 64, 4, 3)

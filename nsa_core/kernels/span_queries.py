@@ -100,7 +100,7 @@ def _span_backward_q(
     head = b.to(tl.int64) * T * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
-        for kind in range(3):
+        for kind in tl.static_range(3):
             of_kind = STATSS + tl.cast(kind, tl.int64) * stride
             dq = _backward_band(
                 q, do, dq, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
@@ -152,7 +152,8 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
     if wide <= 64:
         return Tile(64, 64, 4, 3, registers=168) if are_long(parts) else Tile(64, 32, 4, 3, registers=128)
-    if are_long(parts):
-        return Tile(128, 64, 8, 3)
+    group = q.shape[2] // parts[0].k.shape[2]
+    if group > 1 and 128 % group == 0:
+        return Tile(128, 32, 8, 3, registers=128)  # other groups spill, with places that are harder to find
     masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # by columns, which takes registers
     return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)
