@@ -130,6 +130,9 @@ class Child:
                     process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
+            deadline = time.monotonic() + _REAP_S
+            while any(_runs(process) for process in strays) and time.monotonic() < deadline:
+                time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
 
     def discard(self) -> None:
@@ -142,6 +145,14 @@ class Child:
         with contextlib.suppress(OSError):
             os.close(self._events)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there and no zombie, which only waits to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _environment(threads: int, gpus: str | None) -> dict[str, str]:
