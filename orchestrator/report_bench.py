@@ -62,6 +62,7 @@ class Bench:
         values: of its points, by place, implementation and metric.
         routes: the kernels that ran, by place and implementation.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
+        alike: other runs of the report, of the same commit on the same card.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Bench:
     values: Mapping[tuple[Place, str, str], float]
     routes: Mapping[tuple[Place, str], str]
     peers: Mapping[tuple[Place, str], Figure]
+    alike: Sequence[Bench] = ()
 
     @property
     def fullest(self) -> str:
@@ -94,10 +96,11 @@ class Bench:
         }
 
     def dense(self, place: Place) -> Figure | None:
-        """The fastest dense attention of the run, and the kernel that it was."""
+        """The fastest dense attention of the run and those alike, and the kernel that it was."""
         found = [
-            Figure(value, self.routes.get((at, name), name))
-            for (at, name, metric), value in self.values.items()
+            Figure(value, bench.routes.get((at, name), name))
+            for bench in (self, *self.alike)
+            for (at, name, metric), value in bench.values.items()
             if at == place and metric == TIME and is_dense(name)
         ]
         return min(found, key=lambda figure: figure.value, default=None)
@@ -118,7 +121,15 @@ def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
     if not runs:
         return []
     reported = queries.scaling(store, origin=Origin.REPORTED)
-    return [_bench(store, run, reported) for run in runs]
+    benches = [_bench(store, run, reported) for run in runs]
+    made_of = [(run["gpu"], run["git_commit"]) for run in runs]
+    return [
+        replace(
+            bench,
+            alike=[other for other, of in zip(benches, made_of, strict=True) if of == mine and other is not bench],
+        )
+        for bench, mine in zip(benches, made_of, strict=True)
+    ]
 
 
 def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame) -> Bench:

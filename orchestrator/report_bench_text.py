@@ -17,7 +17,8 @@ def tables(benches: Sequence[Bench]) -> Iterable[Table]:
     """For each run: the operator, its growth, and its stages a layout."""
     for bench in benches:
         of = f", {bench.name}" if len(benches) > 1 else ""
-        yield _operator(bench, of)
+        if any(bench.rows()):  # none of dense attention alone, which stands in the rows of others
+            yield _operator(bench, of)
         yield _growth(bench, of)
         yield from _stages(bench, of)
 
@@ -25,9 +26,9 @@ def tables(benches: Sequence[Bench]) -> Iterable[Table]:
 def _operator(bench: Bench, of: str) -> Table:
     note = (
         "Of the whole call; pairs are forward / forward+backward. A ratio above 1 speaks for the row: × dense is the "
-        "time of the fastest dense attention of the run over the row's; × peer that of the best figure reported for "
-        "the same heads, dtype, length, batch and card, of any NSA implementation; MiB × peer the same of extra "
-        f"memory. {UNMEASURED}: not measured."
+        "time of the fastest dense attention over the row's, of this run or one of the same commit and card in this "
+        "report; × peer that of the best figure reported for the same heads, dtype, length, batch and card, of any NSA "
+        f"implementation; MiB × peer the same of extra memory. {UNMEASURED}: not measured."
     )
     times = ["forward ms", "fwd+bwd ms", "extra MiB", "× dense", "× peer", "MiB × peer"]
     columns = ["heads", "S", "batch", "NSA", *times, "dense ms", "best peer ms", "peer MiB"]

@@ -25,10 +25,12 @@ FORWARD, BOTH = "forward", "forward+backward"
 class Rows:
     """Builds the records of a run of kind bench, 12/2 heads of 64 in bfloat16."""
 
-    def __init__(self, gpu: str = "NVIDIA H200") -> None:
-        self.gpu = gpu
-        spec = {"kind": "bench", "name": "bench"}
-        self.records: list[Record] = [RunRecord(run_id=RUN, name="bench", kind="bench", spec=spec, spec_hash="5" * 16)]
+    def __init__(self, gpu: str = "NVIDIA H200", run_id: str = RUN, commit: str | None = None) -> None:
+        self.gpu, self.run_id = gpu, run_id
+        spec, name = {"kind": "bench", "name": "bench"}, "bench" if run_id == RUN else run_id
+        self.records: list[Record] = [
+            RunRecord(run_id=run_id, name=name, kind="bench", spec=spec, spec_hash="5" * 16, git_commit=commit)
+        ]
 
     def add(
         self,
@@ -40,16 +42,19 @@ class Rows:
         kernel: str = "triton",
     ) -> None:
         number = len(self.records)
-        point_id, axes = f"{RUN}/{number}", {"implementation": implementation, "pass_": pass_, "seq_len": seq_len}
+        point_id, axes = (
+            f"{self.run_id}/{number}",
+            {"implementation": implementation, "pass_": pass_, "seq_len": seq_len},
+        )
         axes |= {"workload": "attention", "batch": max(1, 32768 // seq_len), "query_heads": 12, "kv_heads": 2}
         axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
         label = f"12/2 d64 {implementation} {pass_} S={seq_len}"
         self.records += [
             PointRecord(
-                run_id=RUN, point_id=point_id, index=number, key=str(number), label=label, config={}, axes=axes
+                run_id=self.run_id, point_id=point_id, index=number, key=str(number), label=label, config={}, axes=axes
             ),
             OutcomeRecord(
-                run_id=RUN,
+                run_id=self.run_id,
                 point_id=point_id,
                 attempt=1,
                 state=state,
@@ -71,7 +76,7 @@ class Rows:
         self.add("triton", BOTH, seq_len, metrics)
 
     def into(self, store: Store) -> None:
-        store.apply_many([*self.records, RunEndRecord(run_id=RUN, state=RunState.DONE)])
+        store.apply_many([*self.records, RunEndRecord(run_id=self.run_id, state=RunState.DONE)])
 
 
 @pytest.fixture
@@ -91,6 +96,25 @@ def rows(sqlite_store: Store) -> Rows:
 
 def table(text: str, title: str) -> str:
     return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(("commit", "gpu", "shown"), [
+    ("1234567", "NVIDIA H200", "| 2.00 / 2.00 | - | - | 2.00 / 8.00 (sdpa-cudnn) |"),
+    ("7654321", "NVIDIA H200", "| - | - | - | - |"),
+    ("1234567", "NVIDIA A100", "| - | - | - | - |"),
+])  # fmt: skip
+def test_dense_attention_of_another_run_counts_if_commit_and_card_are_the_same(
+    sqlite_store: Store, commit: str, gpu: str, shown: str
+):
+    sparse, dense = Rows(commit="1234567"), Rows(gpu, "dense-alone", commit)
+    sparse.timed("triton", 8192, 1.0, 4.0, 640.0, "triton")
+    dense.timed("dense", 8192, 2.0, 8.0, 300.0, "sdpa-cudnn")
+    for made in (sparse, dense):
+        made.into(sqlite_store)
+    text = report(sqlite_store, [RUN, "dense-alone"])
+    assert f"| triton | 1.00 | 4.00 | 640 {shown}" in table(text, "Operator, bench")
+    assert "Operator, dense-alone" not in text  # nothing to compare
+    assert "| 640 | - | - | - | - |" in table(report(sqlite_store, [RUN]), "Operator")
 
 
 def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_store: Store, rows: Rows):
