@@ -274,11 +274,6 @@ def _like_lse(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def are_long(parts: Sequence[Part]) -> bool:
-    """Whether compressed keys are so many that wider tiles pay, which start slower."""
-    return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
-
-
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     wide = widest(q, parts[0].v)
     if q.itemsize == 4:

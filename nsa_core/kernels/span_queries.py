@@ -27,7 +27,7 @@ from .ranges import (
     window_keys,
     within,
 )
-from .span import are_long, constants, grid, numbers, pointers, tile_of_rows
+from .span import constants, grid, numbers, pointers, tile_of_rows
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _span_backward_q(
     head = b.to(tl.int64) * T * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
-        for kind in tl.static_range(3):
+        for kind in tl.static_range(3):  # a loop would hold more registers
             of_kind = STATSS + tl.cast(kind, tl.int64) * stride
             dq = _backward_band(
                 q, do, dq, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
@@ -142,6 +142,11 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
     return dq
 
 
+def _are_long(parts: Sequence[Part]) -> bool:
+    """Whether compressed keys are so many that wider tiles pay, which start slower."""
+    return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
+
+
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     wide = widest(q, parts[0].v)
     if q.itemsize == 4:
@@ -151,7 +156,7 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
     if wide <= 64:
-        return Tile(64, 64, 4, 3, registers=168) if are_long(parts) else Tile(64, 32, 4, 3, registers=128)
+        return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
     if group > 1 and 128 % group == 0:
         return Tile(128, 32, 8, 3, registers=128)  # other groups spill, with places that are harder to find
