@@ -118,7 +118,10 @@ class Child:
         return self.kill()
 
     def kill(self) -> int | None:
-        """Kill its group, and descendants that left the group; its exit code, None if even SIGKILL did not end it."""
+        """Kill its group, and descendants that left the group, and wait until they are gone.
+
+        Its exit code; None if even SIGKILL did not end it.
+        """
         if self._process.returncode is None:
             strays = self.tree()
             self._guard.kill()  # before the child is reaped and its group's number free for others
@@ -128,9 +131,9 @@ class Child:
             for process in strays:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
+            deadline = time.monotonic() + _REAP_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
-            deadline = time.monotonic() + _REAP_S
             while any(_runs(process) for process in strays) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode

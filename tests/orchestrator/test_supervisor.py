@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric
 from jobs.spec import Deadlines
 from orchestrator import diagnostics, gpu, supervisor
+from orchestrator.child import Child
 from orchestrator.records import EventRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.supervisor import Assignment, Conditions, Ended, Progress, probe, supervise
@@ -119,6 +122,22 @@ def test_a_hang_leaves_the_stacks_of_its_whole_tree_and_no_process(measure) -> N
     for pid in end.files["stdout.txt"].split():
         assert f"pid {pid} " in end.files["processes.txt"]
         assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_child_is_waited_for_with_all_that_it_started(monkeypatch) -> None:
+    """A signal takes effect when its process is scheduled next, which on a busy host is later."""
+    kill = psutil.Process.kill
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.5, kill, [process]).start())
+    child = Child(threads=1)
+    try:
+        stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        monkeypatch.setattr(Child, "tree", lambda child: [psutil.Process(stray.pid)])
+        child.kill()
+        assert not _alive(stray.pid)
+    finally:
+        stray.kill()
+        stray.wait()
+        child.discard()
 
 
 def test_what_a_point_leaves_running_ends_with_it(measure) -> None:
