@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,12 +58,12 @@ class Bench:
     """One run.
 
     Attributes:
-        name: of the run.
+        name: of the run; its id where the report has several of the name.
         states: of its points of times, by place and implementation, in the order of the run.
         values: of its points, by place, implementation and metric.
         routes: the kernels that ran, by place and implementation.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
-        alike: other runs of the report, of the same commit on the same card.
+        alike: other runs of the report on the same card, of the same commit and nothing beyond it.
     """
 
     name: str
@@ -121,18 +122,19 @@ def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
     if not runs:
         return []
     reported = queries.scaling(store, origin=Origin.REPORTED)
-    benches = [_bench(store, run, reported) for run in runs]
-    made_of = [(run["gpu"], run["git_commit"]) for run in runs]
-    return [
-        replace(
-            bench,
-            alike=[other for other, of in zip(benches, made_of, strict=True) if of == mine and other is not bench],
-        )
-        for bench, mine in zip(benches, made_of, strict=True)
-    ]
+    names = Counter(run["name"] for run in runs)
+    benches = [_bench(store, run, reported, run["name"] if names[run["name"]] == 1 else run["run_id"]) for run in runs]
+    pairs = list(zip(runs, benches, strict=True))
+    return [replace(bench, alike=[b for r, b in pairs if b is not bench and _alike(run, r)]) for run, bench in pairs]
 
 
-def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame) -> Bench:
+def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both are known to be of one commit, without changes, on one kind of card."""
+    known = all(x["gpu"] and x["git_commit"] and not x["git_dirty"] for x in (run, other))
+    return known and (run["gpu"], run["git_commit"]) == (other["gpu"], other["git_commit"])
+
+
+def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: str) -> Bench:
     states: dict[tuple[Place, str], str] = {}
     routes: dict[tuple[Place, str], str] = {}
     for row in queries.points(store, run["run_id"]).to_dict("records"):
@@ -142,7 +144,7 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame) -> Benc
             routes[at] = row["route"].get("dense", "")
     measured = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
     values = {(_place(row), row["implementation"], row["metric"]): row["value"] for row in measured}
-    return Bench(str(run["name"]), states, values, routes, _best_peers(reported, str(run["gpu"] or "")))
+    return Bench(name, states, values, routes, _best_peers(reported, str(run["gpu"] or "")))
 
 
 def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Figure]:

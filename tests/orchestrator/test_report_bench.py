@@ -27,9 +27,9 @@ class Rows:
 
     def __init__(self, gpu: str = "NVIDIA H200", run_id: str = RUN, commit: str | None = None) -> None:
         self.gpu, self.run_id = gpu, run_id
-        spec, name = {"kind": "bench", "name": "bench"}, "bench" if run_id == RUN else run_id
+        spec = {"kind": "bench", "name": "bench"}
         self.records: list[Record] = [
-            RunRecord(run_id=run_id, name=name, kind="bench", spec=spec, spec_hash="5" * 16, git_commit=commit)
+            RunRecord(run_id=run_id, name="bench", kind="bench", spec=spec, spec_hash="5" * 16, git_commit=commit)
         ]
 
     def add(
@@ -42,10 +42,8 @@ class Rows:
         kernel: str = "triton",
     ) -> None:
         number = len(self.records)
-        point_id, axes = (
-            f"{self.run_id}/{number}",
-            {"implementation": implementation, "pass_": pass_, "seq_len": seq_len},
-        )
+        point_id = f"{self.run_id}/{number}"
+        axes: dict[str, str | int] = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len}
         axes |= {"workload": "attention", "batch": max(1, 32768 // seq_len), "query_heads": 12, "kv_heads": 2}
         axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
         label = f"12/2 d64 {implementation} {pass_} S={seq_len}"
@@ -102,17 +100,18 @@ def table(text: str, title: str) -> str:
     ("1234567", "NVIDIA H200", "| 2.00 / 2.00 | - | - | 2.00 / 8.00 (sdpa-cudnn) |"),
     ("7654321", "NVIDIA H200", "| - | - | - | - |"),
     ("1234567", "NVIDIA A100", "| - | - | - | - |"),
+    (None, "NVIDIA H200", "| - | - | - | - |"),
 ])  # fmt: skip
 def test_dense_attention_of_another_run_counts_if_commit_and_card_are_the_same(
-    sqlite_store: Store, commit: str, gpu: str, shown: str
+    sqlite_store: Store, commit: str | None, gpu: str, shown: str
 ):
-    sparse, dense = Rows(commit="1234567"), Rows(gpu, "dense-alone", commit)
+    sparse, dense = Rows(commit=commit and "1234567"), Rows(gpu, "dense-alone", commit)
     sparse.timed("triton", 8192, 1.0, 4.0, 640.0, "triton")
     dense.timed("dense", 8192, 2.0, 8.0, 300.0, "sdpa-cudnn")
     for made in (sparse, dense):
         made.into(sqlite_store)
     text = report(sqlite_store, [RUN, "dense-alone"])
-    assert f"| triton | 1.00 | 4.00 | 640 {shown}" in table(text, "Operator, bench")
+    assert f"| triton | 1.00 | 4.00 | 640 {shown}" in table(text, f"Operator, {RUN}")
     assert "Operator, dense-alone" not in text  # nothing to compare
     assert "| 640 | - | - | - | - |" in table(report(sqlite_store, [RUN]), "Operator")
 
