@@ -159,6 +159,6 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
     if group > 1 and 128 % group == 0:
-        return Tile(128, 32, 8, 3, registers=128)  # other groups spill, with places that are harder to find
+        return Tile(128, 32, 8, 3, registers=128)  # spills with other groups, beyond what aot.py allows
     masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # by columns, which takes registers
     return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)
