@@ -1,9 +1,10 @@
 """Triton kernels of Native Sparse Attention, one file a stage, each with the host code that starts them.
 
 `attention.py` puts the stages of training and prefill together; `plan.py` is what they are told of a call.
-`operators.py` makes that differentiable and known to torch.compile, and is what backends call. `decode.py` is one
-decoding step over a cache, with the files decode_*.py. `_launch.py` starts them all, `stages.py` tells whose time a
-launch is, `aot.py` compiles them where there is no GPU.
+`operators.py` makes that differentiable and known to torch.compile, and is what backends call; `replay.py` spares a
+call with tensors of known shapes the host code. `decode.py` is one decoding step over a cache, with the files
+decode_*.py. `_launch.py` starts all kernels, `stages.py` tells whose time a launch is, `aot.py` compiles them where
+there is no GPU.
 Common to all of them:
 
 - Tensors are contiguous, [B,S,H,D], or [B,H,D] for one token. A tile's rows are those of all G heads of one group, laid

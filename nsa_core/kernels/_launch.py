@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ from ._tiles import Tile
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for: kernel, run-time arguments by name, compile-time constants, configuration."""
+    """One launch as it was asked for: kernel, programs, arguments by name, compile-time constants, configuration."""
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     constants: dict[str, Any]
     tile: Tile
@@ -36,19 +37,20 @@ _recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_ke
 def record() -> Iterator[list[Launch]]:
     """Collect launches instead of running them. What the kernels would have written stays unwritten."""
     seen: list[Launch] = []
-    with _handed_to(seen.append):
+    with handed_to(seen.append):
         yield seen
 
 
 @contextmanager
 def omit() -> Iterator[None]:
     """Run no kernel, as `record`, but keep no tensor alive."""
-    with _handed_to(lambda launch: None):
+    with handed_to(lambda launch: None):
         yield
 
 
 @contextmanager
-def _handed_to(recorder: Callable[[Launch], None]) -> Iterator[None]:
+def handed_to(recorder: Callable[[Launch], None]) -> Iterator[None]:
+    """Hand launches to `recorder` instead of running them."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -80,26 +82,36 @@ def observe() -> Iterator[list[Started]]:
         _observer = before
 
 
+def is_watched() -> bool:
+    """Whether somebody is to be told of launches."""
+    return _recorder.get() is not None or _observer is not None
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
 ) -> None:
-    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; the first argument is a tensor.
+    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; a tensor comes first."""
+    if 0 in grid:
+        return
+    asked, recorder = Launch(kernel, grid, arguments, constants, tile), _recorder.get()
+    if recorder is None:
+        start(asked)
+    else:
+        recorder(asked)
+
+
+def start(asked: Launch) -> Compiled | None:
+    """Run it; what was compiled for it, which the interpreter has none of.
 
     Triton's own launch looks at every argument anew, which takes longer than many of these kernels. What it compiled is
     kept by what it looks at: names, constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps
     its kernel alive, whose identity is part of the key.
     """
-    if 0 in grid:
-        return
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder(Launch(kernel, arguments, constants, tile))
-        return
+    kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
     device = next(iter(arguments.values())).get_device()
     if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
         with torch.cuda.device(device):
-            launch(kernel, grid, arguments, constants, tile)
-        return
+            return start(asked)
     if _observer is not None:
         _observer(Started(kernel.__name__, constants))
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]
@@ -115,14 +127,15 @@ def launch(
         values.append(x)
     known = tuple(key)
     kept = _compiled.get(known)
-    if kept is None:
-        compiled = kernel[grid](**arguments, **constants, **tile.options)
-        if compiled is not None:  # the interpreter has nothing to keep
-            names = [*arguments, *constants]
-            _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
-        return
-    values += constants.values()
-    kept.kernel[(*grid, 1, 1)[:3]](*[values[i] for i in kept.order])
+    if kept is not None:
+        kept.runner(asked.grid)(*kept.ordered([*values, *constants.values()]))
+        return kept
+    compiled = kernel[asked.grid](**arguments, **constants, **tile.options)
+    if compiled is None:  # the interpreter has nothing to keep
+        return None
+    names = [*arguments, *constants]
+    _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
+    return _compiled[known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +144,14 @@ class Compiled:
 
     kernel: Any
     order: tuple[int, ...]
+
+    def runner(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """What starts it: a function of all arguments and constants in its order, and of `stream`."""
+        return self.kernel[(*grid, 1, 1)[:3]]
+
+    def ordered(self, values: Sequence[Any]) -> list[Any]:
+        """Values of arguments and constants, as a launch names them, in its order."""
+        return [values[i] for i in self.order]
 
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef, custom_op
 
 from ..config import NSAConfig
 from ..routes import Branch
-from . import _launch, attention
+from . import _launch, attention, replay
 from . import compress as compression
 from .plan import Plan
 
@@ -99,10 +99,23 @@ def _sizes(config: NSAConfig) -> list[int]:
     return [getattr(config, name) for name in _SIZES]
 
 
+def _forward(plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
+    """The output, then what the backward needs of the forward."""
+    out, saved = attention.forward(plan, blocks, q, gates, flat)
+    return [out, *saved]
+
+
+def _backward(plan: Plan, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
+    """Gradients of q, gates and keys and values; `rest` are those and what the forward saved."""
+    pairs = 2 * plan.pairs
+    dq, dgates, grads = attention.backward(plan, q, gates, rest[:pairs], rest[pairs:], do)
+    return [dq, dgates, *grads]
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
-        out, saved = attention.forward(plan, blocks, q, gates, flat)
+        out, *saved = replay.run(_forward, plan, (blocks, q, gates, *flat))
         ctx.plan = plan
         ctx.save_for_backward(q, gates, *flat, *saved)
         return out
@@ -110,10 +123,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, gates, *rest = ctx.saved_tensors
-        pairs = 2 * ctx.plan.pairs
-        dq, dgates, grads = attention.backward(ctx.plan, q, gates, rest[:pairs], rest[pairs:], do.contiguous())
-        return None, None, dq, dgates, *grads
+        return None, None, *replay.run(_backward, ctx.plan, (do.contiguous(), *ctx.saved_tensors))
 
 
 class _Compress(torch.autograd.Function):
@@ -150,8 +160,8 @@ def _attend_operator(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then what the backward needs of the forward."""
-    out, saved = attention.forward(_plan(branches, sizes, offset, scale, shared, compresses), blocks, q, gates, flat)
-    return [out, *saved]
+    plan = _plan(branches, sizes, offset, scale, shared, compresses)
+    return replay.run(_forward, plan, (blocks, q, gates, *flat))
 
 
 @_operator("attend_backward")
@@ -161,8 +171,7 @@ def _attend_backward_operator(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
     plan = _plan(branches, sizes, offset, scale, shared, compresses)
-    dq, dgates, grads = attention.backward(plan, q, gates, flat, saved, do)
-    return [dq, dgates, *grads]
+    return replay.run(_backward, plan, (do, q, gates, *flat, *saved))
 
 
 @_operator("compress")

@@ -44,7 +44,9 @@ def config():
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from nsa_core.kernels import operators  # noqa: F401  Kernels are made for the interpreter when first imported.
+    from nsa_core.kernels import replay  # Kernels are made for the interpreter when first imported.
+
+    replay.forget()  # what follows from shapes differs between tests
 
 
 def run(leaves, config, backend, **options):
@@ -179,14 +181,31 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
 
 @pytest.mark.parametrize("rows", [8, 21, 33, 42])  # of 21 a sequence and kv head: within one, one, beyond one, two
 def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
-    from nsa_core.kernels import scores, selected
+    from nsa_core.kernels import replay, scores, selected
 
     case = make_case(85, 4, 2, batch=3)
     whole = run(case.leaves, config, "triton")
     monkeypatch.setattr(selected, "slot_rows", lambda q, kv_heads, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
+    replay.forget()
     for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [40, 24])  # keys shared with the selected branch, or not
+def test_a_call_that_is_replayed_gives_what_its_first_gives(make_case, monkeypatch, window):
+    from nsa_core.kernels import attention, replay
+
+    cases, config = [make_case(85, 2, 1, seed=seed) for seed in range(2)], NSAConfig(**SMALL | {"window": window})
+    captured = []
+    for case in cases:
+        replay.forget()
+        captured.append(run(case.leaves, config, "triton"))
+    monkeypatch.delattr(attention, "forward")
+    monkeypatch.delattr(attention, "backward")
+    replayed = [run(case.leaves, config, "triton") for case in cases]
+    for one, other in zip(captured, replayed, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

@@ -1,0 +1,207 @@
+"""Steps taken again do what the function did: with other values, in memory of their own, freed when it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import NSAConfig
+from nsa_core.kernels import _launch, replay
+from nsa_core.kernels._launch import launch
+from nsa_core.kernels._tiles import Tile
+from nsa_core.kernels.plan import Plan
+
+PLAN = Plan(NSAConfig(), ("win",), 0, 1.0)
+
+
+class Counted:
+    """A function of tensors that counts how often its Python runs."""
+
+    def __init__(self, function: Callable[..., list[Tensor]]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, plan: Plan, *tensors: Tensor) -> list[Tensor]:
+        self.calls += 1
+        return self.function(*tensors)
+
+
+class Add:
+    """Stands for a Triton kernel, OUT = X + number, and for what is compiled of it, which takes addresses."""
+
+    __name__ = "add"
+    arg_names = ("X", "OUT", "number")
+
+    def __init__(self) -> None:
+        self.addresses: list[tuple[int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*values: Any, stream: int | None = None, **arguments: Any) -> Add:
+            if not arguments:
+                self.addresses.append(values[:2])
+            return self
+
+        return run
+
+
+class Interpreted:
+    """The same kernel in the interpreter: nothing is compiled."""
+
+    __name__ = "add"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(X: Tensor, OUT: Tensor, number: int, **options: Any) -> None:  # noqa: N803
+            OUT.copy_(torch.clone(X) + number)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def of(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (6, 4)), generator=torch.Generator().manual_seed(seed))
+
+
+def test_operators_on_parts_of_tensors_are_done_again_with_other_values() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        total = torch.empty_like(x)
+        total.copy_(x)
+        total[1:, :2] += y[:5, 2:]
+        ordered, order = total.t().sort(stable=True)
+        return [total[2], ordered, order.int().cumsum(0), total]
+
+    counted = Counted(function)
+    for seed in range(3):
+        x, y = of(seed), of(seed + 10)
+        kept = x.clone(), y.clone()
+        for got, want in zip(replay.run(counted, PLAN, (x, y)), function(x, y), strict=True):
+            assert torch.equal(got, want)
+            assert got.stride() == want.stride()
+        assert torch.equal(x, kept[0])
+        assert torch.equal(y, kept[1])
+    assert counted.calls == 1
+
+
+def test_results_stay_when_it_runs_again() -> None:
+    counted = Counted(lambda x: [torch.empty_like(x).copy_(x)])
+    results = [replay.run(counted, PLAN, (of(seed),))[0] for seed in range(3)]
+    assert all(torch.equal(result, of(seed)) for seed, result in enumerate(results))
+
+
+def test_tensors_that_were_one_may_be_two_later() -> None:
+    counted, x, y = Counted(lambda x, y: [x * 2, y * 3, x[1:] - y[1:]]), of(0), of(1)
+    replay.run(counted, PLAN, (x, x))
+    for got, want in zip(replay.run(counted, PLAN, (x, y)), [x * 2, y * 3, x[1:] - y[1:]], strict=True):
+        assert torch.equal(got, want)
+    assert counted.calls == 1
+
+
+def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
+    counted, memory = Counted(lambda x, y: [x[1:] * 2 + y[1:]]), of(0, 20, 4)
+    replay.run(counted, PLAN, (of(1), of(2)))
+    x, y = memory[4:10], memory[8:14]
+    assert torch.equal(replay.run(counted, PLAN, (x, y))[0], x[1:] * 2 + y[1:])
+    assert counted.calls == 1
+
+
+@pytest.mark.parametrize("other", [
+    (of(0, 6, 5), PLAN), (of(0).double(), PLAN), (of(0, 25)[1:].view(6, 4), PLAN),
+    (of(0), Plan(NSAConfig(window=3), ("win",), 0, 1.0)),
+], ids=["shape", "dtype", "alignment", "plan"])  # fmt: skip
+def test_what_the_function_may_look_at_is_captured_for(other: tuple[Tensor, Plan]) -> None:
+    counted, (x, plan) = Counted(lambda x: [x + 1]), other
+    assert replay.run(counted, PLAN, (of(0),))[0].shape == (6, 4)
+    assert torch.equal(replay.run(counted, plan, (x,))[0], x + 1)
+    assert counted.calls == 2
+
+
+def test_no_tensor_is_kept_longer_than_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        for _ in range(5):
+            part = torch.empty(6, 4)
+            part.copy_(x)
+            x = torch.empty_like(part).copy_(part[:])
+        return [x]
+
+    alive: list[weakref.ref[Tensor]] = []
+    most, empty = [0], torch.empty_strided
+
+    def allocate(*args: Any, **options: Any) -> Tensor:
+        made = empty(*args, **options)
+        alive.append(weakref.ref(made))
+        most[0] = max(most[0], sum(x() is not None for x in alive))
+        return made
+
+    first = replay.run(Counted(function), PLAN, (of(0),))
+    counted = Counted(function)
+    replay.run(counted, PLAN, (of(0),))
+    monkeypatch.setattr(torch, "empty_strided", allocate)
+    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], first[0])
+    assert len(alive) == 10
+    assert most[0] == 2
+
+
+def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
+    kernel = Add()
+
+    def function(x: Tensor) -> list[Tensor]:
+        out = torch.empty(4, 4)
+        launch(kernel, (1,), {"X": x[2:], "OUT": out[1:], "number": 3}, {}, Tile())
+        return [out]
+
+    counted, tensors = Counted(function), [of(seed) for seed in range(3)]
+    outs = [replay.run(counted, PLAN, (x,))[0] for x in tensors]
+    assert counted.calls == 1
+    wanted = [(x.data_ptr() + 2 * 16, out.data_ptr() + 16) for x, out in zip(tensors, outs, strict=True)]
+    assert kernel.addresses == wanted[1:]  # the first launch compiles
+
+
+def test_the_interpreter_gets_tensors() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        out = torch.empty(5, 4)
+        launch(Interpreted(), (1,), {"X": x[2:], "OUT": out[:4], "number": 3}, {}, Tile())
+        out[4].zero_()
+        return [out]
+
+    counted = Counted(function)
+    for seed in range(3):
+        x = of(seed)
+        [out] = replay.run(counted, PLAN, (x,))
+        assert torch.equal(out[:4], x[2:] + 3)
+        assert not out[4].any()
+    assert counted.calls == 1
+
+
+@pytest.mark.parametrize("watching", [_launch.record, _launch.omit, _launch.observe])
+def test_whoever_watches_launches_sees_the_function_itself(watching: Callable[[], Any]) -> None:
+    counted = Counted(lambda x: [x + 1])
+    for _ in range(2):
+        with watching():
+            replay.run(counted, PLAN, (of(0),))
+    assert counted.calls == 2
+
+
+def test_a_function_that_waits_for_a_value_is_refused() -> None:
+    with pytest.raises(AssertionError, match="waits for the device"):
+        replay.run(Counted(lambda x: [x * x.sum().item()]), PLAN, (of(0),))
+
+
+def test_a_failure_is_not_kept() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        if counted.calls == 1:
+            raise torch.OutOfMemoryError
+        return [x + 1]
+
+    counted = Counted(function)
+    with pytest.raises(torch.OutOfMemoryError):
+        replay.run(counted, PLAN, (of(0),))
+    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0) + 1)
