@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -117,7 +117,7 @@ def each_once(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
     return for_cmp, for_slc, for_cmp if win is cmp else for_slc if win is slc else change(win)
 
 
-def triple(tensors: Iterator[Tensor]) -> Triple:
+def triple(tensors: Iterable[Tensor]) -> Triple:
     cmp, slc, win = tensors
     return cmp, slc, win
 

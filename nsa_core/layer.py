@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ._inputs import without_autocast
+from ._inputs import triple, without_autocast
 from .cache import DenseCache, NSACache, Triple
 from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention
-from .projections import side_by_side
+from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
 
 
@@ -118,18 +118,28 @@ class NativeSparseAttention(nn.Module):
 
     def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
         """Rotated q [B,S,Hq,D]; keys (cmp unrotated) and values, three of [B,S,Hkv,D]; gates [B,S,Hq,3]."""
+        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), x.dtype)
+        if in_compiled_training(x):
+            from .kernels.heads import split_heads  # needs Triton
+
+            bias = self.gate_proj.bias
+            q, *rest = split_heads(product(x, self._projections), bias, cos, sin, self.heads, self.kv_heads)
+            return q, triple(rest[:3]), triple(rest[3:6]), rest[6]
         q, k, v, gates = self._heads_of(x)
         k_cmp, k_slc, k_win = k.unbind(2)
         v_cmp, v_slc, v_win = v.unbind(2)
-        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), k.dtype)
         keys = (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin))
         return rotate(q, cos, sin), keys, (v_cmp, v_slc, v_win), torch.sigmoid(gates)
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Unrotated q [B,S,Hq,D], k and v of the three branches [B,S,3,Hkv,D], logits of the gates [B,S,Hq,3]."""
-        q, k, v, gates = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj, self.gate_proj))
+        q, k, v, gates = side_by_side(x, self._projections)
         k, v = (y.unflatten(-1, (3, self.kv_heads, self.head_dim)) for y in (k, v))
         return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, 3))
+
+    @property
+    def _projections(self) -> tuple[nn.Linear, ...]:
+        return self.q_proj, self.k_proj, self.v_proj, self.gate_proj
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, self.head_dim, self.rope_theta, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._inputs import autocast_dtype, without_autocast
+from .projections import in_compiled_training
 
 
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -23,10 +24,10 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
         targets: [N], whole numbers from 0 to V - 1; any other one makes the result infinite.
         rows: rows of x whose logits are held at a time.
     """
-    dtype = autocast_dtype(x)
+    dtype, fused = autocast_dtype(x), in_compiled_training(x)
     with without_autocast(x):
         if torch.is_grad_enabled():
-            total = _SummedCrossEntropy.apply(x, weight, targets, dtype, rows)
+            total = _SummedCrossEntropy.apply(x, weight, targets, dtype, rows, fused)
             assert isinstance(total, Tensor)
             return total / len(targets)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -36,14 +37,16 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, rows: int, fused: bool
+    ) -> Tensor:
         cast = weight.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x.device)
         dx: list[Tensor] = []
         dweight = torch.zeros_like(weight, dtype=wide)
         for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-            loss, dpart = _take(part.to(dtype), cast, wanted, dweight)
+            loss, dpart = _take(part.to(dtype), cast, wanted, dweight, fused)
             total = total + loss
             dx.append(dpart)
         ctx.save_for_backward(torch.cat(dx), dweight)
@@ -54,15 +57,24 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dx, dweight), (of_x, of_weight) = ctx.saved_tensors, ctx.dtypes
-        return (dx * dtotal).to(of_x), (dweight * dtotal).to(of_weight), None, None, None
+        return (dx * dtotal).to(of_x), (dweight * dtotal).to(of_weight), None, None, None, None
 
 
-def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows and its gradient with respect to them; that of weight is added to dweight."""
-    logits, is_target = _logits(x, weight, targets)
-    loss, lse = _summed(logits, is_target)
-    dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
-    del logits, is_target
+def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of some rows and its gradient with respect to them; that of weight is added to dweight.
+
+    fused: by a kernel of the project's, from logits in x's dtype.
+    """
+    if fused:
+        from .kernels.cross_entropy import cross_entropy  # needs Triton
+
+        losses, dlogits = cross_entropy(x @ weight.T, targets)
+        loss = losses.sum()
+    else:
+        logits, is_target = _logits(x, weight, targets)
+        loss, lse = _summed(logits, is_target)
+        dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
+        del logits, is_target
     dweight += dlogits.T @ x
     return loss, dlogits @ weight
 

@@ -16,7 +16,7 @@ from .config import NSAConfig
 from .errors import InputError
 from .layer import DenseAttention, NativeSparseAttention, check_heads
 from .loss import head_cross_entropy
-from .projections import side_by_side
+from .projections import in_compiled_training, product, side_by_side
 
 LayerCache = NSACache | DenseCache
 
@@ -104,7 +104,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = side_by_side(x, (self.gate, self.up))
+        layers = (self.gate, self.up)
+        if in_compiled_training(x) and self.gate.out_features % 4 == 0:  # without columns of padding
+            from .kernels.swiglu import swiglu  # needs Triton
+
+            return self.down(swiglu(product(x, layers)))
+        gate, up = side_by_side(x, layers)
         gate = nn.functional.silu(gate)
         return self.down(gate * up)
 

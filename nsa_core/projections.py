@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ._inputs import autocast_dtype
+
 _ALIGNED = 8  # columns: rows of 16 bytes in half precision, which the fast matrix products want
 
 
@@ -20,12 +22,22 @@ def side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return [layer(x) for layer in layers]
     widths = [layer.out_features for layer in layers]
-    padding = -sum(widths) % _ALIGNED
-    weights = [layer.weight for layer in layers]
-    if padding:
-        weights.append(weights[0].new_zeros(padding, x.shape[-1]))
-    parts = nn.functional.linear(x, torch.cat(weights)).split([*widths, padding], -1)
+    parts = product(x, layers).split([*widths, -sum(widths) % _ALIGNED], -1)
     return [_biased(part, layer.bias) for part, layer in zip(parts, layers, strict=False)]
+
+
+def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """x times the weights of `layers` side by side [..,outputs], with columns of zeros to a multiple of 8."""
+    weights = [layer.weight for layer in layers]
+    if padding := -sum(len(weight) for weight in weights) % _ALIGNED:
+        weights.append(weights[0].new_zeros(padding, x.shape[-1]))
+    return nn.functional.linear(x, torch.cat(weights))
+
+
+def in_compiled_training(x: Tensor) -> bool:
+    """Whether x is computed with by training that is compiled for a GPU in half precision, which has kernels for it."""
+    compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    return compiled and x.is_cuda and autocast_dtype(x).itemsize == 2
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

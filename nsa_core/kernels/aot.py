@@ -30,7 +30,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, decode, operators, selected, span, span_keys, span_queries
+from . import _launch, cross_entropy, decode, heads, operators, selected, span, span_keys, span_queries, swiglu
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
@@ -102,6 +102,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)
         decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
+        _train_once(case)
     return list({_identity(launch): launch for launch in seen}.values())
 
 
@@ -121,6 +122,21 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
     out = operators.attend(q, gates, None, pairs, plan)
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
+
+
+def _train_once(case: Case) -> None:
+    """What of a model's compiled training has kernels besides attention."""
+
+    def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    width = (case.heads + 6 * case.kv_heads) * case.dim + 3 * case.heads
+    y, bias, angles = made(1, 8, width + -width % 8), made(3 * case.heads), made(8, 1, case.dim // 2, dtype=_FP32)
+    apart = heads.forward(y, bias, angles, angles, case.heads, case.kv_heads)
+    heads.backward(apart, apart[-1], angles, angles, y.shape[-1])
+    halves, logits = made(8, 4608), made(8, 50_304)
+    swiglu.backward(halves, swiglu.forward(halves))
+    cross_entropy.forward(logits, made(8, dtype=torch.int64))
 
 
 def compile_for(case: Case, launch: Launch, arch: int) -> Usage:

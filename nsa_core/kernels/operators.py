@@ -7,26 +7,25 @@ way of the operators, the host code of a forward and backward (launches left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.library import CustomOpDef, custom_op
 
 from ..config import NSAConfig
 from ..routes import Branch
-from . import _launch, attention, replay
+from . import attention, replay
 from . import compress as compression
+from ._custom import operator
 from .plan import Plan
 
 __all__ = ["Plan", "attend", "compress", "has_one_pair", "select"]
 
 _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
-P, R = ParamSpec("P"), TypeVar("R")
 
 
 def attend(
@@ -138,23 +137,7 @@ class _Compress(torch.autograd.Function):
         return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.config), None
 
 
-def _operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
-    """A custom operator without side effects. Its fake implementation makes the same tensors, never written."""
-
-    def register(function: Callable[P, R]) -> CustomOpDef:
-        operator = custom_op(f"nsa_core::{name}", function, mutates_args=())
-
-        @operator.register_fake
-        def fake(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _launch.omit():
-                return function(*args, **kwargs)
-
-        return operator
-
-    return register
-
-
-@_operator("attend")
+@operator("attend")
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
@@ -164,7 +147,7 @@ def _attend_operator(
     return replay.run(_forward, plan, (blocks, q, gates, *flat))
 
 
-@_operator("attend_backward")
+@operator("attend_backward")
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
@@ -174,17 +157,17 @@ def _attend_backward_operator(
     return replay.run(_backward, plan, (do, q, gates, *flat, *saved))
 
 
-@_operator("compress")
+@operator("compress")
 def _compress_operator(k: Tensor, v: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     return compression.forward(k, v, NSAConfig(*sizes))
 
 
-@_operator("compress_backward")
+@operator("compress_backward")
 def _compress_backward_operator(dk_cmp: Tensor, dv_cmp: Tensor, length: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
     return compression.backward(dk_cmp, dv_cmp, length, NSAConfig(*sizes))
 
 
-@_operator("select")
+@operator("select")
 def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, scale: float) -> Tensor:
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 

@@ -26,6 +26,8 @@ from .ranges import (
     within,
 )
 
+_PROGRAM = 1024  # numbers that a program sums up
+
 
 @triton.jit
 def _backward_tiles(
@@ -142,6 +144,29 @@ def _span_backward_kv(
     tl.store(at, dv.to(DVALUE.dtype.element_ty), mask=n_ok[:, None] & (e < DV)[None, :])
 
 
+@triton.jit
+def _sum_chunks(
+    DKPART, DVPART, DK, DVALUE, chunks, batch, rows, T,
+    D: tl.constexpr, DV: tl.constexpr, ADD: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """DK [B,T,D] and DVALUE [B,T,DV] of the first `rows` tokens: sums of parts [chunks,B,rows,D], added if ADD.
+
+    Heads are flattened into D; N numbers a program.
+    """
+    b, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    for of_values in tl.static_range(2):
+        part, out = (DVPART, DVALUE) if of_values else (DKPART, DK)
+        width = DV if of_values else D
+        inside = i < rows * width
+        at = out + b * T * width + i
+        total = tl.load(at, mask=inside, other=0.0).to(tl.float32) if ADD else tl.zeros([N], tl.float32)
+        for chunk in range(0, chunks, UNROLL):
+            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+                of = part + (tl.cast(chunk + u, tl.int64) * batch + b) * rows * width + i
+                total += tl.load(of, mask=inside & (0 * i + chunk + u < chunks), other=0.0)
+        tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
 def backward_kv(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -154,7 +179,9 @@ def backward_kv(
             the window's and those of both [3,B,S,HQ,2]: the gradients are those of both branches then.
     """
     if part.branch == "cmp":
-        return _summed(compressed_kv(q, do, part, stats, plan), dtype)
+        dk, dv = (torch.empty_like(x, dtype=dtype) for x in (part.k, part.v))
+        _sum(compressed_kv(q, do, part, stats, plan), dk, dv, add=False)
+        return dk, dv
     given = q, part.k, part.v, do, stats
     rows, tokens = q.shape[1], part.k.shape[1]
     on = {"CMP": False, "WIN": part.branch == "win" or stats.dim() == 5, "SLC": part.branch == "slc"}
@@ -164,8 +191,7 @@ def backward_kv(
     if part.branch == "slc" and initial and begin < rows:
         chunks = _chunks(q, part.k, part.v, initial, rows - begin)
         far = _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32)
-        for total, more in zip((dk, dv), _summed(far, torch.float32), strict=True):
-            total[:, :initial] += more
+        _sum(far, dk, dv, add=True)
     return dk, dv
 
 
@@ -176,9 +202,15 @@ def compressed_kv(q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan) 
     return _launch((q, part.k, part.v, do, stats), on, part.k.shape[1], 0, chunks, plan, torch.float32)
 
 
-def _summed(parts: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    dk, dv = (x.sum(0) if len(x) > 1 else x[0] for x in parts)
-    return dk.to(dtype), dv.to(dtype)
+def _sum(parts: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor, add: bool) -> None:
+    """Sums parts [chunks,B,rows,HKV,.] into the first rows of dk [B,T,HKV,D] and dv [B,T,HKV,DV], or adds them."""
+    chunks, batch, rows = parts[0].shape[:3]
+    dims = [x.shape[2] * x.shape[3] for x in (dk, dv)]
+    pointers = dict(DKPART=parts[0], DVPART=parts[1], DK=dk, DVALUE=dv)
+    numbers = dict(chunks=chunks, batch=batch, rows=rows, T=dk.shape[1])
+    constants = dict(D=dims[0], DV=dims[1], ADD=add, UNROLL=4, N=_PROGRAM)
+    grid = ceil_div(rows * max(dims), _PROGRAM), batch
+    launch(_sum_chunks, grid, pointers | numbers, constants, Tile(warps=4))
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:

@@ -22,6 +22,7 @@ _STAGES = {
     "_prepare": "gates_backward",
     "_selected_backward": "selected_backward",
     "_sum_items": "sum_items_backward",
+    "_sum_chunks": "sum_chunks_backward",
     "_sum_dq": "merge_backward",
     "_spread": "compress_backward",
 }

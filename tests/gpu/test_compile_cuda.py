@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nsa_core.kernels.stages import observe
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 
@@ -15,10 +16,10 @@ pytestmark = [
 MODEL = replace(PRESETS["m7c_125m"], layers=1, vocab_size=512, backend="triton")
 
 
-def step(model, compiled):
-    """Loss, gradients and the routes taken; 1,499 tokens have blocks to choose."""
+def step(model, compiled, length=1500):
+    """Loss, gradients and the routes taken; beyond 1,024 tokens there are blocks to choose."""
     torch.compiler.reset()
-    tokens = torch.randint(512, (2, 1500), generator=torch.Generator().manual_seed(0)).cuda()
+    tokens = torch.randint(512, (2, length), generator=torch.Generator().manual_seed(0)).cuda()
     call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
     with capture() as runs:
         loss = call(tokens[:, :-1], tokens[:, 1:])
@@ -51,3 +52,18 @@ def test_autocast_is_one_graph_too():
         losses.append(loss)
         assert all(x.isfinite().all() for x in gradients)
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+
+
+def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
+    """Heads, SwiGLU and the loss have kernels there. No block is to be chosen: rounding could choose others."""
+    gradients = []
+    for dtype, compiled in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        torch.manual_seed(0)
+        model = NSATransformer(MODEL).cuda().train()
+        torch.nn.init.normal_(model.blocks[0].attention.gate_proj.bias)
+        with observe() as started, torch.autocast("cuda", dtype, enabled=dtype is not None):
+            gradients.append(step(model, compiled, 900)[1])
+        ran = {one.kernel for one in started}
+        assert ({"_heads", "_swiglu", "_swiglu_backward", "_cross_entropy"} <= ran) == compiled
+    for exact, eager, ours in zip(*gradients, strict=True):
+        assert (ours - exact).norm() <= 2 * (eager - exact).norm()

@@ -14,6 +14,7 @@ KERNELS = {
     "span._span_forward",
     "span_queries._span_backward_q",
     "span_keys._span_backward_kv",
+    "span_keys._sum_chunks",
     "scores._importance",
     "scores._choose",
     "selected._selected_forward",
@@ -32,6 +33,10 @@ KERNELS = {
     "decode._decode_selected",
     "decode._decode_dense",
     "decode_merge._decode_merge",
+    "heads._heads",
+    "swiglu._swiglu",
+    "swiglu._swiglu_backward",
+    "cross_entropy._cross_entropy",
 }
 
 

@@ -1,0 +1,97 @@
+"""The kernels of compiled training in Triton's interpreter: heads, SwiGLU and the loss, against PyTorch's own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa_core import NativeSparseAttention, layer, loss, model
+from nsa_core.model import SwiGLU
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if training were compiled for a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module in (layer, loss, model):
+        monkeypatch.setattr(module, "in_compiled_training", lambda x: True)
+
+
+def of(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(x: Tensor, want: Tensor) -> float:
+    return ((x.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 16), (6, 2, 12), (3, 3, 64)])
+def test_heads_apart_and_their_gradients(
+    heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the layer's own way has them, in float64."""
+
+    def project(attention: NativeSparseAttention, x: Tensor) -> list[Tensor]:
+        q, keys, values, gates = attention._project(x, 0)
+        results = [q, *keys, *values, gates]
+        dy = [of(i, *y.shape).to(y.dtype) for i, y in enumerate(results)]
+        return results + list(torch.autograd.grad(results, [x, *list(attention.parameters())[:-1]], dy))
+
+    torch.manual_seed(0)
+    attention, x = NativeSparseAttention(24, heads, kv_heads, head_dim), of(1, 2, 37, 24).requires_grad_()
+    torch.nn.init.normal_(attention.gate_proj.bias)
+    got = project(attention, x)
+    monkeypatch.setattr(layer, "in_compiled_training", lambda x: False)
+    want = project(attention.double(), x.detach().double().requires_grad_())
+    assert [y.shape for y in got] == [y.shape for y in want]
+    assert max(distance(ours, theirs) for ours, theirs in zip(got, want, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 4), (37, 52), (5, 1024)])
+def test_swiglu_and_its_gradients(tokens: int, hidden: int) -> None:
+    torch.manual_seed(0)
+    layer, x, dy = SwiGLU(24, hidden), of(1, 2, tokens, 24).requires_grad_(), of(2, 2, tokens, 24)
+    leaves = [x, *layer.parameters()]
+    got = [layer(x), *torch.autograd.grad(layer(x), leaves, dy)]
+    wide = layer.double()
+    y = wide.down(nn.functional.silu(wide.gate(x.double())) * wide.up(x.double()))
+    want = [y, *torch.autograd.grad(y, [x, *wide.parameters()], dy.double())]
+    assert max(distance(ours, theirs) for ours, theirs in zip(got, want, strict=True)) < 1e-6
+
+
+def test_columns_of_padding_are_no_part_of_swiglu() -> None:
+    torch.manual_seed(0)
+    layer, x = SwiGLU(8, 6), of(1, 2, 5, 8)
+    want = layer.down(nn.functional.silu(layer.gate(x)) * layer.up(x))
+    torch.testing.assert_close(layer(x), want)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 256, 8200])  # 8200: more than a tile
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_the_loss_and_its_gradients(vocabulary: int, spread: float) -> None:
+    x, weight = of(0, 13, 16).requires_grad_(), (spread * of(1, vocabulary, 16)).requires_grad_()
+    targets = torch.randint(vocabulary, (13,), generator=torch.Generator().manual_seed(2))
+    targets[3], targets[4] = 0, vocabulary - 1
+    value = loss.head_cross_entropy(x, weight, targets, rows=5)
+    got = [value.detach(), *torch.autograd.grad(value, (x, weight), torch.tensor(2.0))]
+    wide = [y.detach().double().requires_grad_() for y in (x, weight)]
+    value = nn.functional.cross_entropy(wide[0] @ wide[1].T, targets)
+    want = [value.detach(), *torch.autograd.grad(value, wide, torch.tensor(2.0).double())]
+    assert max(distance(ours, theirs) for ours, theirs in zip(got, want, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [-100, 256])
+def test_a_target_beyond_the_vocabulary_shows_in_the_loss(wrong: int) -> None:
+    x, weight, targets = of(0, 13, 16).requires_grad_(), of(1, 256, 16), torch.zeros(13, dtype=torch.long)
+    targets[7] = wrong
+    assert loss.head_cross_entropy(x, weight, targets, rows=5) == torch.inf
