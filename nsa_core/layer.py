@@ -148,6 +148,10 @@ class NativeSparseAttention(nn.Module):
         """Compressed keys, rotated, and values, of tokens [B,T,Hkv,D] whose first one is at `position`."""
         if self.config.compress == "mlp":
             k_cmp, v_cmp = self.compress_k(k), self.compress_v(v)
+        elif in_compiled_training(k):
+            from .kernels import operators  # needs Triton
+
+            k_cmp, v_cmp = operators.compress(k, v, self.config)
         else:
             k_cmp, v_cmp = compress(k, self.config), compress(v, self.config)
         starts = torch.arange(k_cmp.shape[1], device=k.device) * self.config.cmp_stride + position

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._inputs import autocast_dtype
+from .backends import triton
 
 _ALIGNED = 8  # columns: rows of 16 bytes in half precision, which the fast matrix products want
 
@@ -36,8 +37,10 @@ def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 def in_compiled_training(x: Tensor) -> bool:
     """Whether x is computed with by training that is compiled for a GPU in half precision, which has kernels for it."""
-    compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    return compiled and x.is_cuda and autocast_dtype(x).itemsize == 2
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_cuda):
+        return False
+    dtype = autocast_dtype(x)
+    return dtype.itemsize == 2 and triton.unavailable(x.device, dtype) is None
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

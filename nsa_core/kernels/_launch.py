@@ -72,7 +72,10 @@ _observer: Callable[[Started], None] | None = None
 
 @contextmanager
 def observe() -> Iterator[list[Started]]:
-    """Collect the launches that any thread makes meanwhile, in order. They run, and no tensor is kept alive."""
+    """Collect the launches that any thread makes meanwhile, in order. They run, and no tensor is kept alive.
+
+    Nothing is replayed meanwhile (replay.py): the host takes longer than without.
+    """
     global _observer
     seen: list[Started] = []
     before, _observer = _observer, seen.append

@@ -1,8 +1,8 @@
 """The kernels as differentiable operators, in eager mode and under torch.compile.
 
 What is traced (torch.compile, fake tensors) meets custom operators of torch.library, one node of the graph each; their
-fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function: by
-way of the operators, the host code of a forward and backward (launches left out) takes 1.15 times as long.
+fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function, which
+takes the host less time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attend(
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
     q, scale = _positive(q, plan.scale)
     plan = replace(plan, scale=scale, shared=_shares(pairs, plan))
-    pairs = pairs[: plan.pairs]
+    pairs, blocks = pairs[: plan.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
         return _attend_operator(q, gates, blocks, flat, *_written(plan))[0]

@@ -1,9 +1,10 @@
 """What a function of tensors did, done again without its Python.
 
 Where sequences are short the host takes longer than the device, most of it for what follows from shapes alone and comes
-out the same every time: tiles, grids, constants, which kernel was compiled for them, what memory to ask for. The first
+out the same every time: tiles, grids, constants, which kernel was compiled for them, what memory to ask for. The second
 call with tensors of given shapes is captured as a list of steps, as a CUDA graph captures it, and later ones take the
-steps. Other than in a graph, memory is asked for anew, so that results stay as they are when the function runs again.
+steps; a capture takes longer than a call, and shapes that never come back are not worth it. Other than in a graph,
+memory is asked for anew, so that results stay as they are when the function runs again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .plan import Plan
 __all__ = ["forget", "run"]
 
 # Of a plan and tensors, which it only reads. What it does follows from the plan and the tensors' shapes, dtypes and
-# device, and it waits for no value.
+# device: it waits for no value, and calls no operator that autocast changes.
 Function = Callable[..., list[Tensor]]
 
 _KEPT = 256  # captures; one takes the memory of some hundred small Python objects
@@ -35,16 +36,22 @@ _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, 
 
 
 def run(function: Function, plan: Plan, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """function(plan, *tensors), replayed where tensors like these, contiguous ones on one device, were there before."""
+    """function(plan, *tensors), replayed where tensors like these, contiguous ones on one device, were there before.
+
+    Below autograd: no gradient flows through it.
+    """
     if _launch.is_watched():
         return function(plan, *tensors)
     device = next(x.device for x in tensors if x is not None)
-    like = tuple(None if x is None else (x.shape, x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+    like = tuple(None if x is None else (x.shape, x.dtype, x.data_ptr() % 16) for x in tensors)
     kept = _kept(function, plan, device, like)
-    with _current(device):
+    with _current(device), torch.no_grad():
         if kept.capture is not None:
             return kept.capture.replay(tensors, device)
-        results, kept.capture = _captured(partial(function, plan), tensors)
+        if kept.is_known:
+            results, kept.capture = _captured(partial(function, plan), tensors)
+            return results
+        results, kept.is_known = function(plan, *tensors), True
         return results
 
 
@@ -55,8 +62,9 @@ def forget() -> None:
 
 @dataclass(slots=True)
 class _Kept:
-    """What was captured for a function, a plan and tensors of one kind; None before the first call has ended."""
+    """What was captured for a function, a plan and tensors of one kind: nothing yet in the first call."""
 
+    is_known: bool = False
     capture: _Capture | None = None
 
 
@@ -216,6 +224,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         if self._starting:  # the interpreter's own
             return result
+        assert not any(isinstance(x, Tensor) for x in (kwargs or {}).values()), "a tensor by name"
         if func in _EMPTY:
             slot = next(self._next)
             self._own(result, slot)

@@ -63,7 +63,7 @@ def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
         torch.nn.init.normal_(model.blocks[0].attention.gate_proj.bias)
         with observe() as started, torch.autocast("cuda", dtype, enabled=dtype is not None):
             gradients.append(step(model, compiled, 900)[1])
-        ran = {one.kernel for one in started}
-        assert ({"_heads", "_swiglu", "_swiglu_backward", "_cross_entropy"} <= ran) == compiled
+        ran, own = {one.kernel for one in started}, {"_heads", "_mean", "_swiglu", "_swiglu_backward", "_cross_entropy"}
+        assert own <= ran if compiled else own.isdisjoint(ran)
     for exact, eager, ours in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 2 * (eager - exact).norm()

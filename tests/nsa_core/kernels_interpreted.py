@@ -56,13 +56,14 @@ def run(leaves, config, backend, **options):
 
 
 def distances(case, config, dtype=torch.float64, **options):
-    """Relative distance of output and gradients from the oracle."""
+    """Relative distance of output and gradients from the oracle; infinite where it is none, which max() would lose."""
     pairs = zip(
         run(case.leaves, config, "triton", **options),
         run(case.to(dtype).leaves, config, "reference", **options),
         strict=True,
     )
-    return [((got.double() - want.double()).norm() / want.double().norm()).item() for got, want in pairs]
+    found = [(got.double() - want.double()).norm() / want.double().norm() for got, want in pairs]
+    return [x.nan_to_num(torch.inf).item() for x in found]
 
 
 @pytest.mark.parametrize(
@@ -193,18 +194,15 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
 
 
 @pytest.mark.parametrize("window", [40, 24])  # keys shared with the selected branch, or not
-def test_a_call_that_is_replayed_gives_what_its_first_gives(make_case, monkeypatch, window):
-    from nsa_core.kernels import attention, replay
+def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, window):
+    from nsa_core.kernels import attention
 
     cases, config = [make_case(85, 2, 1, seed=seed) for seed in range(2)], NSAConfig(**SMALL | {"window": window})
-    captured = []
-    for case in cases:
-        replay.forget()
-        captured.append(run(case.leaves, config, "triton"))
+    computed = [run(case.leaves, config, "triton") for case in cases]  # the second call is captured
     monkeypatch.delattr(attention, "forward")
     monkeypatch.delattr(attention, "backward")
     replayed = [run(case.leaves, config, "triton") for case in cases]
-    for one, other in zip(captured, replayed, strict=True):
+    for one, other in zip(computed, replayed, strict=True):
         assert all(map(torch.equal, one, other))
 
 

@@ -17,6 +17,7 @@ from nsa_core.kernels._tiles import Tile
 from nsa_core.kernels.plan import Plan
 
 PLAN = Plan(NSAConfig(), ("win",), 0, 1.0)
+ELSEWHERE = torch.ones(6, 4)
 
 
 class Counted:
@@ -67,6 +68,15 @@ def _anew() -> Iterator[None]:
     replay.forget()
 
 
+def captured(function: Callable[..., list[Tensor]], *tensors: Tensor) -> Counted:
+    """The function after two calls, of which the second was captured."""
+    counted = Counted(function)
+    for _ in range(2):
+        replay.run(counted, PLAN, tensors)
+    assert counted.calls == 2
+    return counted
+
+
 def of(seed: int, *shape: int) -> Tensor:
     return torch.randn(*(shape or (6, 4)), generator=torch.Generator().manual_seed(seed))
 
@@ -80,7 +90,7 @@ def test_operators_on_parts_of_tensors_are_done_again_with_other_values() -> Non
         return [total[2], ordered, order.int().cumsum(0), total]
 
     counted = Counted(function)
-    for seed in range(3):
+    for seed in range(4):
         x, y = of(seed), of(seed + 10)
         kept = x.clone(), y.clone()
         for got, want in zip(replay.run(counted, PLAN, (x, y)), function(x, y), strict=True):
@@ -88,29 +98,28 @@ def test_operators_on_parts_of_tensors_are_done_again_with_other_values() -> Non
             assert got.stride() == want.stride()
         assert torch.equal(x, kept[0])
         assert torch.equal(y, kept[1])
-    assert counted.calls == 1
+    assert counted.calls == 2
 
 
 def test_results_stay_when_it_runs_again() -> None:
     counted = Counted(lambda x: [torch.empty_like(x).copy_(x)])
-    results = [replay.run(counted, PLAN, (of(seed),))[0] for seed in range(3)]
+    results = [replay.run(counted, PLAN, (of(seed),))[0] for seed in range(4)]
     assert all(torch.equal(result, of(seed)) for seed, result in enumerate(results))
 
 
 def test_tensors_that_were_one_may_be_two_later() -> None:
-    counted, x, y = Counted(lambda x, y: [x * 2, y * 3, x[1:] - y[1:]]), of(0), of(1)
-    replay.run(counted, PLAN, (x, x))
+    x, y = of(0), of(1)
+    counted = captured(lambda x, y: [x * 2, y * 3, x[1:] - y[1:]], x, x)
     for got, want in zip(replay.run(counted, PLAN, (x, y)), [x * 2, y * 3, x[1:] - y[1:]], strict=True):
         assert torch.equal(got, want)
-    assert counted.calls == 1
+    assert counted.calls == 2
 
 
 def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
-    counted, memory = Counted(lambda x, y: [x[1:] * 2 + y[1:]]), of(0, 20, 4)
-    replay.run(counted, PLAN, (of(1), of(2)))
+    counted, memory = captured(lambda x, y: [x[1:] * 2 + y[1:]], of(1), of(2)), of(0, 20, 4)
     x, y = memory[4:10], memory[8:14]
     assert torch.equal(replay.run(counted, PLAN, (x, y))[0], x[1:] * 2 + y[1:])
-    assert counted.calls == 1
+    assert counted.calls == 2
 
 
 @pytest.mark.parametrize("other", [
@@ -118,10 +127,9 @@ def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
     (of(0), Plan(NSAConfig(window=3), ("win",), 0, 1.0)),
 ], ids=["shape", "dtype", "alignment", "plan"])  # fmt: skip
 def test_what_the_function_may_look_at_is_captured_for(other: tuple[Tensor, Plan]) -> None:
-    counted, (x, plan) = Counted(lambda x: [x + 1]), other
-    assert replay.run(counted, PLAN, (of(0),))[0].shape == (6, 4)
+    counted, (x, plan) = captured(lambda x: [x + 1], of(0)), other
     assert torch.equal(replay.run(counted, plan, (x,))[0], x + 1)
-    assert counted.calls == 2
+    assert counted.calls == 3
 
 
 def test_no_tensor_is_kept_longer_than_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +149,9 @@ def test_no_tensor_is_kept_longer_than_it_is_needed(monkeypatch: pytest.MonkeyPa
         most[0] = max(most[0], sum(x() is not None for x in alive))
         return made
 
-    first = replay.run(Counted(function), PLAN, (of(0),))
-    counted = Counted(function)
-    replay.run(counted, PLAN, (of(0),))
+    counted = captured(function, of(0))
     monkeypatch.setattr(torch, "empty_strided", allocate)
-    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], first[0])
+    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0))
     assert len(alive) == 10
     assert most[0] == 2
 
@@ -158,9 +164,9 @@ def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
         launch(kernel, (1,), {"X": x[2:], "OUT": out[1:], "number": 3}, {}, Tile())
         return [out]
 
-    counted, tensors = Counted(function), [of(seed) for seed in range(3)]
+    counted, tensors = Counted(function), [of(seed) for seed in range(4)]
     outs = [replay.run(counted, PLAN, (x,))[0] for x in tensors]
-    assert counted.calls == 1
+    assert counted.calls == 2
     wanted = [(x.data_ptr() + 2 * 16, out.data_ptr() + 16) for x, out in zip(tensors, outs, strict=True)]
     assert kernel.addresses == wanted[1:]  # the first launch compiles
 
@@ -172,36 +178,52 @@ def test_the_interpreter_gets_tensors() -> None:
         out[4].zero_()
         return [out]
 
-    counted = Counted(function)
+    counted = captured(function, of(0))
     for seed in range(3):
         x = of(seed)
         [out] = replay.run(counted, PLAN, (x,))
         assert torch.equal(out[:4], x[2:] + 3)
         assert not out[4].any()
-    assert counted.calls == 1
+    assert counted.calls == 2
 
 
 @pytest.mark.parametrize("watching", [_launch.record, _launch.omit, _launch.observe])
 def test_whoever_watches_launches_sees_the_function_itself(watching: Callable[[], Any]) -> None:
-    counted = Counted(lambda x: [x + 1])
-    for _ in range(2):
-        with watching():
-            replay.run(counted, PLAN, (of(0),))
-    assert counted.calls == 2
+    counted = captured(lambda x: [x + 1], of(0))
+    with watching():
+        replay.run(counted, PLAN, (of(0),))
+    assert counted.calls == 3
 
 
-def test_a_function_that_waits_for_a_value_is_refused() -> None:
-    with pytest.raises(AssertionError, match="waits for the device"):
-        replay.run(Counted(lambda x: [x * x.sum().item()]), PLAN, (of(0),))
+@pytest.mark.parametrize(("function", "reason"), [
+    (lambda x: [x * x.sum().item()], "waits for the device"),
+    (lambda x: [torch.add(x, 1, out=torch.empty_like(x))], "a tensor by name"),
+    (lambda x: [x + ELSEWHERE], "a tensor from elsewhere"),
+    (lambda x: [torch.cat([x, x])], "tensors in a list"),
+])  # fmt: skip
+def test_what_cannot_be_replayed_is_refused(function: Callable[..., list[Tensor]], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        captured(function, of(0))
 
 
-def test_a_failure_is_not_kept() -> None:
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_call_that_fails_leaves_no_capture(failing: int) -> None:
     def function(x: Tensor) -> list[Tensor]:
-        if counted.calls == 1:
+        if counted.calls == failing:
             raise torch.OutOfMemoryError
         return [x + 1]
 
     counted = Counted(function)
-    with pytest.raises(torch.OutOfMemoryError):
-        replay.run(counted, PLAN, (of(0),))
-    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0) + 1)
+    for call in range(1, 6):
+        if call == failing:
+            with pytest.raises(torch.OutOfMemoryError):
+                replay.run(counted, PLAN, (of(0),))
+        else:
+            assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0) + 1)
+    assert counted.calls == 3
+
+
+def test_no_gradient_flows_through_any_call() -> None:
+    counted = Counted(lambda x: [x * 2])
+    calls = [replay.run(counted, PLAN, (of(0).requires_grad_(),))[0] for _ in range(4)]
+    assert not any(x.requires_grad for x in calls)
