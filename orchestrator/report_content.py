@@ -20,6 +20,7 @@ _SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "b
 _HEADLINE = ("time", "peak_extra_memory", "peak_memory")  # what PyTorch merely reserves depends on the points before
 
 _COUNTED = ("bytes_read",)  # not measured: shown with the results, and in no chart or fit
+_OF_ONE_MACHINE = ("host", "gpu.uuid")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Content:
         fits: the fitted exponents of these rows.
         peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric;
             not of a bench.
-        environments: the distinct environments of the points, as flat text pairs.
+        environments: the distinct environments of the points, as flat text pairs, without what names one machine:
+            reports are passed on.
         verdicts: the go/no-go rules, judged on these runs.
         benches: the runs of kind bench, which have tables of their own.
     """
@@ -116,11 +118,12 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
 
 
 def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:
-    """The environments that occurred, without what differs by point (clocks, temperatures)."""
+    """The environments that occurred, of the first point of each run: clocks and temperatures differ by point."""
     ended = points[points["state"] == "ok"].groupby("run_id", sort=False).head(1)
     found = []
     for point_id in ended["point_id"]:
         flat = _flat((queries.point(store, point_id) or {}).get("environment", {}))
+        flat = {name: value for name, value in flat.items() if name not in _OF_ONE_MACHINE}
         if flat and flat not in found:
             found.append(flat)
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -195,12 +195,12 @@ def _captured(function: Callable[..., list[Tensor]], tensors: Sequence[Tensor | 
     return results, recorder.capture(results)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Taken:
     """A step and the slots that it reads or writes."""
 
     step: _Step
-    slots: set[int] = field(default_factory=set)
+    slots: set[int]
 
 
 class _Recorder(TorchDispatchMode):

@@ -218,7 +218,7 @@ def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> 
             started_at=at(start),
             metrics=metrics,
             route={"cmp": implementation, "slc": implementation, "win": implementation},
-            environment={"torch": "2.13", "gpu": {"name": gpu, "driver": "580"}},
+            environment={"torch": "2.13", "host": "bench1", "gpu": {"name": gpu, "driver": "580", "uuid": "GPU-1"}},
             artifacts=(_STDOUT,),
         ),
     ]

@@ -96,7 +96,7 @@ def test_points_carry_state_reason_axes_and_route(filled: Store):
 def test_a_point_in_detail(filled: Store):
     found = queries.point(filled, f"{RUN}/0")
     assert found is not None
-    assert found["environment"]["gpu"] == {"name": "NVIDIA H200", "driver": "580"}
+    assert found["environment"]["gpu"] == {"name": "NVIDIA H200", "driver": "580", "uuid": "GPU-1"}
     assert found["config"] == {"seq_len": 512}
     assert queries.point(filled, f"{RUN}/8")["environment"] == {}  # pyright: ignore
     assert queries.point(filled, "nothing") is None
