@@ -20,10 +20,10 @@ def side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     in place of one a layer and their sum, and a narrow layer costs no product of its own. Elsewhere layer after layer:
     putting weights together is paid for where no compiler fuses it with their cast.
     """
-    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+    if not _in_compiled_training():
         return [layer(x) for layer in layers]
-    widths = [layer.out_features for layer in layers]
-    parts = product(x, layers).split([*widths, -sum(widths) % _ALIGNED], -1)
+    joined, widths = product(x, layers), [layer.out_features for layer in layers]
+    parts = joined.split([*widths, joined.shape[-1] - sum(widths)], -1)
     return [_biased(part, layer.bias) for part, layer in zip(parts, layers, strict=False)]
 
 
@@ -37,10 +37,14 @@ def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 def in_compiled_training(x: Tensor) -> bool:
     """Whether x is computed with by training that is compiled for a GPU in half precision, which has kernels for it."""
-    if not (torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_cuda):
+    if not (_in_compiled_training() and x.is_cuda):
         return False
     dtype = autocast_dtype(x)
     return dtype.itemsize == 2 and triton.unavailable(x.device, dtype) is None
+
+
+def _in_compiled_training() -> bool:
+    return torch.compiler.is_compiling() and torch.is_grad_enabled()
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

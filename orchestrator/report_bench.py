@@ -122,10 +122,16 @@ def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
     if not runs:
         return []
     reported = queries.scaling(store, origin=Origin.REPORTED)
-    names = Counter(run["name"] for run in runs)
-    benches = [_bench(store, run, reported, run["name"] if names[run["name"]] == 1 else run["run_id"]) for run in runs]
+    names = run_names(runs)
+    benches = [_bench(store, run, reported, names[run["run_id"]]) for run in runs]
     pairs = list(zip(runs, benches, strict=True))
     return [replace(bench, alike=[b for r, b in pairs if b is not bench and _alike(run, r)]) for run, bench in pairs]
+
+
+def run_names(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a report calls each of its runs, by id: its name, or the id where two have the same name."""
+    count = Counter(str(run["name"]) for run in runs)
+    return {run["run_id"]: str(run["name"]) if count[str(run["name"])] == 1 else run["run_id"] for run in runs}
 
 
 def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -69,12 +69,8 @@ class Content:
 
     @property
     def run_names(self) -> dict[str, str]:
-        """What rows call each run, by id: its name, or the id where two runs have the same name."""
-        names = [str(run["name"]) for run in self.runs]
-        return {
-            run["run_id"]: name if names.count(name) == 1 else run["run_id"]
-            for run, name in zip(self.runs, names, strict=True)
-        }
+        """What rows call each run, by id."""
+        return report_bench.run_names(self.runs)
 
 
 def collect(store: Store, run_ids: Sequence[str]) -> Content:

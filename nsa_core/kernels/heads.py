@@ -59,9 +59,7 @@ def _heads(
     for h in range(HQ):
         _turn(Y, Q, at + h * D, (row[:, None] * HQ + h) * D + d[None, :], cos, sin, ok, HALF, True, BACKWARD)
     for way in tl.static_range(6):
-        of = (
-            K1 if way == 0 else (K2 if way == 1 else (K3 if way == 2 else (V1 if way == 3 else V2 if way == 4 else V3)))
-        )
+        of = (K1, K2, K3, V1, V2, V3)[way]
         for h in range(HKV):
             apart = (row[:, None] * HKV + h) * D + d[None, :]
             _turn(Y, of, at + (HQ + way * HKV + h) * D, apart, cos, sin, ok, HALF, way == 1 or way == 2, BACKWARD)
@@ -92,6 +90,7 @@ def split_heads(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, k
 
 
 def forward(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
+    """As `split_heads`, without a gradient."""
     y, dim = y.contiguous(), 2 * cos.shape[-1]
     q, gates = (y.new_empty(*y.shape[:2], heads, width) for width in (dim, 3))
     apart = [q, *(y.new_empty(*y.shape[:2], kv_heads, dim) for _ in range(6)), gates]

@@ -53,6 +53,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def forward(x: Tensor) -> Tensor:
+    """As `swiglu`, without a gradient."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     _run(_swiglu, {"X": x, "OUT": out}, out)

@@ -206,6 +206,22 @@ def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, 
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize(("chunks", "rows", "add"), [(1, 9, False), (6, 9, False), (6, 5, True)])
+def test_parts_of_all_chunks_are_summed(chunks, rows, add):
+    """Of the first rows of 9, heads of 40 and 300 columns: more than a program sums up."""
+    from nsa_core.kernels import span_keys
+
+    made = torch.Generator().manual_seed(0)
+    parts = tuple(torch.randn(chunks, 2, rows, 2, dim, generator=made) for dim in (40, 300))
+    totals = [torch.randn(2, 9, 2, dim, generator=made) for dim in (40, 300)]
+    want = [total.clone() for total in totals]
+    for x, part in zip(want, parts, strict=True):
+        x[:, :rows] = part.sum(0) + (x[:, :rows] if add else 0)
+    span_keys._sum(parts, *totals, add=add)
+    for total, x in zip(totals, want, strict=True):
+        torch.testing.assert_close(total, x)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_any_scale(make_case, config, scale):
     case = make_case(80, 2, 1)
