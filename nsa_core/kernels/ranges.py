@@ -168,3 +168,14 @@ def _one(copies, ROWS: tl.constexpr, COPIES: tl.constexpr):
         return tl.split(copies)[0]
     else:  # noqa: RET505
         return _one(tl.split(tl.reshape(copies, [ROWS, COPIES // 2, 2]))[0], ROWS, COPIES // 2)
+
+
+@triton.jit
+def in_registers(x):
+    """x [rows,columns], finite, as the result of a product, which stays in registers as a product's first operand.
+
+    What is loaded, Triton puts into shared memory for Hopper's products, each of which reads it from there.
+    """
+    i = tl.arange(0, x.shape[1])
+    identity = (i[:, None] == i[None, :]).to(x.dtype)
+    return tl.dot(x, identity, input_precision="ieee").to(x.dtype)

@@ -34,6 +34,7 @@ from .ranges import (
     window_keys,
     within,
 )
+from .rescale import later_maximum, rescaled
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def tile_of_rows(S, skip, BQ: tl.constexpr):
 def _forward_tiles(
     begin, end, first, shift, q, lo, length, m, l, acc, K, V, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    HAS_V: tl.constexpr, MASKED: tl.constexpr,
+    HAS_V: tl.constexpr, LATE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax for every tile of keys in [begin, end); those before `first` lie `shift` away."""
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
@@ -59,13 +60,15 @@ def _forward_tiles(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             s = tl.where(within((j + n)[None, :], lo[:, None], length[:, None]), s, float("-inf"))
-        larger = tl.maximum(m, tl.max(s, 1) * scale2)
+        top = tl.max(s, 1) * scale2
+        larger = later_maximum(m, top) if LATE else tl.maximum(m, top)
         shrink = tl.exp2(m - larger)
         p = tl.exp2(s * scale2 - larger[:, None])
         l = l * shrink + tl.sum(p, 1)
         if HAS_V:
             v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            acc = rescaled(acc, shrink, LATE) if LATE else acc * shrink[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = larger
     return m, l, acc
 
@@ -74,16 +77,16 @@ def _forward_tiles(
 def _forward_band(
     q, band, band0, band1, m, l, acc, K, V, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    HAS_V: tl.constexpr,
+    HAS_V: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys in `band` of each row; band0 and band1 are those of the first and last row."""
     lo, length = band[0], band[1] - band[0]
     a, b, c, d = key_tiles(band0[0], band1[0], band0[1], band1[1], BN)
     m, l, acc = _forward_tiles(
-        b, c, 0, 0, q, lo, length, m, l, acc, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, False
+        b, c, 0, 0, q, lo, length, m, l, acc, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, LATE, False
     )
     return _forward_tiles(
-        c - (b - a), d, c, b - c, q, lo, length, m, l, acc, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, True
+        c - (b - a), d, c, b - c, q, lo, length, m, l, acc, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, LATE, True
     )
 
 
@@ -102,13 +105,14 @@ def _shared_band(
     q, kind, t, t0, t1, m, l, acc, K, V, T, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the shared keys of one kind."""
     return _forward_band(
         q, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
         shared_keys(t0, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
         shared_keys(t1, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
-        m, l, acc, K, V, T, scale2, HKV, D, DV, DP, DVP, BN, True)  # fmt: skip
+        m, l, acc, K, V, T, scale2, HKV, D, DV, DP, DVP, BN, True, LATE)  # fmt: skip
 
 
 @triton.jit
@@ -116,7 +120,7 @@ def _forward_shared(
     q, t, t0, t1, row, ok, K, V, OW, LSEW, OS, LSES, T, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Window and selected branch where they share keys; pointers begin at the tile's first row, or head's first key."""
     m0 = tl.full([M], -1e30, tl.float32)
@@ -124,16 +128,16 @@ def _forward_shared(
     acc0 = tl.zeros([M, DVP], tl.float32)
     m_both, l_both, acc = _shared_band(
         q, BOTH, t, t0, t1, m0, l0, acc0, K, V, T, scale2,
-        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
     # Of the selected branch this part waits in its output, while the window goes on from it.
     _write(m_both, l_both, acc, OS, LSES, row, ok, DV, DVP, True)
     m, l, acc = _shared_band(
         q, WIN_ALONE, t, t0, t1, m_both, l_both, acc, K, V, T, scale2,
-        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
     _write(m, l, acc, OW, LSEW, row, ok, DV, DVP, True)
     m, l, acc = _shared_band(
         q, SLC_ALONE, t, t0, t1, m0, l0, acc0, K, V, T, scale2,
-        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+        HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
     larger = tl.maximum(m, m_both)
     shrink, l_both = tl.exp2(m - larger), l_both * tl.exp2(m_both - larger)
     tl.debug_barrier()  # what one warp wrote another may read, and write anew only after that
@@ -149,9 +153,12 @@ def _span_forward(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
-    INIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_V: tl.constexpr,
+    INIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_V: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and base-2 log-sum-exp of the branches that are on, for one tile of queries of one kv head."""
+    """Outputs and base-2 log-sum-exp of the branches that are on, for one tile of queries of one kv head.
+
+    LATE: this program's warps where sums are rescaled late (rescale.py), else 0.
+    """
     G: tl.constexpr = HQ // HKV
     i, stop = tile_of_rows(S, skip, M // G)
     kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
@@ -171,30 +178,30 @@ def _span_forward(
         m, l, acc = _forward_band(
             q, compressed_keys(t, BLOCK, STRIDE), compressed_keys(t0, BLOCK, STRIDE),
             compressed_keys(t1, BLOCK, STRIDE), m0, l0, acc0, KC + head * D, VC + head * DV, NC, scale2,
-            HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
+            HKV, D, DV, DP, DVP, BN, HAS_V, LATE)  # fmt: skip
         _write(m, l, acc, OC, LSEC, row, ok, DV, DVP, HAS_V)
     head = b.to(tl.int64) * T * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
         _forward_shared(
             q, t, t0, t1, row, ok, KS, VS, OW, LSEW, OS, LSES, T, scale2, HKV, D, DV, DP, DVP, M, BN,
-            WINDOW, ALIGN, LOCAL, INIT, CAUSAL)  # fmt: skip
+            WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
     else:
         if WIN:
             m, l, acc = _forward_band(
                 q, window_keys(t, WINDOW), window_keys(t0, WINDOW), window_keys(t1, WINDOW),
-                m0, l0, acc0, KW, VW, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
+                m0, l0, acc0, KW, VW, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, LATE)  # fmt: skip
             _write(m, l, acc, OW, LSEW, row, ok, DV, DVP, HAS_V)
         if SLC:
             m, l, acc = m0, l0, acc0
             if INIT > 0:
                 m, l, acc = _forward_band(
                     q, initial_keys(t, INIT, CAUSAL), initial_keys(t0, INIT, CAUSAL), initial_keys(t1, INIT, CAUSAL),
-                    m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
+                    m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, LATE)  # fmt: skip
             m, l, acc = _forward_band(
                 q, local_keys(t, ALIGN, LOCAL, CAUSAL), local_keys(t0, ALIGN, LOCAL, CAUSAL),
                 local_keys(t1, ALIGN, LOCAL, CAUSAL),
-                m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V)  # fmt: skip
+                m, l, acc, KS, VS, T, scale2, HKV, D, DV, DP, DVP, BN, HAS_V, LATE)  # fmt: skip
             _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
 
 
@@ -226,7 +233,8 @@ def _launch(
 ) -> None:
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
-    sizes = constants(q, parts, tile, plan) | dict(HAS_V=has_v)
+    late = tile.warps if _rescales_late(q, parts) else 0
+    sizes = constants(q, parts, tile, plan) | dict(HAS_V=has_v, LATE=late)
     launch(_span_forward, grid(q, parts, tile, plan), arguments, sizes, tile)
 
 
@@ -272,6 +280,11 @@ def _early_rows(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
 
 def _like_lse(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
+    """Whether sums are rescaled late (rescale.py): it pays where they are many numbers a row."""
+    return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:

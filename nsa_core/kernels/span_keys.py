@@ -16,6 +16,7 @@ from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .plan import Part, Plan
 from .ranges import (
     compressed_queries,
+    in_registers,
     initial_queries,
     load_rows,
     load_stats,
@@ -100,10 +101,12 @@ def _span_backward_kv(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """DK, DVALUE [chunks,B,N,HKV,D] of one tile of keys from one chunk of the queries from row `begin` on.
 
     Of both WIN and SLC, for keys that they share: STATS are those of SLC_ALONE, WIN_ALONE and BOTH, `stride` apart.
+    HELD: how many of keys and values stay in registers.
     """
     G: tl.constexpr = HQ // HKV
     n0 = tl.program_id(0) * BN
@@ -115,6 +118,10 @@ def _span_backward_kv(
     first = (b.to(tl.int64) * T + n0) * HKV + kvh
     k = load_rows(K + first * D, n - n0, HKV * D, d, D, DP, n_ok, True)
     v = load_rows(V + first * DV, n - n0, HKV * DV, e, DV, DVP, n_ok, True)
+    if HELD > 0:
+        k = in_registers(k)
+    if HELD > 1:
+        v = in_registers(v)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DVP], tl.float32)
     first_row = b.to(tl.int64) * S * HQ + kvh * G
@@ -239,10 +246,19 @@ def _launch(
     scales = dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
     sizes = ranges.sizes(plan.config)
     del sizes["INIT"]
-    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes | dict(HELD=_held(q, v, on["CMP"]))
     grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
     launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile)
     return dk, dv
+
+
+def _held(q: Tensor, v: Tensor, compressed: bool) -> int:
+    """1 where keys, 2 where keys and values stay in registers: on Hopper, whose products else read them from shared
+    memory each time, and where registers are left."""
+    wide = widest(q, v)
+    if q.itemsize == 4 or arch(q) < 90 or wide > 128:
+        return 0
+    return 1 if wide == 128 else 2 * compressed
 
 
 def _tile(q: Tensor, v: Tensor) -> Tile:

@@ -114,6 +114,17 @@ def test_a_large_mean_of_the_keys(make_case, size):
     assert all(ours <= 2 * eager for ours, eager in case.errors(FEW))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("growth", [0.03, 0.3, -0.3])
+def test_scores_that_grow_along_a_sequence(make_case, growth, dim):
+    """By 1 to 10 nats a tile of keys, or less and less: where sums are rescaled late, seldom and in every tile."""
+    case = make_case(1331, dim=dim)
+    with torch.no_grad():
+        case.q[..., 0] = dim**0.5
+        case.k[..., 0] = growth * torch.arange(1331, device="cuda")[:, None]
+    assert all(ours <= 2 * eager for ours, eager in case.errors(FEW))
+
+
 def test_all_queries_choose_one_block(make_case):
     """One block that every query selects, and far more work in it than in others."""
     case = make_case(4000)

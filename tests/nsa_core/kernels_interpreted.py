@@ -115,14 +115,30 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
     assert max(distances(make_case(100, heads, 1, dim, value_dim, dtype=torch.float16), config)) < 1e-3
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 128)])
-def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, monkeypatch, heads, dim):
-    """Its tiles differ, and at head dim 128 the way to dq."""
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """What is pinned for it: other tiles and, at head dim 128, another way to dq and sums that are rescaled late."""
     from nsa_core.kernels import selected, span, span_keys, span_queries
 
     for module in (selected, span, span_queries, span_keys):
         monkeypatch.setattr(module, "arch", lambda x: 90)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 128)])
+@pytest.mark.usefixtures("on_hopper")
+def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, heads, dim):
     assert max(distances(make_case(100, heads, 1, dim, dtype=torch.float16, batch=2), config)) < 1e-3
+
+
+@pytest.mark.parametrize("growth", [0.2, 1.0, -1.0])
+@pytest.mark.usefixtures("on_hopper")
+def test_sums_rescaled_late_of_scores_that_grow(make_case, config, growth):
+    """By 3 or 16 nats a block of keys: rescaled now and then, always; or never. Gradients round more, by k's mean."""
+    case = make_case(100, 2, 1, 128, dtype=torch.float16)
+    with torch.no_grad():
+        case.q[..., 0] = 128**0.5
+        case.k[..., 0] = growth * torch.arange(100)[:, None]
+    assert distances(case, config)[0] < 5e-4
 
 
 def test_a_large_mean_of_the_keys_is_no_worse_than_in_an_eager_run(make_case, config):
