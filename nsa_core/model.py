@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ._inputs import autocast_dtype
 from .cache import DenseCache, NSACache
 from .config import NSAConfig
 from .errors import InputError
@@ -23,7 +22,6 @@ LayerCache = NSACache | DenseCache
 
 # Rows of logits that the loss holds at a time.
 LOSS_ROWS = 4096
-_EPS = 1e-6  # of all norms
 
 
 @dataclass(frozen=True)
@@ -117,38 +115,18 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised residual stream and added to it.
-
-    The feed-forward's output is for the next norm to add: a kernel may do both.
-    """
+    """Attention and feed-forward, each on the normalised residual stream and added to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=_EPS)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.attention = _attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=_EPS)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(
-        self, x: Tensor, pending: Tensor | None = None, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is to be added to it, each [B,S,dim], of such two."""
-        x, y = add_norm(x, pending, self.attention_norm)
-        x, y = add_norm(x, self.attention(y, cache), self.ffn_norm)
-        return x, self.ffn(y)
-
-
-def add_norm(x: Tensor, pending: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """The residual stream x [B,S,dim] with what is to be added to it, and what `norm` makes of that."""
-    if pending is None:
-        return x, norm(x)
-    # The kernel's norm is in half precision at once, as all that read it would have it.
-    if in_compiled_training(x) and x.dtype == torch.float32 and pending.dtype == autocast_dtype(x):
-        from .kernels.norm import add_norm as by_kernel  # needs Triton
-
-        return by_kernel(x, pending, norm.weight, _EPS)
-    x = x + pending
-    return x, norm(x)
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache)
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class NSATransformer(nn.Module):
@@ -166,7 +144,7 @@ class NSATransformer(nn.Module):
         self.checkpointing_effective = False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=_EPS)
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._initialise()
         if config.tie_embeddings:
@@ -184,19 +162,16 @@ class NSATransformer(nn.Module):
         With a cache of `new_cache`, tokens continue what it holds, and are added to it. The loss never holds all
         logits: memory grows by the hidden states alone.
         """
-        x, pending = self.embedding(tokens), None
+        x = self.embedding(tokens)
         self.checkpointing_effective = (
             self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
         )
-        apart = in_compiled_training(x) and not self.checkpointing_effective  # else one tensor is held, and not two
         for i, block in enumerate(self._blocks()):
             if self.checkpointing_effective:
-                x, pending = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, pending = block(x, pending, None if cache is None else cache[i])
-            if not apart:
-                x, pending = x + pending, None
-        _, x = add_norm(x, pending, self.norm)
+                x = block(x, None if cache is None else cache[i])
+        x = self.norm(x)
         if targets is None:
             return self.head(x)
         return head_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)

@@ -3,7 +3,7 @@
 `attention.py` puts the stages of training and prefill together; `plan.py` is what they are told of a call.
 `operators.py` makes that differentiable and known to torch.compile, and is what backends call; `replay.py` spares a
 call with tensors of known shapes the host code. `decode.py` is one decoding step over a cache, with the files
-decode_*.py. `heads.py`, `swiglu.py`, `norm.py` and `cross_entropy.py` are for the rest of a model in compiled training.
+decode_*.py. `heads.py`, `swiglu.py` and `cross_entropy.py` are for the rest of a model in compiled training.
 `_launch.py` starts all kernels, `_custom.py` makes them operators that a compiler knows, `stages.py` tells whose time a
 launch is, `aot.py` compiles them where there is no GPU.
 Common to those of attention:

@@ -30,7 +30,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from ..config import NSAConfig
-from . import _launch, cross_entropy, decode, heads, norm, operators, selected, span, span_keys, span_queries, swiglu
+from . import _launch, cross_entropy, decode, heads, operators, selected, span, span_keys, span_queries, swiglu
 from ._launch import Launch
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
@@ -137,10 +137,6 @@ def _train_once(case: Case) -> None:
     halves, logits = made(8, 4608), made(8, 50_304)
     swiglu.backward(halves, swiglu.forward(halves))
     cross_entropy.forward(logits, made(8, dtype=torch.int64))
-    stream, delta, weight = made(8, 768, dtype=_FP32), made(8, 768), made(768, dtype=_FP32)
-    total, normed, rstd = norm.forward(stream, delta, weight, 1e-6)
-    for dtotal in (stream, None):
-        norm.backward(total, weight, rstd, dtotal, normed)
 
 
 def compile_for(case: Case, launch: Launch, arch: int) -> Usage:

@@ -34,8 +34,6 @@ KERNELS = {
     "decode._decode_dense",
     "decode_merge._decode_merge",
     "heads._heads",
-    "norm._add_norm",
-    "norm._add_norm_backward",
     "swiglu._swiglu",
     "swiglu._swiglu_backward",
     "cross_entropy._cross_entropy",

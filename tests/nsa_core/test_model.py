@@ -48,18 +48,6 @@ def test_later_tokens_change_nothing_before_them(attention: str) -> None:
     assert not torch.equal(before[:, 60:], after[:, 60:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_blocks_add_to_the_stream_what_they_make_of_its_norm(dtype: torch.dtype) -> None:
-    """To the bit, in whichever norm it is added."""
-    model, tokens = model_of().to(dtype), torch.randint(256, (2, 40))
-    x = model.embedding(tokens)
-    for block in model._blocks():
-        x = x + block.attention(block.attention_norm(x))
-        x = x + block.ffn(block.ffn_norm(x))
-    assert torch.equal(model(tokens), model.head(model.norm(x)))
-
-
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of 2 or 3 times 58 tokens in chunks, the last one shorter."""

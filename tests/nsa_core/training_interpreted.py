@@ -1,10 +1,8 @@
-"""The kernels of compiled training in Triton's interpreter: heads, SwiGLU, norms, the loss, against PyTorch's own."""
+"""The kernels of compiled training in Triton's interpreter: heads, SwiGLU and the loss, against PyTorch's own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, layer, loss, model
 from nsa_core.kernels._launch import Started, observe
-from nsa_core.model import PRESETS, ModelConfig, NSATransformer, SwiGLU, add_norm
+from nsa_core.model import SwiGLU
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -28,7 +26,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for module in (layer, loss, model):
         monkeypatch.setattr(module, "in_compiled_training", lambda x: True)
-    from nsa_core.kernels import heads, norm, swiglu  # noqa: F401  Kernels are made for the interpreter when first imported.
+    from nsa_core.kernels import heads, swiglu  # noqa: F401  Kernels are made for the interpreter when first imported.
 
 
 def of(seed: int, *shape: int) -> Tensor:
@@ -87,106 +85,6 @@ def test_columns_of_padding_are_no_part_of_swiglu() -> None:
     layer, x = SwiGLU(8, 6), of(1, 2, 5, 8)
     want = layer.down(nn.functional.silu(layer.gate(x)) * layer.up(x))
     torch.testing.assert_close(layer(x), want)
-
-
-NORM = {"_add_norm", "_add_norm_backward"}
-
-
-def norm_of(dim: int) -> nn.RMSNorm:
-    """With weights of their own."""
-    norm = nn.RMSNorm(dim, eps=1e-6)
-    nn.init.normal_(norm.weight)
-    return norm
-
-
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 24), (37, 52), (601, 768)])  # 601: a program has more than one turn
-@pytest.mark.parametrize("reads_on", [False, True], ids=["last", "read on"])
-def test_added_and_normalised_and_the_gradients(tokens: int, dim: int, reads_on: bool) -> None:
-    """As RMSNorm of the sum has them, in float64; the last norm's sum is read by nobody else."""
-    torch.manual_seed(0)
-    norm, x, delta = norm_of(dim), (3 * of(1, 2, tokens, dim)).requires_grad_(), of(2, 2, tokens, dim).requires_grad_()
-    dy = [of(3, 2, tokens, dim), of(4, 2, tokens, dim)][not reads_on :]
-    with observe() as started:
-        total, normed = add_norm(x, delta, norm)
-        got = torch.autograd.grad([total, normed][not reads_on :], [x, delta, norm.weight], dy)
-    assert kernels(started) == NORM
-    wide = [y.detach().double().requires_grad_() for y in (x, delta)]
-    norm, exact = norm.double(), wide[0] + wide[1]
-    want = [exact, norm(exact)]
-    grads = torch.autograd.grad(want[not reads_on :], [*wide, norm.weight], [y.double() for y in dy])
-    assert are_near([total, normed, *got], [*want, *grads], 1e-6)
-
-
-def test_a_gradient_of_the_sum_alone_is_passed_on() -> None:
-    torch.manual_seed(0)
-    norm, x, delta, dy = norm_of(24), of(1, 5, 24).requires_grad_(), of(2, 5, 24).requires_grad_(), of(3, 5, 24)
-    dx, ddelta, dweight = torch.autograd.grad(add_norm(x, delta, norm)[0], [x, delta, norm.weight], dy)
-    assert torch.equal(dx, dy)
-    assert torch.equal(ddelta, dy)
-    assert not dweight.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    """The stream and its gradient are float32, what a branch gives and reads, and its gradient, are not.
-
-    To within the last bit: the interpreter cuts off bfloat16 where a device rounds.
-    """
-    torch.manual_seed(0)
-    norm, x, delta = norm_of(52), of(1, 9, 52).requires_grad_(), of(2, 9, 52).to(dtype).requires_grad_()
-    dy = [of(3, 9, 52), of(4, 9, 52).to(dtype)]
-    with torch.autocast("cpu", dtype), observe() as started:
-        total, normed = add_norm(x, delta, norm)
-    dx, ddelta, dweight = torch.autograd.grad([total, normed], [x, delta, norm.weight], dy)
-    assert kernels(started) == {"_add_norm"}
-    wide = [y.detach().double().requires_grad_() for y in (x, delta)]
-    norm, exact = norm.double(), wide[0] + wide[1]
-    want = torch.autograd.grad([exact, norm(exact)], [*wide, norm.weight], [y.double() for y in dy])
-    assert [y.dtype for y in (total, dx, dweight)] == [torch.float32] * 3
-    assert are_near([total, dx, dweight], [exact, want[0], want[2]], 1e-6)
-    for half, y in ((normed, norm(exact)), (ddelta, want[1])):
-        torch.testing.assert_close(half, y.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
-
-
-@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
-def test_a_stream_that_is_not_float32_has_no_kernel(other: torch.dtype) -> None:
-    norm, x, delta = norm_of(24).to(other), of(1, 5, 24).to(other), of(2, 5, 24).to(other)
-    with observe() as started:
-        total, normed = add_norm(x, delta, norm)
-    assert started == []
-    assert torch.equal(total, x + delta)
-    assert torch.equal(normed, norm(total))
-
-
-def step(config: ModelConfig, compiled: bool = False) -> tuple[list[Tensor], list[str]]:
-    """Loss and gradients in half precision, and the norms' kernels."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model, tokens = NSATransformer(config).train(), torch.arange(42).reshape(2, 21)
-    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    with observe() as started:
-        with torch.autocast("cpu", torch.bfloat16):
-            value = call(tokens[:, :-1], tokens[:, 1:])
-        value.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    return [value.detach(), *gradients], sorted(one.kernel for one in started if one.kernel in NORM)
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_model_adds_in_all_norms_but_the_first(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled or not, and checkpointed, where each block keeps one tensor, in the second norm of each."""
-    config = replace(PRESETS["tiny"], attention=attention)  # type: ignore[arg-type]
-    saving = replace(config, checkpointing=True)
-    found = [step(config), step(config, compiled=True), step(saving), step(saving, compiled=True)]
-    adds, backs = config.layers * ["_add_norm"], config.layers * ["_add_norm_backward"]
-    assert [ran for _, ran in found] == [2 * adds + 2 * backs] * 2 + [2 * adds + backs] * 2  # saving: once more each
-    for module in (layer, loss, model):
-        monkeypatch.setattr(module, "in_compiled_training", lambda x: False)
-    found.append(step(config))
-    assert found[-1][1] == []
-    for (one, _), (other, _) in pairwise(found):
-        assert are_near(one, [x.double() for x in other], 0.05)
 
 
 @pytest.mark.parametrize("vocabulary", [3, 256, 8200])  # 8200: more than a tile
