@@ -4,8 +4,10 @@
 `operators.py` makes that differentiable and known to torch.compile, and is what backends call; `replay.py` spares a
 call with tensors of known shapes the host code. `decode.py` is one decoding step over a cache, with the files
 decode_*.py. `heads.py`, `swiglu.py` and `cross_entropy.py` are for the rest of a model in compiled training.
-`_launch.py` starts all kernels, `_custom.py` makes them operators that a compiler knows, `stages.py` tells whose time a
-launch is, `aot.py` compiles them where there is no GPU.
+`ranges.py` and `rescale.py` are pieces that attention kernels share. `_launch.py` starts all kernels, `_custom.py`
+makes them operators that a compiler knows, `stages.py` tells whose time a launch is, `aot.py` compiles them where there
+is no GPU.
+
 Common to those of attention:
 
 - Tensors are contiguous, [B,S,H,D], or [B,H,D] for one token. A tile's rows are those of all G heads of one group, laid

@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false
-"""The sums of the online softmax times the factor that its maximum asks for, late (FlashAttention-4's way).
+"""The sums of the online softmax times the factor that its maximum asks for, late.
 
-A maximum that is exceeded by no more than SLACK stays: probabilities are 2^SLACK at most then, and hardly one moves
-after the first tiles. Each row decides for itself, so that its bits do not depend on others. A warp whose factors are
-all 1 skips the products; Triton knows no branch of a warp, so that is PTX.
+As FlashAttention-4 does (flash_attn/cute/softmax.py of github.com/Dao-AILab/flash-attention): a maximum that is
+exceeded by no more than SLACK stays. Probabilities are 2^SLACK at most then, and hardly a maximum moves after the first
+tiles. Each row decides for itself, so that its bits do not depend on others. A warp whose factors are all 1 skips the
+products; Triton knows no branch of a warp, so that is PTX.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def _constraints(*operands):
 
 @triton.jit
 def rescaled(acc, factor, WARPS: tl.constexpr):
-    """acc [M,N] times factor [M]; acc is a result of a product: threads of WARPS warps hold rows 8 apart."""
+    """acc [M,N] times factor [M], where acc is a product's result: threads of WARPS warps hold rows 8 apart.
+
+    A piece of assembly is all that a thread holds, and a vote that of all of its rows, so the first flag is every one.
+    """
     if _INTERPRETED:
         return acc * factor[:, None]
     ROWS: tl.constexpr = acc.shape[0] // (8 * WARPS)

@@ -253,8 +253,10 @@ def _launch(
 
 
 def _held(q: Tensor, v: Tensor, compressed: bool) -> int:
-    """1 where keys, 2 where keys and values stay in registers: on Hopper, whose products else read them from shared
-    memory each time, and where registers are left."""
+    """How many of keys and values stay in registers: both, keys alone or none.
+
+    Where registers are left, on Hopper, whose products else read them from shared memory each time.
+    """
     wide = widest(q, v)
     if q.itemsize == 4 or arch(q) < 90 or wide > 128:
         return 0
