@@ -62,6 +62,7 @@ class Usage:
     """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread.
 
     `serialized`: ptxas found no way to keep Hopper's matrix instructions asynchronous and waits after each.
+    `products`, `held`: of these instructions, all, and those that have their first operand in registers.
     """
 
     case: Case
@@ -71,6 +72,8 @@ class Usage:
     registers: int
     spills: int
     serialized: bool
+    products: int
+    held: int
 
     @property
     def fits(self) -> bool:
@@ -152,7 +155,9 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
     name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
-    return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(compiled.asm["ptx"]))
+    ptx = compiled.asm["ptx"]
+    products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
+    return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(ptx), products, held)
 
 
 def _type(value: object) -> str:
@@ -212,7 +217,8 @@ def main() -> int:
     for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
         bad += not use.fits
         line = f"sm{use.arch} {use.case!s:22} {use.kernel:24} shared {use.shared:7} regs {use.registers:4}"
-        print(f"{line} spills {use.spills:5}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
+        line += f" spills {use.spills:5}" + f" held {use.held}/{use.products}" * (use.products > 0)
+        print(f"{line}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
     return int(bad > 0)
 
 

@@ -1,6 +1,7 @@
 """Every kernel compiles for sm80 and sm90, without a GPU, within its shared memory and without spills."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -40,10 +41,23 @@ KERNELS = {
 }
 
 
-def test_every_kernel_fits_the_device():
-    """In a process of its own: kernels imported for the interpreter cannot be compiled."""
+@pytest.fixture(scope="module")
+def lines():
+    """What the check prints, in a process of its own: kernels imported for the interpreter cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "nsa_core.kernels.aot"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {word for line in done.stdout.splitlines() for word in line.split() if "._" in word} == KERNELS
+    return done.stdout.splitlines()
+
+
+def test_every_kernel_fits_the_device(lines):
+    assert {word for line in lines for word in line.split() if "._" in word} == KERNELS
+
+
+def test_keys_stay_in_registers_on_hopper(lines):
+    """Of the products towards keys at head dim 128 those of keys with queries, besides dv's and dk's: else a fifth."""
+    found = [line for line in lines if re.search(r"sm90 32/8 .*_span_backward_kv", line)]
+    shares = [int(held) / int(total) for held, total in re.findall(r"held (\d+)/(\d+)", "\n".join(found))]
+    assert len(shares) == len(found) > 0
+    assert min(shares) >= 0.5
