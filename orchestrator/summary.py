@@ -15,7 +15,7 @@ from orchestrator.states import PointState, Result
 if TYPE_CHECKING:
     from orchestrator.analysis import Fit
     from orchestrator.gates import TargetVerdict
-    from orchestrator.report_table import Table as ReportTable
+    from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 
 _HEADLINE = ("time", "peak_extra_memory")
@@ -39,13 +39,13 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """What the run came to (a bench's tables, else its scaling fits) and the verdict on it, which is stored, too."""
-    from orchestrator import report_bench, report_bench_text
     from orchestrator.analysis import scaling_fits
     from orchestrator.gates import evaluate, load_gates, save_verdicts
+    from orchestrator.report import bench, bench_text
     from orchestrator.store import queries
 
-    if benches := report_bench.collect(store, [run_id]):
-        for table in report_bench_text.tables(benches):
+    if benches := bench.collect(store, [run_id]):
+        for table in bench_text.tables(benches):
             print_table(table, console)
     else:
         fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in _HEADLINE]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from orchestrator.report_table import shape
+from orchestrator.report.table import shape
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 

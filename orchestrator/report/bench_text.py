@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from orchestrator.analysis import fit_power_law
-from orchestrator.report_bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
-from orchestrator.report_table import Table
+from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
+from orchestrator.report.table import Table
 from orchestrator.states import PointState
 
 UNMEASURED = "-"

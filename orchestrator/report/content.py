@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from orchestrator import report_bench
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.gates import TargetVerdict, evaluate, load_gates
-from orchestrator.report_bench import Bench
+from orchestrator.report import bench
+from orchestrator.report.bench import Bench
 from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
@@ -54,7 +54,7 @@ class Content:
     @property
     def general(self) -> list[str]:
         """Ids of the runs that are shown in the tables for all kinds."""
-        return [run["run_id"] for run in self.runs if run["kind"] != report_bench.KIND]
+        return [run["run_id"] for run in self.runs if run["kind"] != bench.KIND]
 
     @property
     def results(self) -> pd.DataFrame:
@@ -70,17 +70,17 @@ class Content:
     @property
     def run_names(self) -> dict[str, str]:
         """What rows call each run, by id."""
-        return report_bench.run_names(self.runs)
+        return bench.run_names(self.runs)
 
 
 def collect(store: Store, run_ids: Sequence[str]) -> Content:
     """Gather the facts of these runs. Raises StoreUnavailable, GatesError."""
     runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
-    benches = [run["run_id"] for run in runs if run["kind"] == report_bench.KIND]
+    benches = [run["run_id"] for run in runs if run["kind"] == bench.KIND]
     scaling = queries.scaling(store, run_ids=run_ids)
     scaling = scaling.loc[scaling["metric"].isin([*_HEADLINE, "throughput"])]
     of_bench = scaling["run_id"].isin(benches)
-    fullest = scaling.loc[of_bench].groupby("run_id")["pass"].agg(lambda passes: report_bench.fullest([*passes]))
+    fullest = scaling.loc[of_bench].groupby("run_id")["pass"].agg(lambda passes: bench.fullest([*passes]))
     charted = scaling.loc[~of_bench | (scaling["pass"] == scaling["run_id"].map(fullest))]
     points = queries.states(store, run_ids=run_ids)
     return Content(
@@ -92,7 +92,7 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
         peers=_beside_peers(scaling.loc[~of_bench], queries.scaling(store, origin=Origin.REPORTED)),
         environments=_environments(store, points),
         verdicts=evaluate(store, load_gates(load_settings().gates), run_ids),
-        benches=report_bench.collect(store, run_ids),
+        benches=bench.collect(store, run_ids),
     )
 
 
@@ -105,7 +105,7 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
     columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
     ours_is_dense, theirs_is_dense = (
-        pairs[name].astype(str).map(report_bench.is_dense).astype(bool)
+        pairs[name].astype(str).map(bench.is_dense).astype(bool)
         for name in ("implementation", "implementation_reported")
     )
     pairs = pairs.loc[~ours_is_dense | theirs_is_dense]

@@ -1,4 +1,4 @@
-"""Reports of stored runs: Markdown with charts beside it, HTML in one file, CSV, JSON. Reads and writes files only."""
+"""A report as a file: Markdown with charts beside it, HTML in one file, CSV, JSON. Reads and writes files only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.errors import UserError
-from orchestrator.report_content import Content, collect
-from orchestrator.report_text import to_html, to_markdown
+from orchestrator.report.content import Content, collect
+from orchestrator.report.text import to_html, to_markdown
 from orchestrator.store import Store
 from orchestrator.store.exporter import to_csv, to_json
 

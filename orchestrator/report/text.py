@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from orchestrator import report_bench_text
 from orchestrator.analysis import Fit
 from orchestrator.gates import TargetVerdict
-from orchestrator.report_content import Content
-from orchestrator.report_table import Table, missing, shape, whole
+from orchestrator.report import bench_text
+from orchestrator.report.content import Content
+from orchestrator.report.table import Table, missing, shape, whole
 from orchestrator.states import PointState
 
 _CHART_TITLES = {
@@ -53,7 +53,7 @@ def _title(content: Content) -> str:
 
 def _tables(content: Content) -> Iterable[Table]:
     yield _runs(content)
-    yield from report_bench_text.tables(content.benches)
+    yield from bench_text.tables(content.benches)
     for verdict in content.verdicts:
         yield _verdict(verdict)
     if general := content.general:
