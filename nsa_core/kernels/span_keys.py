@@ -260,7 +260,9 @@ def _held(q: Tensor, v: Tensor, compressed: bool) -> int:
     wide = widest(q, v)
     if q.itemsize == 4 or arch(q) < 90 or wide > 128:
         return 0
-    return 1 if wide == 128 else 2 * compressed
+    if wide == 128:
+        return 1
+    return 2 if compressed else 0
 
 
 def _tile(q: Tensor, v: Tensor) -> Tile:

@@ -117,7 +117,7 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """What is pinned for it: other tiles and, at head dim 128, another way to dq and sums that are rescaled late."""
+    """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
     from nsa_core.kernels import selected, span, span_keys, span_queries
 
     for module in (selected, span, span_queries, span_keys):
@@ -134,11 +134,17 @@ def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, heads, dim):
 @pytest.mark.usefixtures("on_hopper")
 def test_sums_rescaled_late_of_scores_that_grow(make_case, config, growth):
     """By 3 or 16 nats a block of keys: rescaled now and then, always; or never. Gradients round more, by k's mean."""
+    from nsa_core.kernels.stages import observe
+
     case = make_case(100, 2, 1, 128, dtype=torch.float16)
     with torch.no_grad():
         case.q[..., 0] = 128**0.5
         case.k[..., 0] = growth * torch.arange(100)[:, None]
-    assert distances(case, config)[0] < 5e-4
+    with observe() as started:
+        assert distances(case, config)[0] < 5e-4
+    late = [one.constants["LATE"] > 0 for one in started if one.kernel == "_span_forward"]
+    assert late
+    assert all(late)
 
 
 def test_a_large_mean_of_the_keys_is_no_worse_than_in_an_eager_run(make_case, config):
