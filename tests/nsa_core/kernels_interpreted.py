@@ -310,10 +310,11 @@ def test_ties_go_to_the_lower_index(make_case, config, monkeypatch):
     assert torch.equal(ours, select_blocks(case.q, k, config, backend="reference"))
 
 
-def test_more_blocks_than_groups(make_case):
-    """Beyond 32 blocks the groups of the choice have several members."""
+@pytest.mark.parametrize("tokens", [300, 700, 1500])
+def test_more_blocks_than_groups(make_case, tokens):
+    """Beyond 32 blocks groups of the choice have several members; beyond 128 longer runs, then several of them."""
     config = NSAConfig(cmp_block=4, cmp_stride=2, slc_block=4, slc_count=6, window=8)
-    case = make_case(300, 1, 1, rows=12)
+    case = make_case(tokens, 1, 1, rows=12)
     ours = select_blocks(case.q, case.k, config, backend="triton")
     assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="chunked"))
 
