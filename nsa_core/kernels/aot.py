@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
 from . import _launch, cross_entropy, decode, heads, operators, selected, span, span_keys, span_queries, swiglu
@@ -151,7 +152,8 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
     attributes = {
         (i,): sixteen for i, name in enumerate(launch.kernel.arg_names) if _divisible(launch.arguments.get(name))
     }
-    source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, signature, dict(launch.constants), attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
     name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"

@@ -99,6 +99,14 @@ def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl
 
 
 @triton.jit
+def tile_of_rows(S, skip, BQ: tl.constexpr):
+    """(first row, end of rows) of this program's tile; none holds rows before and after `skip`. Longest spans first."""
+    tile, early = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(skip, BQ)
+    first = tl.where(tile < early, tile * BQ, skip + (tile - early) * BQ)
+    return first, tl.minimum(first + BQ, tl.where(tile < early, skip, S))
+
+
+@triton.jit
 def key_tiles(lo0, lo1, end0, end1, BN: tl.constexpr):
     """(a, b, c, d) of queries whose first sees [lo0, end0) and whose last sees [lo1, end1).
 

@@ -4,7 +4,7 @@
 The compressed branch, the window, and of the selected branch the blocks that every query selects. A program holds one
 tile of queries and goes through the spans of all branches that it is given, so that queries are read once; where the
 window and the selected branch share keys, what both see is computed once. The backward towards queries is in
-span_queries.py, towards keys in span_keys.py.
+span_queries.py, towards keys in span_keys.py. For Hopper there is another forward in span_hopper.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..routes import Branch
-from . import ranges
+from . import ranges, span_hopper
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .plan import Part, Plan
@@ -31,18 +31,11 @@ from .ranges import (
     load_rows,
     local_keys,
     shared_keys,
+    tile_of_rows,
     window_keys,
     within,
 )
 from .rescale import later_maximum, rescaled
-
-
-@triton.jit
-def tile_of_rows(S, skip, BQ: tl.constexpr):
-    """(first row, end of rows) of this program's tile; none holds rows before and after `skip`. Longest spans first."""
-    tile, early = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(skip, BQ)
-    first = tl.where(tile < early, tile * BQ, skip + (tile - early) * BQ)
-    return first, tl.minimum(first + BQ, tl.where(tile < early, skip, S))
 
 
 @triton.jit
@@ -231,8 +224,12 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, plan: Plan) -> Tensor:
 def _launch(
     q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool
 ) -> None:
-    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
+    if has_v and (groups := _warpgroups(q, parts, plan)):
+        tile = span_hopper.tile(groups)
+        span_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)
+        return
+    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     late = tile.warps if _rescales_late(q, parts) else 0
     sizes = constants(q, parts, tile, plan) | dict(HAS_V=has_v, LATE=late)
     launch(_span_forward, grid(q, parts, tile, plan), arguments, sizes, tile)
@@ -285,6 +282,18 @@ def _like_lse(q: Tensor) -> Tensor:
 def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
     """Whether sums are rescaled late (rescale.py): it pays where they are many numbers a row."""
     return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
+
+
+def _warpgroups(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
+    """Warpgroups that attend in the kernel of span_hopper.py; 0 where it is not for these."""
+    group = q.shape[2] // parts[0].k.shape[2]
+    dims = {q.shape[-1], *(part.v.shape[-1] for part in parts)}
+    if not (90 <= arch(q) < 100 and q.itemsize == 2 and dims == {128} and group in (4, 8, 16)):
+        return 0
+    if not (plan.shared and len(parts) == 3):
+        return 0
+    compressed = next(part.k.shape[1] for part in parts if part.branch == "cmp")
+    return 3 if group > 8 or compressed >= 3072 else 2
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:

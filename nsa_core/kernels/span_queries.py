@@ -24,10 +24,11 @@ from .ranges import (
     load_stats,
     local_keys,
     shared_keys,
+    tile_of_rows,
     window_keys,
     within,
 )
-from .span import constants, grid, numbers, pointers, tile_of_rows
+from .span import constants, grid, numbers, pointers
 
 
 @triton.jit

@@ -17,6 +17,7 @@ _STAGES = {
     "_sort_keys": "inverse_index",
     "_count": "inverse_index",
     "_assign": "inverse_index",
+    "_all_spans_forward": "compressed_window_forced",
     "_selected_forward": "selected",
     "_merge": "merge",
     "_prepare": "gates_backward",

@@ -13,6 +13,7 @@ KERNELS = {
     "compress._mean",
     "compress._spread",
     "span._span_forward",
+    "span_hopper._all_spans_forward",
     "span_queries._span_backward_q",
     "span_keys._span_backward_kv",
     "span_keys._sum_chunks",
