@@ -292,8 +292,9 @@ def _warpgroups(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
         return 0
     if not (plan.shared and len(parts) == 3):
         return 0
-    compressed = next(part.k.shape[1] for part in parts if part.branch == "cmp")
-    return 3 if group > 8 or compressed >= 3072 else 2
+    if next(part.k.shape[1] for part in parts if part.branch == "cmp") >= 3072:
+        return 3
+    return 2 if group == 4 else 0
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
