@@ -285,7 +285,7 @@ def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
 
 
 def _warpgroups(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
-    """Warpgroups that attend in the kernel of span_hopper.py; 0 where it is not for these."""
+    """Warpgroups that attend in the kernel of span_hopper.py; 0 where it is not for these, or slower (docs, log 35)."""
     group = q.shape[2] // parts[0].k.shape[2]
     dims = {q.shape[-1], *(part.v.shape[-1] for part in parts)}
     if not (90 <= arch(q) < 100 and q.itemsize == 2 and dims == {128} and group in (4, 8, 16)):

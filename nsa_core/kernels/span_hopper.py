@@ -151,7 +151,7 @@ def _attend(
         mbarrier.arrive(values_empty.index(g % STAGES), count=1)
         m = larger
         j += BN
-        g += 1
+        g += 1  # not `g += tiles` where the bands are gone through: Triton 3.6 loses that, and all wait for ever
     return g, m, l, acc
 
 
