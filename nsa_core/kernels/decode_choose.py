@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false
 """The choice of blocks for one new token (Eq. 8 to 12), from scores that the compressed branch left behind.
 
-Importance and order are those of scores.py: a block's taps are summed after one another for each head of the group;
-forced blocks come first, then score descending and index ascending, by distinct 64-bit keys. The best of every chunk of
-blocks are found side by side; whoever needs the choice finds the best of these, which is too little to share.
+Importance and order are those of scores.py, but for rounding: a block's taps are summed for each head of the group
+here, and the heads for each tap there. Forced blocks come first, then score descending and index ascending, by
+distinct 64-bit keys. The best of every chunk of blocks are found side by side; whoever needs the choice finds the best
+of these, which is too little to share.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Importance of selection blocks and the exact choice of the best (Eq. 8 to 12), a chunk of queries at a time.
 
 The score of block b is Σ over its taps τ of w(τ) · Σ over the group's heads of p[b·r + τ], r = slc_block / cmp_stride:
-compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. A tile holds the taps that begin in its blocks, a
-tap's of all blocks side by side, so that one product a head scores them all and sums over taps cross no threads. What
-the last ones share with the next block is handed to the neighbouring column. All blocks of all rows sum in the same
-order, so equal importance gives equal bits.
+compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. A tile holds the taps that begin in its blocks,
+a tap's of all blocks side by side, so that one product a head scores them all and sums over a few taps cross no
+threads. What the last ones share with the next block is handed to the neighbouring column. All blocks of all rows sum
+in the same order, so equal importance gives equal bits.
 
 The choice compares scores by their bits, which ascend as floats >= 0 do, and equal ones by index: ties go to the lower
 one, and the order in which blocks are looked at does not matter.

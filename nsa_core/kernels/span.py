@@ -290,7 +290,8 @@ def _warpgroups(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
     dims = {q.shape[-1], *(part.v.shape[-1] for part in parts)}
     if not (90 <= arch(q) < 100 and q.itemsize == 2 and dims == {128} and group in (4, 8, 16)):
         return 0
-    if not (plan.shared and len(parts) == 3):
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, *(x for part in parts for x in (part.k, part.v))))
+    if not (aligned and plan.shared and len(parts) == 3):
         return 0
     if next(part.k.shape[1] for part in parts if part.branch == "cmp") >= 3072:
         return 3

@@ -256,7 +256,7 @@ def _all_spans_forward(
     REGISTERS: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, ALIGN: gl.constexpr,
     LOCAL: gl.constexpr, INIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As span._span_forward; KS and VS are the window's, too. A thread that attends has REGISTERS."""
+    """As span._span_forward; KS and VS are the window's, too. REGISTERS: of a thread that attends, at least."""
     G: gl.constexpr = HQ // HKV
     GROUPS: gl.constexpr = M // _ROWS
     DTYPE: gl.constexpr = Q.dtype.element_ty

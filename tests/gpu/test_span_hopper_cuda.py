@@ -59,3 +59,13 @@ def test_who_takes_it(tokens, heads, groups):
     with observe() as started:
         span.forward(*spans(tokens, heads, 2, torch.bfloat16, NSAConfig()))
     assert [(one.kernel, one.constants["M"]) for one in started] == [("_all_spans_forward", 64 * groups)]
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, monkeypatch, groups):
+    monkeypatch.setattr(span, "_warpgroups", lambda q, parts, plan: groups * (plan.shared and len(parts) == 3))
+    case = make_case(1200, 32, 2, 128)
+    with observe() as started:
+        errors = case.errors(NSAConfig(slc_count=8))
+    assert "_all_spans_forward" in {one.kernel for one in started}
+    assert all(ours <= 2 * eager for ours, eager in errors)

@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, at small sizes: values, gradients and selection against the oracle."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -296,24 +297,25 @@ def test_selection_is_the_references(make_case, config, tokens):
     assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="reference"))
 
 
-def test_ties_go_to_the_lower_index(make_case, config, monkeypatch):
-    """Equal keys make all blocks away from the ends equally important.
+@pytest.mark.parametrize("count", [4, 7])
+def test_ties_go_to_the_lower_index(make_case, config, monkeypatch, count):
+    """Equal keys make all blocks away from the ends equally important; of count, all but three are chosen freely.
 
     In tiles of 16: of larger ones, numpy's products in place of the device's give equal columns different bits.
     """
     from nsa_core.kernels import scores
 
     monkeypatch.setattr(scores, "_importance_tile", lambda q: scores.Tile(16, 16))
-    case = make_case(150, 2, 1)
+    case, config = make_case(150, 2, 1), replace(config, slc_count=count)
     k = case.k[:, :1].expand_as(case.k)
     ours = select_blocks(case.q, k, config, backend="triton")
     assert torch.equal(ours, select_blocks(case.q, k, config, backend="reference"))
 
 
-@pytest.mark.parametrize("tokens", [300, 700, 1500])
+@pytest.mark.parametrize("tokens", [300, 700, 1500, 8200])
 def test_more_blocks_than_groups(make_case, tokens):
-    """Beyond 32 blocks groups of the choice have several members; beyond 128 longer runs, then several of them."""
-    config = NSAConfig(cmp_block=4, cmp_stride=2, slc_block=4, slc_count=6, window=8)
+    """Groups of the choice have a run of 4 blocks, of 8 beyond 128 blocks, several beyond 256, and 64 beyond 1,024."""
+    config = NSAConfig(cmp_block=4, cmp_stride=2, slc_block=4, slc_count=16, window=8)
     case = make_case(tokens, 1, 1, rows=12)
     ours = select_blocks(case.q, case.k, config, backend="triton")
     assert torch.equal(ours, select_blocks(case.q, case.k, config, backend="chunked"))
