@@ -25,12 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ._launch import launch
 from ._tiles import Tile
-from .ranges import BOTH, WIN_ALONE, compressed_keys, shared_keys, tile_of_rows, within
+from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, tile_of_rows, within
 
-_ROWS = gl.constexpr(64)  # of a warpgroup
+_ROWS, _THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
 # Bands: compressed keys, then shared ones by kind: BOTH, which the window goes on from, WIN_ALONE and SLC_ALONE.
-_LAST_BAND = gl.constexpr(BOTH.value + 1)
-_WINDOW_BAND = gl.constexpr(BOTH.value + 1 - WIN_ALONE.value)
+_BANDS = gl.constexpr(BOTH.value + 2)
+_BOTH_BAND, _WINDOW_BAND, _LAST_BAND = (
+    gl.constexpr(BOTH.value + 1 - kind.value) for kind in (BOTH, WIN_ALONE, SLC_ALONE)
+)
 # Registers of a thread, by warpgroups that attend: at first, and of these once the one that copies has given its own.
 _REGISTERS = {2: (168, 232), 3: (128, 152)}
 _COPY_REGISTERS = gl.constexpr(40)
@@ -96,7 +98,7 @@ def _produce(
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     STAGES: gl.constexpr = keys.shape[0]
     g = t0 * 0
-    for slot in range(4):
+    for slot in range(_BANDS):
         j, tiles = _band_tiles(slot, t0, t1, BN, sizes)
         k, v, n = gl.where(slot == 0, KC, KS), gl.where(slot == 0, VC, VS), gl.where(slot == 0, NC, T)
         for _ in range(tiles):
@@ -206,7 +208,7 @@ def _consume(
     m_both, l_both = m0, m0
     g = i * 0
     m, l, acc = m0, l0, acc0
-    for slot in range(4):
+    for slot in range(_BANDS):
         band = _band(slot, offset + i + _rows(group, ROW) // G, sizes)
         lo1, _ = _band(slot, t1, sizes)
         _, end0 = _band(slot, t0, sizes)
@@ -217,7 +219,7 @@ def _consume(
         total = gl.convert_layout(gl.sum(l, 1), ROW)
         O = gl.where(slot == 0, OC, gl.where(goes_on, OW, OS))
         LSE = gl.where(slot == 0, LSEC, gl.where(goes_on, LSEW, LSES))
-        if slot == 1:
+        if slot == _BOTH_BAND:
             m_both, l_both = m, total
         last = m
         if slot == _LAST_BAND:
@@ -244,7 +246,7 @@ def _ring(rows: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.c
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(full.index(stage), count=_THREADS)
         mbarrier.init(empty.index(stage), count=GROUPS)
     return buffers, full, empty
 

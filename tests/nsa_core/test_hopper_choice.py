@@ -33,7 +33,7 @@ def test_it_attends_with_two_warpgroups_or_three(monkeypatch, heads, compressed,
     [
         {"arch": 80},
         {"arch": 100},
-        {"heads": 6},
+        {"heads": 6, "compressed": 3072},
         {"heads": 16},
         {"heads": 32},
         {"dim": 64},
