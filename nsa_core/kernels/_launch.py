@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._tiled import Tiled
 from ._tiles import Tile
 
 
@@ -121,7 +122,10 @@ def start(asked: Launch) -> Compiled | None:
     key += constants.values()
     values: list[Any] = []
     for x in arguments.values():
-        if isinstance(x, Tensor):
+        if isinstance(x, Tiled):
+            key += x.kind
+            x = x.descriptor()
+        elif isinstance(x, Tensor):
             key.append(x.dtype)
             x = x.data_ptr()  # as an integer: of a tensor, Triton asks the driver where it lies
             key.append(x & 15 == 0)
@@ -133,7 +137,8 @@ def start(asked: Launch) -> Compiled | None:
     if kept is not None:
         kept.runner(asked.grid)(*kept.ordered([*values, *constants.values()]))
         return kept
-    compiled = kernel[asked.grid](**arguments, **constants, **tile.options)
+    described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
+    compiled = kernel[asked.grid](**described, **constants, **tile.options)
     if compiled is None:  # the interpreter has nothing to keep
         return None
     names = [*arguments, *constants]

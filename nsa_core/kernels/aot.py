@@ -31,8 +31,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
-from . import _launch, cross_entropy, decode, heads, operators, selected, span, span_keys, span_queries, swiglu
+from . import _launch, cross_entropy, decode, heads, hopper, operators, selected, span, span_keys, span_queries, swiglu
 from ._launch import Launch
+from ._tiled import Tiled
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
@@ -96,6 +97,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
     Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
     """
     with (
+        patch.object(hopper, "arch", lambda x: arch),
         patch.object(span, "arch", lambda x: arch),
         patch.object(span_queries, "arch", lambda x: arch),
         patch.object(span_keys, "arch", lambda x: arch),
@@ -163,6 +165,8 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
 
 
 def _type(value: object) -> str:
+    if isinstance(value, Tiled):
+        return value.signature
     if isinstance(value, Tensor):
         return f"*{_NAMES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"

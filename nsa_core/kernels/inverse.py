@@ -72,6 +72,17 @@ def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
     tl.store(ITEMS + chunk * limit + item, key, mask=item < limit)
 
 
+@triton.jit
+def work_item(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
+    """(block's key, first entry, end of entries) of a work item; the key is KEYS and both bounds 0 for none."""
+    key = tl.load(ITEMS + item)
+    piece = item - tl.load(PIECES + key)
+    begin = tl.load(BOUNDS + key) + piece * cap
+    end = tl.minimum(begin + cap, tl.load(BOUNDS + tl.minimum(key + 1, KEYS)))
+    none = key >= KEYS
+    return key, tl.where(none, 0, begin), tl.where(none, 0, end)
+
+
 @dataclass(frozen=True)
 class Inverse:
     """Entries sorted by (chunk, sequence, kv head, block).

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _launch
 from ._launch import Compiled, Launch
+from ._tiled import Tiled, placed
 from .plan import Plan
 
 __all__ = ["forget", "run"]
@@ -111,6 +112,14 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
+class _TiledView:
+    """A view as a kernel's `Tiled` argument."""
+
+    view: _View
+    descriptor: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _Allocation:
     slot: int
     size: tuple[int, ...]
@@ -141,16 +150,22 @@ class _Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A compiled kernel's launch: values, and which of them are addresses: (place, slot, bytes from its start)."""
+    """A compiled kernel's launch: values, and which of them are addresses: (place, slot, bytes from its start).
+
+    `tiled`: of values, those that describe tensors at such addresses.
+    """
 
     runner: Callable[..., None]
     values: list[Any]
     pointers: tuple[tuple[int, int, int], ...]
+    tiled: tuple[tuple[int, int, int], ...]
 
     def __call__(self, memory: _Memory) -> None:
         values, addresses = self.values.copy(), memory.addresses
         for place, slot, offset in self.pointers:
             values[place] = addresses[slot] + offset
+        for place, slot, offset in self.tiled:
+            values[place] = placed(values[place], addresses[slot] + offset)
         self.runner(*values, stream=memory.stream)
 
 
@@ -246,7 +261,8 @@ class _Recorder(TorchDispatchMode):
         compiled = _launch.start(asked)
         self._starting = False
         arguments = {name: self._viewed(x) for name, x in asked.arguments.items()}
-        used = {x.slot for x in arguments.values() if isinstance(x, _View)}
+        views = (x.view if isinstance(x, _TiledView) else x for x in arguments.values())
+        used = {x.slot for x in views if isinstance(x, _View)}
         self._taken.append(_Taken(_step(asked, arguments, compiled), used))
 
     def capture(self, results: Sequence[Tensor]) -> _Capture:
@@ -284,6 +300,8 @@ class _Recorder(TorchDispatchMode):
         """Tensors as views of slots, and what is none as it is."""
         assert not isinstance(x, list | tuple) or not any(isinstance(y, Tensor) for y in x), "tensors in a list"
         assert not isinstance(x, Tensor) or x in self._views, "a tensor from elsewhere"
+        if isinstance(x, Tiled):
+            return _TiledView(self._views[x.x], placed(x.descriptor(), 0))
         return self._views[x] if isinstance(x, Tensor) else x
 
 
@@ -292,7 +310,10 @@ def _step(asked: Launch, arguments: dict[str, Any], compiled: Compiled | None) -
         return _Interpret(Launch(asked.kernel, asked.grid, arguments, asked.constants, asked.tile))
     values = compiled.ordered([*arguments.values(), *asked.constants.values()])
     pointers = tuple((place, x.slot, x.bytes) for place, x in enumerate(values) if isinstance(x, _View))
-    return _Start(compiled.runner(asked.grid), [0 if isinstance(x, _View) else x for x in values], pointers)
+    tiled = [(place, x) for place, x in enumerate(values) if isinstance(x, _TiledView)]
+    at = tuple((place, x.view.slot, x.view.bytes) for place, x in tiled)
+    kept = [0 if isinstance(x, _View) else x.descriptor if isinstance(x, _TiledView) else x for x in values]
+    return _Start(compiled.runner(asked.grid), kept, pointers, at)
 
 
 def _tensors(result: object) -> Iterator[Tensor]:

@@ -6,7 +6,8 @@ each query's blocks anew moves n·slc_block keys a query; here a block is read o
 of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
 sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
-written to them leaves the cache first: queries are read again by other blocks.
+written to them leaves the cache first: queries are read again by other blocks. For Hopper there is another forward in
+selected_hopper.py.
 """
 
 from __future__ import annotations
@@ -16,23 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
+from . import hopper, selected_hopper
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
-from .inverse import Inverse
+from .inverse import Inverse, work_item
 from .merge import Slots
 from .plan import Part, Plan
 from .ranges import load_rows, load_stats
-
-
-@triton.jit
-def _work(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
-    """(block's key, first entry, end of entries) of a work item; the key is KEYS and both bounds 0 for none."""
-    key = tl.load(ITEMS + item)
-    piece = item - tl.load(PIECES + key)
-    begin = tl.load(BOUNDS + key) + piece * cap
-    end = tl.minimum(begin + cap, tl.load(BOUNDS + tl.minimum(key + 1, KEYS)))
-    none = key >= KEYS
-    return key, tl.where(none, 0, begin), tl.where(none, 0, end)
 
 
 @triton.jit
@@ -49,7 +40,7 @@ def _selected_forward(
     """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
-    key, begin, end = _work(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, cap)
+    key, begin, end = work_item(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, cap)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
@@ -103,7 +94,7 @@ def _selected_backward(
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     item = tl.program_id(0)
-    key, begin, end = _work(ITEMS, PIECES, BOUNDS, item, keys, cap)
+    key, begin, end = work_item(ITEMS, PIECES, BOUNDS, item, keys, cap)
     if begin < end:
         n0, head = key % blocks * SB, key // blocks
         kvh, b = head % HKV, head // HKV
@@ -221,8 +212,11 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
-    constants = _constants(q, part, tile, plan.config) | dict(AHEAD=ahead)
-    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile)
+    constants = _constants(q, part, tile, plan.config)
+    if hopper.fits(q, [part]) and constants["SB"] == 64 and not constants["MASKED"]:
+        selected_hopper.start((inverse.limit,), pointers | numbers, constants)
+        return
+    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants | dict(AHEAD=ahead), tile)
 
 
 def backward_chunk(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..routes import Branch
-from . import ranges, span_hopper
+from . import hopper, ranges, span_hopper
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .plan import Part, Plan
@@ -225,9 +225,9 @@ def _launch(
     q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool
 ) -> None:
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
-    if has_v and (groups := _warpgroups(q, parts, plan)):
-        tile = span_hopper.tile(groups)
-        span_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)
+    if has_v and hopper.attends_to_all(q, parts, plan):
+        tile = span_hopper.TILE
+        span_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     late = tile.warps if _rescales_late(q, parts) else 0
@@ -282,20 +282,6 @@ def _like_lse(q: Tensor) -> Tensor:
 def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
     """Whether sums are rescaled late (rescale.py): it pays where they are many numbers a row."""
     return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
-
-
-def _warpgroups(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
-    """Warpgroups that attend in the kernel of span_hopper.py; 0 where it is not for these, or slower (docs, log 35)."""
-    group = q.shape[2] // parts[0].k.shape[2]
-    dims = {q.shape[-1], *(part.v.shape[-1] for part in parts)}
-    if not (90 <= arch(q) < 100 and q.itemsize == 2 and dims == {128} and group in (4, 8, 16)):
-        return 0
-    aligned = all(x.data_ptr() % 16 == 0 for x in (q, *(x for part in parts for x in (part.k, part.v))))
-    if not (aligned and plan.shared and len(parts) == 3):
-        return 0
-    if next(part.k.shape[1] for part in parts if part.branch == "cmp") >= 3072:
-        return 3
-    return 2 if group == 4 else 0
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:

@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false
 """Attention over spans of keys, backward towards queries: a tile of queries meets all keys that it sees.
 
-A program goes through the spans of all branches that it is given, so that the gradient of q is written once.
+A program goes through the spans of all branches that it is given, so that the gradient of q is written once. For
+Hopper there is another kernel in span_queries_hopper.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper, span_queries_hopper
 from ._launch import launch
 from ._tiles import Tile, arch, widest
 from .plan import Part, Plan
@@ -135,10 +137,14 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
         stats: from merge.prepare: of all parts in turn and, where keys are shared, of the last two as one.
     """
     dq = torch.empty_like(q)
-    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
     arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, plan)
     arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
+    if hopper.attends_to_all(q, parts, plan):
+        tile = span_queries_hopper.TILE
+        span_queries_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
+        return dq
+    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     launch(_span_backward_q, grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)
     return dq
 

@@ -1,4 +1,4 @@
-"""Which calls take the forward of span_hopper.py; the kernel itself is tested on a device."""
+"""Which calls take the kernels for Hopper, and how their tiles are described; the kernels are tested on a device."""
 
 from importlib.util import find_spec
 
@@ -8,24 +8,32 @@ import torch
 from nsa_core import NSAConfig
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+CONFIG = NSAConfig()
+FORWARD, BACKWARD, SELECTED = "_all_spans_forward", "_all_spans_backward_q", "_selected_forward_hopper"
 
 
-def warpgroups(monkeypatch, arch=90, heads=8, compressed=63, dim=128, dtype=torch.bfloat16, shared=True, late=0):
-    """For two kv heads; `late`: numbers that keys begin behind where 16 bytes are aligned."""
-    from nsa_core.kernels import span
-    from nsa_core.kernels.plan import Part, Plan
+def started(
+    monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late=0, config=CONFIG,
+    separate=False,
+):  # fmt: skip
+    """Kernels of a forward and backward of two kv heads; `late`: numbers that keys begin behind an aligned place."""
+    from nsa_core.kernels import _launch, hopper, operators
 
-    monkeypatch.setattr(span, "arch", lambda x: arch)
-    q = torch.empty(1, 8, heads, dim, dtype=dtype)
-    k_cmp, k = torch.empty(1, compressed, 2, dim, dtype=dtype), torch.empty(2 * 8 * dim + late, dtype=dtype)
-    k = k[late:].view(1, 8, 2, dim)
-    parts = [Part("cmp", k_cmp, k_cmp), Part("slc", k, k), Part("win", k, k)]
-    return span._warpgroups(q, parts, Plan(NSAConfig(), ("cmp", "slc", "win"), 0, 1.0, shared=shared))
+    monkeypatch.setattr(hopper, "arch", lambda x: arch)
+    q, gates = torch.empty(1, tokens, heads, dim, dtype=dtype), torch.empty(1, tokens, heads, 3, dtype=dtype)
+    k, v = (torch.empty(late + tokens * 2 * n, dtype=dtype)[late:].view(1, tokens, 2, n) for n in (dim, value_dim))
+    leaves = [x.requires_grad_() for x in (q, gates, k, v)]
+    with _launch.record() as seen:
+        plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 1.0, compresses=not separate)
+        pairs = [operators.compress(k, v, config), (k, v), (k.clone(), v.clone())] if separate else [(k, v)] * 2
+        out = operators.attend(q, gates, None, pairs, plan)
+        torch.autograd.grad(out, leaves, torch.empty_like(out))
+    return {one.kernel.__name__ for one in seen}
 
 
-@pytest.mark.parametrize(("heads", "compressed", "groups"), [(8, 63, 2), (8, 3072, 3), (16, 3072, 3), (32, 3072, 3)])
-def test_it_attends_with_two_warpgroups_or_three(monkeypatch, heads, compressed, groups):
-    assert warpgroups(monkeypatch, heads=heads, compressed=compressed) == groups
+@pytest.mark.parametrize("given", [{}, {"heads": 16}, {"heads": 32}, {"dtype": torch.float16}], ids=str)
+def test_groups_of_4_to_16_heads_of_128_take_them(monkeypatch, given):
+    assert {FORWARD, BACKWARD, SELECTED} <= started(monkeypatch, **given)
 
 
 @pytest.mark.parametrize(
@@ -33,15 +41,58 @@ def test_it_attends_with_two_warpgroups_or_three(monkeypatch, heads, compressed,
     [
         {"arch": 80},
         {"arch": 100},
-        {"heads": 6, "compressed": 3072},
-        {"heads": 16},
-        {"heads": 32},
+        {"heads": 2},
+        {"heads": 12},
+        {"heads": 64},
         {"dim": 64},
+        {"value_dim": 64},
         {"dtype": torch.float32},
-        {"shared": False},
         {"late": 1},
     ],
     ids=str,
 )
-def test_others_take_the_forward_of_all_devices(monkeypatch, other):
-    assert warpgroups(monkeypatch, **other) == 0
+def test_others_take_those_of_all_devices(monkeypatch, other):
+    assert not {FORWARD, BACKWARD, SELECTED} & started(monkeypatch, **other)
+
+
+def test_separate_keys_take_the_selected_forward_alone(monkeypatch):
+    assert {FORWARD, BACKWARD, SELECTED} & started(monkeypatch, separate=True) == {SELECTED}
+
+
+@pytest.mark.parametrize("config", [NSAConfig(slc_block=32), NSAConfig(local_blocks=0)], ids=["blocks", "no local"])
+def test_blocks_of_64_before_the_query_take_the_selected_forward(monkeypatch, config):
+    names = started(monkeypatch, config=config)
+    assert SELECTED not in names
+    assert "_selected_forward" in names
+
+
+def test_without_compressed_keys_there_is_nothing_to_describe(monkeypatch):
+    assert not {FORWARD, BACKWARD} & started(monkeypatch, tokens=20)
+
+
+def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recwarn):
+    from torch._subclasses import FakeTensorMode
+
+    from nsa_core.kernels import hopper
+    from nsa_core.kernels.plan import Part
+
+    monkeypatch.setattr(hopper, "arch", lambda x: 90)
+    with FakeTensorMode():
+        q, k = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
+        assert hopper.fits(q, [Part("slc", k, k)])
+    assert not recwarn.list
+
+
+def test_a_tile_is_described_for_the_launch_as_for_the_compiler():
+    from nsa_core.kernels._tiled import Tiled, placed
+
+    x = torch.arange(2 * 5 * 3 * 128).view(2, 5, 3, 128).to(torch.bfloat16)
+    tiled = Tiled(x, 64)
+    found = tiled.descriptor()
+    assert (found.shape, found.strides, found.block_shape) == ([2, 5, 384], [1920, 384, 1], [1, 64, 128])
+    assert tiled.signature.replace(" ", "").startswith(
+        "tensordesc<bf16[1,64,128],NVMMASharedLayout(swizzle_byte_width=128"
+    )
+    moved = placed(found, 4096)
+    assert (moved.base.data_ptr(), found.base.data_ptr()) == (4096, x.data_ptr())
+    assert (moved.shape, moved.strides, moved.layout) == (found.shape, found.strides, found.layout)

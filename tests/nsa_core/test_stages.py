@@ -64,6 +64,8 @@ def _on(**branches: bool) -> dict[str, Any]:
         ("_span_backward_kv", _on(), "forced_backward_kv"),  # the initial blocks, by the queries far behind them
         ("_span_forward", {"M": 64}, "span_forward"),
         ("_all_spans_forward", {"M": 128}, "compressed_window_forced"),
+        ("_all_spans_backward_q", {"M": 128}, "compressed_window_forced_backward_q"),
+        ("_selected_forward_hopper", {}, "selected"),
         ("_choose", {}, "topk"),
         ("_count", {}, "inverse_index"),
         ("_sum_dq", {}, "merge_backward"),

@@ -1,0 +1,195 @@
+# pyright: reportMissingImports=false
+"""What the kernels for Hopper share, in Gluon: which calls they are for, rings of tiles, and bands of keys.
+
+A program has a warp that copies keys and values into rings of shared memory, and warpgroups that attend, 64 rows each,
+to the same tiles (as FlashAttention-3 does, arXiv 2407.08608, section 3.1). They meet at barriers of the rings alone:
+while one computes probabilities, others have their products under way. The tiles of all bands of keys are one stream,
+of which the copies are ahead. Tiles begin where a band does, so that hardly a key is met in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ._launch import launch
+from ._tiled import Tiled
+from ._tiles import Tile, arch
+from .plan import Part, Plan
+from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys
+
+ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
+# Bands: compressed keys, then shared ones by kind: BOTH, which the window goes on from, WIN_ALONE and SLC_ALONE.
+BANDS = gl.constexpr(BOTH.value + 2)
+BOTH_BAND, WINDOW_BAND, LAST_BAND = (gl.constexpr(BOTH.value + 1 - kind.value) for kind in (BOTH, WIN_ALONE, SLC_ALONE))
+COPY_REGISTERS = gl.constexpr(40)  # of a thread of those that copy
+# Renamed between Triton 3.6 and 3.9.
+copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@triton.constexpr_function
+def by_row(dim):
+    """The layout of copies of rows of `dim` half-precision numbers, 16 bytes a thread."""
+    lanes = dim // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def anew(x):
+    """x, from which all is computed where it is used, and not kept through loops, which have no registers for it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def by_eights(x):
+    """[rows,n] as [rows,n/8,8], of which a thread has all along the middle, so that sums there cross no threads."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.jit
+def band(slot, t, sizes: gl.constexpr):
+    """Keys that query t sees in a band of the stream. `sizes` are those of ranges.sizes, in turn."""
+    first, end = compressed_keys(t, sizes[0], sizes[1])
+    lo, stop = shared_keys(t, LAST_BAND - slot, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6])
+    return gl.where(slot == 0, first, lo), gl.where(slot == 0, end, stop)
+
+
+@gluon.jit
+def band_tiles(slot, t0, t1, BN: gl.constexpr, sizes: gl.constexpr):
+    """(first key, tiles) of a band of queries t0 .. t1; one tile at least."""
+    first, _ = band(slot, t0, sizes)
+    _, end = band(slot, t1, sizes)
+    return first, gl.maximum(gl.cdiv(end - first, BN), 1)
+
+
+@gluon.jit
+def rows_of(group, LAYOUT: gl.constexpr):
+    """A warpgroup's rows of the program's."""
+    return anew(group * ROWS + gl.arange(0, ROWS, layout=LAYOUT))
+
+
+@gluon.jit
+def rows_at(base, first, i, stop, group, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
+    """(pointers, mask) of a warpgroup's rows of [B,S,HQ,D]."""
+    r = rows_of(group, gl.SliceLayout(1, by_row(D)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row(D)))
+    at = base + first * D + ((r // G * HQ + r % G)[:, None] * D + d[None, :])
+    return at, (i + r // G < stop)[:, None] & (d < D)[None, :]
+
+
+@gluon.jit
+def arrived():
+    """Wait for this warpgroup's copies; products see them then."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def tiles_of_rows(WARPGROUPS: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
+    """Shared memory for rows of each warpgroup."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, D], LAYOUT)
+
+
+@gluon.jit
+def ring(
+    rows: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr,
+    FILL: gl.constexpr, EMPTY: gl.constexpr,
+):  # fmt: skip
+    """(buffers, barriers of full ones, of empty ones): FILL and EMPTY arrive when they have filled or emptied one."""
+    buffers = gl.allocate_shared_memory(
+        DTYPE, [STAGES, rows, D], gl.NVMMASharedLayout.get_default_for([rows, D], DTYPE)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=FILL)
+        mbarrier.init(empty.index(stage), count=EMPTY)
+    return buffers, full, empty
+
+
+@gluon.jit
+def wait(barriers, turn, BEFORE: gl.constexpr):
+    """Until the ring's place of tile `turn` is full; or, of that BEFORE, empty, as a new ring is."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    mbarrier.wait(barriers.index(turn % STAGES), turn // STAGES % 2 ^ BEFORE)
+
+
+@gluon.jit
+def _fetch(x, buffers, full, g, b, j, column):
+    """Start to copy rows j .. of a sequence to the place of tile g; `column`: where the head's begin."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    BN: gl.constexpr = buffers.shape[1]
+    D: gl.constexpr = buffers.shape[2]
+    mbarrier.expect(full.index(g % STAGES), BN * D * 2)
+    _copy_tile(x, [b, j, column], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN, D]))
+
+
+@gluon.jit
+def produce(t0, t1, KC, VC, KS, VS, b, column, rings, sizes: gl.constexpr):
+    """Copies tile after tile of the stream of queries t0 .. t1."""
+    keys, keys_full, keys_empty, values, values_full, values_empty = rings
+    BN: gl.constexpr = keys.shape[1]
+    g = t0 * 0
+    for slot in range(BANDS):
+        j, tiles = band_tiles(slot, t0, t1, BN, sizes)
+        for _ in range(tiles):
+            wait(keys_empty, g, 1)
+            if slot == 0:
+                _fetch(KC, keys, keys_full, g, b, j, column)
+            else:
+                _fetch(KS, keys, keys_full, g, b, j, column)
+            wait(values_empty, g, 1)
+            if slot == 0:
+                _fetch(VC, values, values_full, g, b, j, column)
+            else:
+                _fetch(VS, values, values_full, g, b, j, column)
+            j += BN
+            g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
+
+
+def fits(q: Tensor, parts: Sequence[Part]) -> bool:
+    """Whether the kernels for Hopper take these: head dim 128, half precision, groups of 4, 8 or 16 heads, aligned."""
+    group = q.shape[2] // parts[0].k.shape[2]
+    tensors = [q, *(x for part in parts for x in (part.k, part.v))]
+    if not (90 <= arch(q) < 100 and q.itemsize == 2 and group in (4, 8, 16)):
+        return False
+    return {x.shape[-1] for x in tensors} == {128} and all(map(_is_readable, tensors))
+
+
+def attends_to_all(q: Tensor, parts: Sequence[Part], plan: Plan) -> bool:
+    """Whether it fits, all branches are on, and window and selected branch share keys, as in `band`."""
+    return plan.shared and len(parts) == 3 and fits(q, parts)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """By the copy engine. What has no memory yet, where a compiler traces a call, will have it aligned."""
+    return x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0)
+
+
+def start(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile, after: int
+) -> None:
+    """Launch a kernel that attends to all bands.
+
+    Args:
+        arguments, sizes: of which it takes those that it names.
+        after: registers of a thread that attends, once the warp that copies has given its own.
+    """
+    names = set(kernel.arg_names)
+    given = {name: value for name, value in arguments.items() if name in names}
+    given |= {name: Tiled(given[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
+    own = dict(STAGES=tile.stages, REGISTERS=after)
+    launch(kernel, grid, given, {name: value for name, value in sizes.items() if name in names} | own, tile)

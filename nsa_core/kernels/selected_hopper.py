@@ -1,0 +1,182 @@
+# pyright: reportMissingImports=false
+"""The forward of selected.py for Hopper: a warpgroup copies the queries that chose a block, others attend (hopper.py).
+
+Each tile of queries belongs to one of the warpgroups that attend, which take turns. A thread's results of a product are
+pairs of columns, 8 apart; values lie in shared memory with their columns in such an order that four pairs are
+neighbours in the slots, which are written from registers, 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._launch import launch
+from ._tiles import Tile
+from .hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, ring, wait
+from .inverse import work_item
+
+_WARPGROUPS = gl.constexpr(3)  # that attend
+_TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=128)
+_REGISTERS = 152  # of a thread that attends
+
+
+@triton.constexpr_function
+def _by_row(dim):
+    """The layout of copies of 64 rows of `dim` half-precision numbers: 8 neighbouring rows a thread, 16 bytes each."""
+    lanes = dim // 8
+    return gl.BlockedLayout([8, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@triton.constexpr_function
+def _by_entry(dim, group):
+    """Rows of `_by_row` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
+    lanes = (dim // 8).bit_length() - 1
+    bits = [[0, 1 << bit] if 1 << bit < group else [(1 << bit) // group, 0] for bit in range(6)]
+    in_warp = [[0, 0]] * lanes + bits[3 : 8 - lanes]
+    return gl.DistributedLinearLayout(bits[:3], in_warp, bits[8 - lanes :], [], [64 // group, group])
+
+
+@triton.constexpr_function
+def _by_run(dim):
+    """Of a product's [64,dim] after `_swap`, a thread's neighbouring columns first."""
+    wide = [[0, 1 << bit] for bit in range(5, (dim - 1).bit_length())]
+    in_warp = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *wide], in_warp, [[16, 0], [32, 0]], [], [64, dim]
+    )
+
+
+@gluon.jit
+def _swap(x):
+    """Of each 32 columns, 4 runs of 4 pairs, pair j of run i becomes pair i of run j: it undoes itself."""
+    pairs = x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
+    return pairs.permute([0, 1, 3, 2, 4]).reshape([x.shape[0], x.shape[1]])
+
+
+@gluon.jit
+def _produce(
+    Q, K, V, ENTRIES, begin, end, first_entry, keys, values, block_full, rows,
+    HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, FREE: gl.constexpr,
+):  # fmt: skip
+    """Copies the block's keys and values, then tile after tile of its queries; past the last entry that one again."""
+    queries, full, empty = rows
+    STAGES: gl.constexpr = queries.shape[0]
+    D: gl.constexpr = queries.shape[2]
+    BQ: gl.constexpr = ROWS // G
+    COPY: gl.constexpr = _by_row(D)
+    ENTRY: gl.constexpr = _by_entry(D, G)
+    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
+    at = n[:, None] * (HKV * D) + d[None, :]
+    copy_rows(keys, K + at)
+    values.store(_swap(gl.load(V + at)))
+    fence_async_shared()
+    async_copy.mbarrier_arrive(block_full, increment_count=False)
+    qi = gl.arange(0, BQ, layout=gl.SliceLayout(1, ENTRY))
+    following = gl.load(ENTRIES + gl.minimum(begin + qi, end - 1))
+    for g in range(gl.cdiv(end - begin, BQ)):
+        row = (following - first_entry) // FREE
+        following = gl.load(ENTRIES + gl.minimum(begin + (g + 1) * BQ + qi, end - 1))
+        row = (row[:, None] + gl.full([BQ, G], 0, gl.int32, ENTRY)).reshape([ROWS])
+        row = gl.convert_layout(row, gl.SliceLayout(1, COPY))
+        wait(empty, g, 1)
+        copy_rows(queries.index(g % STAGES), Q + ((row * HQ + n % G) * D)[:, None] + d[None, :])
+        async_copy.mbarrier_arrive(full.index(g % STAGES), increment_count=False)
+
+
+@gluon.jit
+def _consume(
+    group, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, keys, values, block_full, rows, G: gl.constexpr
+):  # fmt: skip
+    """Fills the slots of every third tile of queries, from tile `group` on."""
+    queries, full, empty = rows
+    STAGES: gl.constexpr = queries.shape[0]
+    D: gl.constexpr = queries.shape[2]
+    BN: gl.constexpr = keys.shape[0]
+    BQ: gl.constexpr = ROWS // G
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = _by_run(D)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    no_scores, no_sums = gl.full([ROWS, BN], 0.0, gl.float32, SCORES), gl.full([ROWS, D], 0.0, gl.float32, SUMS)
+    r, d = gl.arange(0, ROWS, layout=ROW), gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    mbarrier.wait(block_full, 0)
+    fence_async_shared()
+    for g in range(group, gl.cdiv(end - begin, BQ), _WARPGROUPS):
+        i = begin + g * BQ + r // G
+        slot = (gl.load(ENTRIES + gl.minimum(i, end - 1)) - first_entry) * G + r % G
+        wait(full, g, 0)
+        fence_async_shared()  # copies are to be seen by products
+        s = warpgroup_mma(queries.index(g % STAGES), keys.permute([1, 0]), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(empty.index(g % STAGES), count=1)
+        m = gl.maximum(gl.convert_layout(gl.max(gl.max(by_eights(s), 1), 1), ROW) * scale2, -1e30)
+        p = gl.exp2(s * scale2 - m[:, None])
+        l = gl.convert_layout(gl.sum(gl.sum(by_eights(p), 1), 1), ROW)
+        p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        o = warpgroup_mma(p, values, no_sums, use_acc=False, is_async=True)
+        o, p = warpgroup_mma_wait(0, deps=[o, p])
+        o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, SUMS))[:, None]
+        o = gl.convert_layout(_swap(o.to(values.dtype)), OUT)
+        at = OPART + ((gl.convert_layout(slot, gl.SliceLayout(1, OUT)) * D)[:, None] + d[None, :])
+        ok = gl.convert_layout(i, gl.SliceLayout(1, OUT)) < end
+        gl.store(at, o, mask=ok[:, None] & (d < D)[None, :], eviction_policy="evict_first")
+        gl.store(LPART + slot, m + gl.log2(l), mask=i < end)
+
+
+@gluon.jit
+def _selected_forward_hopper(
+    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    S, T, first_row, skip, blocks, keys, cap, scale2,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As selected._selected_forward; every block lies wholly before the queries that chose it."""
+    G: gl.constexpr = HQ // HKV
+    DTYPE: gl.constexpr = Q.dtype.element_ty
+    key, begin, end = work_item(ITEMS, PIECES, BOUNDS, gl.program_id(0), keys, cap)
+    if begin < end:
+        head = key // blocks
+        kvh, b = head % HKV, head // HKV
+        start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
+        # From here on rows and entries count from the chunk's first, as in selected.py.
+        first_entry = first_row * FREE
+        Q += ((b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G) * D
+        K += start
+        V += start
+        BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SB, D], DTYPE)
+        k, v = gl.allocate_shared_memory(DTYPE, [SB, D], BLOCK), gl.allocate_shared_memory(DTYPE, [SB, D], BLOCK)
+        block_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(block_full, count=THREADS)
+        rows = ring(ROWS, D, DTYPE, STAGES, THREADS, 1)
+        fence_async_shared()
+        barrier()
+        group0 = S * 0
+        group1, group2 = group0 + 1, group0 + 2
+        gl.warp_specialize([
+            (_consume, (group0, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
+            (_consume, (group1, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
+            (_consume, (group2, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
+            (_produce, (Q, K, V, ENTRIES, begin, end, first_entry, k, v, block_full, rows, HQ, HKV, G, FREE)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip
+
+
+def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Launch it: arguments and sizes as of selected._selected_forward, of which it does not take all."""
+    names = set(_selected_forward_hopper.arg_names)
+    given = {name: value for name, value in arguments.items() if name in names}
+    constants = {name: value for name, value in sizes.items() if name in names}
+    constants |= dict(STAGES=_TILE.stages, REGISTERS=_REGISTERS)
+    launch(_selected_forward_hopper, grid, given, constants, _TILE)

@@ -1,0 +1,134 @@
+"""The kernels that are Hopper's own (hopper.py) against those of all devices."""
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig
+from nsa_core.kernels import attention, hopper, merge, scores, selected, span, span_queries
+from nsa_core.kernels.plan import Part, Plan
+from nsa_core.kernels.stages import observe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+GROUPS = pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype"), [(8, 2, torch.float16), (8, 1, torch.bfloat16), (32, 2, torch.bfloat16)]
+)
+
+
+def spans(tokens, heads, kv_heads, dtype, config, rows=None):
+    """(q, parts, plan) of all branches, of two sequences whose last `rows` tokens have queries."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    compressed = max(0, (tokens - config.cmp_block) // config.cmp_stride + 1)
+    sizes = (rows or tokens, heads), *((n, kv_heads) for n in (compressed, compressed, tokens, tokens))
+    q, kc, vc, k, v = (torch.randn(2, *size, 128, generator=generator, device="cuda").to(dtype) for size in sizes)
+    parts = [Part("cmp", kc, vc), Part("slc", k, v), Part("win", k, v)]
+    return q, parts, Plan(config, ("cmp", "slc", "win"), tokens - q.shape[1], 128**-0.5, shared=True)
+
+
+def of_forward(case):
+    """A run that gives outputs and log-sum-exps of the spans."""
+    return lambda: [x for pair in span.forward(*case) for x in pair]
+
+
+def of_backward_q(case):
+    q, parts, plan = case
+    outputs, lses = zip(*span.forward(*case), strict=True)
+    generator = torch.Generator("cuda").manual_seed(1)
+    gates = torch.rand(*q.shape[:3], 3, generator=generator, device="cuda").to(q.dtype)
+    do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
+    _, stats = merge.prepare(outputs, lses, gates, do, True)
+    return lambda: [span_queries.backward_q(q, do, parts, stats, plan)]
+
+
+def of_selected_forward(case):
+    """A run that gives the slots of all chunks."""
+    q, parts, plan = case
+    (_, lse), *_ = span.forward(*case)
+    blocks = scores.select(q, parts[0].k, lse, plan.config, plan.offset, plan.scale, plan.causal_rows(q.shape[1]))
+    index = attention._invert(q, parts[1], blocks, plan)
+
+    def run():
+        found = []
+        for chunk, slots in enumerate(attention._slots(q, parts[1].v, index, plan)):
+            slots.parts.fill_(float("nan"))
+            slots.lse.fill_(float("nan"))
+            selected.forward_chunk(q, parts[1], slots, index, chunk, plan)
+            found += [slots.parts[: slots.rows.count].clone(), slots.lse[: slots.rows.count].clone()]
+        return found
+
+    return run
+
+
+def assert_as_elsewhere(monkeypatch, run, kernel):
+    """It starts `kernel`, gives the same bits twice, and what the kernels of all devices give."""
+    with observe() as started:
+        first, second = run(), run()
+    assert kernel in {one.kernel for one in started}
+    monkeypatch.setattr(hopper, "arch", lambda x: 80)
+    with observe() as started:
+        expected = run()
+    assert kernel not in {one.kernel for one in started}
+    for got, again, want in zip(first, second, expected, strict=True):
+        assert torch.equal(got, again)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=4e-3)
+
+
+@GROUPS
+@pytest.mark.parametrize("tokens", [32, 64, 1000, 1025, 2064])
+def test_spans(monkeypatch, tokens, heads, kv_heads, dtype):
+    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+    assert_as_elsewhere(monkeypatch, of_forward(case), "_all_spans_forward")
+
+
+@GROUPS
+@pytest.mark.parametrize("tokens", [32, 64, 1000, 1025, 2064])
+def test_spans_backward_towards_queries(monkeypatch, tokens, heads, kv_heads, dtype):
+    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+    assert_as_elsewhere(monkeypatch, of_backward_q(case), "_all_spans_backward_q")
+
+
+@GROUPS
+@pytest.mark.parametrize("tokens", [1025, 1100, 3000])
+def test_free_blocks(monkeypatch, tokens, heads, kv_heads, dtype):
+    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+    assert_as_elsewhere(monkeypatch, of_selected_forward(case), "_selected_forward_hopper")
+
+
+OTHER_SIZES = [{"init_blocks": 0}, {"window": 200, "slc_count": 5}, {"local_blocks": 4}]
+
+
+@pytest.mark.parametrize("sizes", OTHER_SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("made", "kernel"),
+    [
+        (of_forward, "_all_spans_forward"),
+        (of_backward_q, "_all_spans_backward_q"),
+        (of_selected_forward, "_selected_forward_hopper"),
+    ],
+)
+def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
+    case = spans(1500, 16, 2, torch.bfloat16, NSAConfig(**sizes), rows=700)
+    assert_as_elsewhere(monkeypatch, made(case), kernel)
+
+
+def test_a_sequence_is_not_read_beyond_its_end():
+    """Tiles of its last keys reach into the next sequence, whose values are no numbers here."""
+    q, parts, plan = spans(1000, 8, 2, torch.bfloat16, NSAConfig())
+    want = [x[0].clone() for pair in span.forward(q, parts, plan) for x in pair]
+    for part in parts:
+        part.k[1], part.v[1] = float("nan"), float("nan")
+    got = [x[0] for pair in span.forward(q, parts, plan) for x in pair]
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (32, 2)])
+def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, heads, kv_heads):
+    case = make_case(1200, heads, kv_heads, 128)
+    with observe() as started:
+        errors = case.errors(NSAConfig(slc_count=8))
+    assert {"_all_spans_forward", "_all_spans_backward_q", "_selected_forward_hopper"} <= {x.kernel for x in started}
+    assert all(ours <= 2 * eager for ours, eager in errors)
