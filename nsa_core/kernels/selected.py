@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from . import hopper, selected_hopper
+from . import hopper, selected_backward_hopper, selected_hopper
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from .inverse import Inverse, work_item
@@ -213,7 +213,7 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
     constants = _constants(q, part, tile, plan.config)
-    if hopper.fits(q, [part]) and constants["SB"] == 64 and not constants["MASKED"]:
+    if _is_for_hopper(q, part, constants):
         selected_hopper.start((inverse.limit,), pointers | numbers, constants)
         return
     launch(_selected_forward, (inverse.limit,), pointers | numbers, constants | dict(AHEAD=ahead), tile)
@@ -241,8 +241,11 @@ def backward_chunk(
     turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
     # Entries read a turn ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
-    constants = _constants(q, part, tile, plan.config) | ways
-    launch(_selected_backward, (inverse.limit,), pointers | numbers, constants, tile)
+    constants = _constants(q, part, tile, plan.config)
+    if _is_for_hopper(q, part, constants):
+        selected_backward_hopper.start((inverse.limit,), pointers | numbers, constants)
+    else:
+        launch(_selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile)
     _add_items(scratch, totals, inverse, chunk, plan.config)
 
 
@@ -274,6 +277,11 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # A free block lies before the local ones, and so wholly before the query.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
+
+
+def _is_for_hopper(q: Tensor, part: Part, constants: dict[str, int]) -> bool:
+    """Whether the kernels of selected_hopper.py take it: blocks of 64 keys that lie before their queries."""
+    return hopper.fits(q, [part]) and constants["SB"] == 64 and not constants["MASKED"]
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:

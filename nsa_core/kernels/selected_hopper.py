@@ -33,15 +33,15 @@ _REGISTERS = 152  # of a thread that attends
 
 
 @triton.constexpr_function
-def _by_row(dim):
+def by_row(dim):
     """The layout of copies of 64 rows of `dim` half-precision numbers: 8 neighbouring rows a thread, 16 bytes each."""
     lanes = dim // 8
     return gl.BlockedLayout([8, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @triton.constexpr_function
-def _by_entry(dim, group):
-    """Rows of `_by_row` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
+def by_entry(dim, group):
+    """Rows of `by_row` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
     lanes = (dim // 8).bit_length() - 1
     bits = [[0, 1 << bit] if 1 << bit < group else [(1 << bit) // group, 0] for bit in range(6)]
     in_warp = [[0, 0]] * lanes + bits[3 : 8 - lanes]
@@ -49,8 +49,8 @@ def _by_entry(dim, group):
 
 
 @triton.constexpr_function
-def _by_run(dim):
-    """Of a product's [64,dim] after `_swap`, a thread's neighbouring columns first."""
+def by_run(dim):
+    """Of a product's [64,dim] after `swap`, a thread's neighbouring columns first."""
     wide = [[0, 1 << bit] for bit in range(5, (dim - 1).bit_length())]
     in_warp = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
@@ -59,7 +59,7 @@ def _by_run(dim):
 
 
 @gluon.jit
-def _swap(x):
+def swap(x):
     """Of each 32 columns, 4 runs of 4 pairs, pair j of run i becomes pair i of run j: it undoes itself."""
     pairs = x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
     return pairs.permute([0, 1, 3, 2, 4]).reshape([x.shape[0], x.shape[1]])
@@ -75,13 +75,13 @@ def _produce(
     STAGES: gl.constexpr = queries.shape[0]
     D: gl.constexpr = queries.shape[2]
     BQ: gl.constexpr = ROWS // G
-    COPY: gl.constexpr = _by_row(D)
-    ENTRY: gl.constexpr = _by_entry(D, G)
+    COPY: gl.constexpr = by_row(D)
+    ENTRY: gl.constexpr = by_entry(D, G)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     at = n[:, None] * (HKV * D) + d[None, :]
     copy_rows(keys, K + at)
-    values.store(_swap(gl.load(V + at)))
+    values.store(swap(gl.load(V + at)))
     fence_async_shared()
     async_copy.mbarrier_arrive(block_full, increment_count=False)
     qi = gl.arange(0, BQ, layout=gl.SliceLayout(1, ENTRY))
@@ -108,7 +108,7 @@ def _consume(
     BQ: gl.constexpr = ROWS // G
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OUT: gl.constexpr = _by_run(D)
+    OUT: gl.constexpr = by_run(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores, no_sums = gl.full([ROWS, BN], 0.0, gl.float32, SCORES), gl.full([ROWS, D], 0.0, gl.float32, SUMS)
     r, d = gl.arange(0, ROWS, layout=ROW), gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
@@ -129,7 +129,7 @@ def _consume(
         o = warpgroup_mma(p, values, no_sums, use_acc=False, is_async=True)
         o, p = warpgroup_mma_wait(0, deps=[o, p])
         o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, SUMS))[:, None]
-        o = gl.convert_layout(_swap(o.to(values.dtype)), OUT)
+        o = gl.convert_layout(swap(o.to(values.dtype)), OUT)
         at = OPART + ((gl.convert_layout(slot, gl.SliceLayout(1, OUT)) * D)[:, None] + d[None, :])
         ok = gl.convert_layout(i, gl.SliceLayout(1, OUT)) < end
         gl.store(at, o, mask=ok[:, None] & (d < D)[None, :], eviction_policy="evict_first")

@@ -24,6 +24,7 @@ _STAGES = {
     "_merge": "merge",
     "_prepare": "gates_backward",
     "_selected_backward": "selected_backward",
+    "_selected_backward_hopper": "selected_backward",
     "_sum_items": "sum_items_backward",
     "_sum_chunks": "sum_chunks_backward",
     "_sum_dq": "merge_backward",

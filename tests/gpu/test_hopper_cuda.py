@@ -44,12 +44,18 @@ def of_backward_q(case):
     return lambda: [span_queries.backward_q(q, do, parts, stats, plan)]
 
 
-def of_selected_forward(case):
-    """A run that gives the slots of all chunks."""
+def chosen(case):
+    """The inverse of what the queries choose."""
     q, parts, plan = case
     (_, lse), *_ = span.forward(*case)
     blocks = scores.select(q, parts[0].k, lse, plan.config, plan.offset, plan.scale, plan.causal_rows(q.shape[1]))
-    index = attention._invert(q, parts[1], blocks, plan)
+    return attention._invert(q, parts[1], blocks, plan)
+
+
+def of_selected_forward(case):
+    """A run that gives the slots of all chunks."""
+    q, parts, plan = case
+    index = chosen(case)
 
     def run():
         found = []
@@ -58,6 +64,27 @@ def of_selected_forward(case):
             slots.lse.fill_(float("nan"))
             selected.forward_chunk(q, parts[1], slots, index, chunk, plan)
             found += [slots.parts[: slots.rows.count].clone(), slots.lse[: slots.rows.count].clone()]
+        return found
+
+    return run
+
+
+def of_selected_backward(case):
+    """A run that gives the gradients of keys and values, and the slots of all chunks."""
+    q, parts, plan = case
+    index, generator = chosen(case), torch.Generator("cuda").manual_seed(1)
+    do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
+    stats = torch.randn(*q.shape[:3], 2, generator=generator, device="cuda")
+    stats[..., 0] += 4  # log-sum-exps, so that probabilities are below 1, mostly
+
+    def run():
+        totals = torch.zeros(2, *parts[1].k.shape, device="cuda")
+        scratch = torch.full((2, index.limit, plan.config.slc_block, 128), float("nan"), device="cuda")
+        found = [*totals]
+        for chunk, slots in enumerate(attention._slots(q, parts[1].k, index, plan)):
+            slots.parts.fill_(float("nan"))
+            selected.backward_chunk(q, do, parts[1], stats, slots, tuple(totals), tuple(scratch), index, chunk, plan)
+            found.append(slots.parts[: slots.rows.count].clone())
         return found
 
     return run
@@ -98,6 +125,13 @@ def test_free_blocks(monkeypatch, tokens, heads, kv_heads, dtype):
     assert_as_elsewhere(monkeypatch, of_selected_forward(case), "_selected_forward_hopper")
 
 
+@GROUPS
+@pytest.mark.parametrize("tokens", [1025, 1100, 3000])
+def test_free_blocks_backward(monkeypatch, tokens, heads, kv_heads, dtype):
+    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+    assert_as_elsewhere(monkeypatch, of_selected_backward(case), "_selected_backward_hopper")
+
+
 OTHER_SIZES = [{"init_blocks": 0}, {"window": 200, "slc_count": 5}, {"local_blocks": 4}]
 
 
@@ -108,6 +142,7 @@ OTHER_SIZES = [{"init_blocks": 0}, {"window": 200, "slc_count": 5}, {"local_bloc
         (of_forward, "_all_spans_forward"),
         (of_backward_q, "_all_spans_backward_q"),
         (of_selected_forward, "_selected_forward_hopper"),
+        (of_selected_backward, "_selected_backward_hopper"),
     ],
 )
 def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
@@ -130,5 +165,6 @@ def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, heads, kv_h
     case = make_case(1200, heads, kv_heads, 128)
     with observe() as started:
         errors = case.errors(NSAConfig(slc_count=8))
-    assert {"_all_spans_forward", "_all_spans_backward_q", "_selected_forward_hopper"} <= {x.kernel for x in started}
+    assert {f"_{stage}_hopper" for stage in ("selected_forward", "selected_backward")} <= {x.kernel for x in started}
+    assert {"_all_spans_forward", "_all_spans_backward_q"} <= {x.kernel for x in started}
     assert all(ours <= 2 * eager for ours, eager in errors)

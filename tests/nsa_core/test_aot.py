@@ -23,6 +23,7 @@ KERNELS = {
     "selected._selected_forward",
     "selected_hopper._selected_forward_hopper",
     "selected._selected_backward",
+    "selected_backward_hopper._selected_backward_hopper",
     "selected._sum_items",
     "inverse._sort_keys",
     "inverse._count",

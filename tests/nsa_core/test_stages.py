@@ -66,6 +66,7 @@ def _on(**branches: bool) -> dict[str, Any]:
         ("_all_spans_forward", {"M": 128}, "compressed_window_forced"),
         ("_all_spans_backward_q", {"M": 128}, "compressed_window_forced_backward_q"),
         ("_selected_forward_hopper", {}, "selected"),
+        ("_selected_backward_hopper", {}, "selected_backward"),
         ("_choose", {}, "topk"),
         ("_count", {}, "inverse_index"),
         ("_sum_dq", {}, "merge_backward"),

@@ -1,0 +1,198 @@
+# pyright: reportMissingImports=false
+"""The backward of selected.py for Hopper: a warpgroup copies what the queries of a block bring, two take turns at it.
+
+Each of the two adds up its own tiles' gradients of keys and values; at the end one hands its sums to the other. The
+gradient of queries is written from registers, as the slots in selected_hopper.py, by a product with keys whose columns
+lie as values do there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._launch import launch
+from ._tiles import Tile
+from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, ring, wait
+from .inverse import work_item
+from .selected_hopper import by_entry, by_row, by_run
+
+_WARPGROUPS = gl.constexpr(2)  # that attend
+_TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
+_REGISTERS = 232  # of a thread that attends
+
+
+@gluon.jit
+def _produce(
+    Q, K, V, DO, STATS, ENTRIES, begin, end, first_entry, block, block_full, rows,
+    HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, FREE: gl.constexpr,
+):  # fmt: skip
+    """Copies the block's keys and values, then tile after tile of its queries; past the last entry that one again."""
+    queries, gradients, stats, full, empty = rows
+    keys, values = block.index(0), block.index(1)
+    STAGES: gl.constexpr = queries.shape[0]
+    D: gl.constexpr = queries.shape[2]
+    BQ: gl.constexpr = ROWS // G
+    COPY: gl.constexpr = by_row(D)
+    ENTRY: gl.constexpr = by_entry(D, G)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
+    at = n[:, None] * (HKV * D) + d[None, :]
+    copy_rows(keys, K + at)
+    copy_rows(values, V + at)
+    async_copy.mbarrier_arrive(block_full, increment_count=False)
+    qi, r = gl.arange(0, BQ, layout=gl.SliceLayout(1, ENTRY)), gl.arange(0, ROWS, layout=ONE)
+    following = gl.load(ENTRIES + gl.minimum(begin + qi, end - 1))
+    of_stats = gl.load(ENTRIES + gl.minimum(begin + r // G, end - 1))
+    for g in range(gl.cdiv(end - begin, BQ)):
+        row = (following - first_entry) // FREE
+        row1 = ((of_stats - first_entry) // FREE * HQ + r % G) * 2
+        i = begin + (g + 1) * BQ
+        following = gl.load(ENTRIES + gl.minimum(i + qi, end - 1))
+        of_stats = gl.load(ENTRIES + gl.minimum(i + r // G, end - 1))
+        row = (row[:, None] + gl.full([BQ, G], 0, gl.int32, ENTRY)).reshape([ROWS])
+        row = gl.convert_layout(row, gl.SliceLayout(1, COPY))
+        first, at = row.to(gl.int64) * (HQ * D), (n % G * D)[:, None] + d[None, :]
+        wait(empty, g, 1)
+        copy_rows(queries.index(g % STAGES), (Q + first)[:, None] + at)
+        copy_rows(gradients.index(g % STAGES), (DO + first)[:, None] + at)
+        copy_rows(stats.index(g % STAGES * 2), STATS + row1)
+        copy_rows(stats.index(g % STAGES * 2 + 1), STATS + 1 + row1)
+        async_copy.mbarrier_arrive(full.index(g % STAGES), increment_count=False)
+
+
+@gluon.jit
+def _consume(
+    group, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block, block_full, rows,
+    mine, handed, G: gl.constexpr,
+):  # fmt: skip
+    """Fills the slots of every second tile of queries, from tile `group` on; the first one stores dk and dv of both."""
+    queries, gradients, stats, full, empty = rows
+    STAGES: gl.constexpr = queries.shape[0]
+    DTYPE: gl.constexpr = queries.dtype
+    D: gl.constexpr = queries.shape[2]
+    BN: gl.constexpr = block.shape[1]
+    BQ: gl.constexpr = ROWS // G
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = by_run(D)
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zero = gl.full([BN, ROWS], 0.0, gl.float32, SCORES)
+    dk, dv = gl.full([BN, D], 0.0, gl.float32, SUMS), gl.full([BN, D], 0.0, gl.float32, SUMS)
+    no_dq = gl.full([ROWS, D], 0.0, gl.float32, SUMS)
+    mbarrier.wait(block_full, 0)
+    fence_async_shared()
+    for g in range(group, gl.cdiv(end - begin, BQ), _WARPGROUPS):
+        i = begin + g * BQ
+        wait(full, g, 0)
+        fence_async_shared()  # copies are to be seen by products
+        q, do = queries.index(g % STAGES), gradients.index(g % STAGES)
+        # Found anew in every turn: descriptors of what stays in place would be kept through the loop, and spilled.
+        first = anew(group * 0)
+        keys, values, ds_buffer = block.index(first), block.index(first + 1), mine.index(group + first)
+        s = warpgroup_mma(keys, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(values, do.permute([1, 0]), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = gl.exp2(s * scale2 - stats.index(g % STAGES * 2).load(ROW)[None, :])
+        if i + BQ > end:
+            p = gl.where((i + anew(gl.arange(0, ROWS, layout=ROW)) // G < end)[None, :], p, 0.0)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds_buffer.store((p * (dp - stats.index(g % STAGES * 2 + 1).load(ROW)[None, :])).to(DTYPE))
+        fence_async_shared()
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2))
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        entry = gl.load(ENTRIES + gl.minimum(i + r // G, end - 1))
+        dv = warpgroup_mma(p, do, dv, is_async=True)
+        dk = warpgroup_mma(ds_buffer, q, dk, is_async=True)
+        dv, dk, p = warpgroup_mma_wait(0, deps=[dv, dk, p])
+        mbarrier.arrive(empty.index(g % STAGES), count=1)
+        dq = warpgroup_mma(ds_buffer.permute([1, 0]), keys, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        dq = gl.convert_layout((dq * scale).to(DTYPE), OUT)
+        slot, d = (entry - first_entry) * G + r % G, gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+        ok = (i + r // G < end)[:, None] & (d < D)[None, :]
+        gl.store(DQPART + ((slot * D)[:, None] + d[None, :]), dq, mask=ok, eviction_policy="evict_first")
+    n, e = gl.arange(0, BN, layout=gl.SliceLayout(1, SUMS)), gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
+    at = n[:, None] * D + e[None, :]
+    if group == 0:  # the other's sums lie where the result is to be
+        mbarrier.wait(handed, 0)
+        dk += gl.load(DKPART + at)
+        dv += gl.load(DVPART + at)
+        dk *= scale
+    gl.store(DKPART + at, dk)
+    gl.store(DVPART + at, dv)
+    if group == 1:
+        mbarrier.arrive(handed, count=1)
+
+
+@gluon.jit
+def _selected_backward_hopper(
+    Q, K, V, DO, STATS, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    S, T, first_row, skip, blocks, keys, cap, scale2, scale,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As selected._selected_backward; every block lies wholly before the queries that chose it."""
+    G: gl.constexpr = HQ // HKV
+    DTYPE: gl.constexpr = Q.dtype.element_ty
+    item = gl.program_id(0)
+    key, begin, end = work_item(ITEMS, PIECES, BOUNDS, item, keys, cap)
+    if begin < end:
+        head = key // blocks
+        kvh, b = head % HKV, head // HKV
+        start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
+        # From here on rows and entries count from the chunk's first, as in selected.py.
+        first_entry = first_row * FREE
+        first = (b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G
+        Q += first * D
+        DO += first * D
+        STATS += first * 2
+        K += start
+        V += start
+        DKPART += item.to(gl.int64) * (SB * D)
+        DVPART += item.to(gl.int64) * (SB * D)
+        BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SB, D], DTYPE)
+        block = gl.allocate_shared_memory(DTYPE, [2, SB, D], BLOCK)  # keys and values
+        block_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        handed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(block_full, count=THREADS)
+        mbarrier.init(handed, count=1)
+        queries, full, empty = ring(ROWS, D, DTYPE, STAGES, THREADS, 1)
+        gradients = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, D], BLOCK)
+        stats = gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mine = gl.allocate_shared_memory(
+            DTYPE, [_WARPGROUPS, SB, ROWS], gl.NVMMASharedLayout.get_default_for([SB, ROWS], DTYPE)
+        )
+        fence_async_shared()
+        barrier()
+        rows = (queries, gradients, stats, full, empty)
+        group0 = S * 0
+        group1 = group0 + 1
+        gl.warp_specialize([
+            (_consume, (group0, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block,
+                        block_full, rows, mine, handed, G)),
+            (_consume, (group1, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block,
+                        block_full, rows, mine, handed, G)),
+            (_produce, (Q, K, V, DO, STATS, ENTRIES, begin, end, first_entry, block, block_full, rows,
+                        HQ, HKV, G, FREE)),
+        ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+
+
+def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Launch it: arguments and sizes as of selected._selected_backward, of which it does not take all."""
+    names = set(_selected_backward_hopper.arg_names)
+    given = {name: value for name, value in arguments.items() if name in names}
+    constants = {name: value for name, value in sizes.items() if name in names}
+    constants |= dict(STAGES=_TILE.stages, REGISTERS=_REGISTERS)
+    launch(_selected_backward_hopper, grid, given, constants, _TILE)
