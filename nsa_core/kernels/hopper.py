@@ -128,17 +128,19 @@ def wait(barriers, turn, BEFORE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(x, buffers, full, g, b, j, column):
-    """Start to copy rows j .. of a sequence to the place of tile g; `column`: where the head's begin."""
+def fetch(x, buffers, full, g, b, j, head, HEADS: gl.constexpr):
+    """Start to copy rows j .. of a sequence, of HEADS heads from `head` on, to the place of tile g."""
     STAGES: gl.constexpr = buffers.shape[0]
     BN: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
     mbarrier.expect(full.index(g % STAGES), BN * D * 2)
-    _copy_tile(x, [b, j, column], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN, D]))
+    _copy_tile(
+        x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN // HEADS, HEADS, D])
+    )
 
 
 @gluon.jit
-def produce(t0, t1, KC, VC, KS, VS, b, column, rings, sizes: gl.constexpr):
+def produce(t0, t1, KC, VC, KS, VS, b, head, rings, sizes: gl.constexpr):
     """Copies tile after tile of the stream of queries t0 .. t1."""
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     BN: gl.constexpr = keys.shape[1]
@@ -148,14 +150,14 @@ def produce(t0, t1, KC, VC, KS, VS, b, column, rings, sizes: gl.constexpr):
         for _ in range(tiles):
             wait(keys_empty, g, 1)
             if slot == 0:
-                _fetch(KC, keys, keys_full, g, b, j, column)
+                fetch(KC, keys, keys_full, g, b, j, head, 1)
             else:
-                _fetch(KS, keys, keys_full, g, b, j, column)
+                fetch(KS, keys, keys_full, g, b, j, head, 1)
             wait(values_empty, g, 1)
             if slot == 0:
-                _fetch(VC, values, values_full, g, b, j, column)
+                fetch(VC, values, values_full, g, b, j, head, 1)
             else:
-                _fetch(VS, values, values_full, g, b, j, column)
+                fetch(VS, values, values_full, g, b, j, head, 1)
             j += BN
             g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
 

@@ -170,7 +170,7 @@ def _all_spans_forward(
         (_consume, (group0, Q, outputs, queries, rings, rows, scale2, sizes, HQ, G)),
         (_consume, (group1, Q, outputs, queries, rings, rows, scale2, sizes, HQ, G)),
         (_consume, (group2, Q, outputs, queries, rings, rows, scale2, sizes, HQ, G)),
-        (produce, (offset + i, offset + stop - 1, KC, VC, KS, VS, b, kvh * D, rings, sizes)),
+        (produce, (offset + i, offset + stop - 1, KC, VC, KS, VS, b, kvh, rings, sizes)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 

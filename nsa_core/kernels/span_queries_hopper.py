@@ -136,7 +136,7 @@ def _all_spans_backward_q(
                     sizes, HQ, G)),
         (_consume, (group1, Q, DO, DQ, STATSC, STATSS, stride, queries, gradients, rings, rows, scale2, scale,
                     sizes, HQ, G)),
-        (produce, (offset + i, offset + stop - 1, KC, VC, KS, VS, b, kvh * D, rings, sizes)),
+        (produce, (offset + i, offset + stop - 1, KC, VC, KS, VS, b, kvh, rings, sizes)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
