@@ -17,19 +17,22 @@ if TYPE_CHECKING:  # where there is no Triton, launches are recorded all the sam
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor [B,N,H,D] to be read by tiles [1,rows,heads,D], zeros from N on (TMA).
+    """A tensor [B,N,H,D] to be read by tiles [1,rows,1,D], zeros from N on (TMA).
 
     In half precision, contiguous, not empty, and aligned to 16 bytes.
     """
 
     x: Tensor
     rows: int
-    heads: int = 1
 
     @property
-    def kind(self) -> tuple[torch.dtype, int, int, int]:
+    def kind(self) -> tuple[torch.dtype, int, int]:
         """What a kernel is compiled for."""
-        return self.x.dtype, self.rows, self.heads, self.x.shape[-1]
+        return self.x.dtype, self.rows, self.x.shape[-1]
+
+    @property
+    def block(self) -> list[int]:
+        return [1, self.rows, 1, self.x.shape[-1]]
 
     @property
     def layout(self) -> NVMMASharedLayout:
@@ -37,20 +40,21 @@ class Tiled:
         from triton.experimental.gluon import language as gl
 
         dtype = gl.bfloat16 if self.x.dtype == torch.bfloat16 else gl.float16
-        return gl.NVMMASharedLayout.get_default_for([1, self.rows, self.heads, self.x.shape[-1]], dtype)
+        return gl.NVMMASharedLayout.get_default_for(self.block, dtype)
 
     @property
     def signature(self) -> str:
         """The type's name for Triton's compiler, where there is no memory to describe."""
         name = "bf16" if self.x.dtype == torch.bfloat16 else "fp16"
-        return f"tensordesc<{name}[1, {self.rows}, {self.heads}, {self.x.shape[-1]}],{self.layout!r}>"
+        return f"tensordesc<{name}{self.block},{self.layout!r}>"
 
     def descriptor(self) -> TensorDescriptor:
         """For Triton's launch, which encodes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        block = [1, self.rows, self.heads, self.x.shape[-1]]
-        return TensorDescriptor(self.x, list(self.x.shape), list(self.x.stride()), block, self.layout)
+        _, tokens, heads, dim = shape = list(self.x.shape)
+        strides = [tokens * heads * dim, heads * dim, dim, 1]  # of dimensions of 1, the tensor's own may be any
+        return TensorDescriptor(self.x, shape, strides, self.block, self.layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,15 +128,13 @@ def wait(barriers, turn, BEFORE: gl.constexpr):
 
 
 @gluon.jit
-def fetch(x, buffers, full, g, b, j, head, HEADS: gl.constexpr):
-    """Start to copy rows j .. of a sequence, of HEADS heads from `head` on, to the place of tile g."""
+def _fetch(x, buffers, full, g, b, j, head):
+    """Start to copy rows j .. of a sequence and head to the place of tile g."""
     STAGES: gl.constexpr = buffers.shape[0]
     BN: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
     mbarrier.expect(full.index(g % STAGES), BN * D * 2)
-    _copy_tile(
-        x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN // HEADS, HEADS, D])
-    )
+    _copy_tile(x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN, 1, D]))
 
 
 @gluon.jit
@@ -150,14 +148,14 @@ def produce(t0, t1, KC, VC, KS, VS, b, head, rings, sizes: gl.constexpr):
         for _ in range(tiles):
             wait(keys_empty, g, 1)
             if slot == 0:
-                fetch(KC, keys, keys_full, g, b, j, head, 1)
+                _fetch(KC, keys, keys_full, g, b, j, head)
             else:
-                fetch(KS, keys, keys_full, g, b, j, head, 1)
+                _fetch(KS, keys, keys_full, g, b, j, head)
             wait(values_empty, g, 1)
             if slot == 0:
-                fetch(VC, values, values_full, g, b, j, head, 1)
+                _fetch(VC, values, values_full, g, b, j, head)
             else:
-                fetch(VS, values, values_full, g, b, j, head, 1)
+                _fetch(VS, values, values_full, g, b, j, head)
             j += BN
             g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
 

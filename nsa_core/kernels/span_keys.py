@@ -1,8 +1,5 @@
 # pyright: reportMissingImports=false
-"""Attention over spans of keys, backward towards keys and values: a tile of keys meets all queries that see it.
-
-For Hopper there is another kernel for compressed keys in span_keys_hopper.py.
-"""
+"""Attention over spans of keys, backward towards keys and values: a tile of keys meets all queries that see it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import hopper, ranges, span_keys_hopper
+from . import ranges
 from ._launch import launch
 from ._tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from .plan import Part, Plan
@@ -31,7 +28,6 @@ from .ranges import (
 )
 
 _PROGRAM = 1024  # numbers that a program sums up
-_LONG = 3072  # compressed keys, from which on the kernel for Hopper is faster (docs/kernel-log.md, 38)
 
 
 @triton.jit
@@ -230,8 +226,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
     A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
     """
     batch, length, kv_heads, _ = k.shape
-    tile = span_keys_hopper.TILE if _is_for_hopper(q, k, v, tokens) else _tile(q, v)
-    tiles = ceil_div(tokens, tile.keys) * batch * kv_heads
+    tiles = ceil_div(tokens, _tile(q, v).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
@@ -242,6 +237,7 @@ def _launch(
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk."""
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
+    tile = _tile(q, v).holding(q.shape[2] // kv_heads)
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
@@ -250,22 +246,10 @@ def _launch(
     scales = dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
     sizes = ranges.sizes(plan.config)
     del sizes["INIT"]
-    arguments, constants = pointers | numbers | scales, head_sizes(q, v) | on | sizes
-    if on["CMP"] and _is_for_hopper(q, k, v, tokens):
-        tile = span_keys_hopper.TILE
-        grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
-        span_keys_hopper.start(grid, arguments, constants | dict(BN=tile.keys))
-        return dk, dv
-    tile = _tile(q, v).holding(q.shape[2] // kv_heads)
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes | dict(HELD=_held(q, v, on["CMP"]))
     grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
-    constants |= dict(M=tile.rows, BN=tile.keys, HELD=_held(q, v, on["CMP"]))
-    launch(_span_backward_kv, grid, arguments, constants, tile)
+    launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile)
     return dk, dv
-
-
-def _is_for_hopper(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> bool:
-    """Whether the kernel of span_keys_hopper.py takes compressed keys that are so many."""
-    return tokens >= _LONG and hopper.fits(q, [Part("cmp", k, v)])
 
 
 def _held(q: Tensor, v: Tensor, compressed: bool) -> int:

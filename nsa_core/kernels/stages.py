@@ -19,7 +19,6 @@ _STAGES = {
     "_assign": "inverse_index",
     "_all_spans_forward": "compressed_window_forced",
     "_all_spans_backward_q": "compressed_window_forced_backward_q",
-    "_compressed_backward_kv": "compressed_backward_kv",
     "_selected_forward": "selected",
     "_selected_forward_hopper": "selected",
     "_merge": "merge",

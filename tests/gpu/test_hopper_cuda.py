@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig
-from nsa_core.kernels import attention, hopper, merge, scores, selected, span, span_keys, span_queries
+from nsa_core.kernels import attention, hopper, merge, scores, selected, span, span_queries
 from nsa_core.kernels.plan import Part, Plan
 from nsa_core.kernels.stages import observe
 
@@ -34,27 +34,15 @@ def of_forward(case):
     return lambda: [x for pair in span.forward(*case) for x in pair]
 
 
-def prepared(case):
-    """A gradient of the gated sum, and what the backwards start from."""
-    q, outputs_and_lses = case[0], span.forward(*case)
-    outputs, lses = zip(*outputs_and_lses, strict=True)
+def of_backward_q(case):
+    """A run that gives the gradient of queries."""
+    q, parts, plan = case
+    outputs, lses = zip(*span.forward(*case), strict=True)
     generator = torch.Generator("cuda").manual_seed(1)
     gates = torch.rand(*q.shape[:3], 3, generator=generator, device="cuda").to(q.dtype)
     do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
-    return do, merge.prepare(outputs, lses, gates, do, True)[1]
-
-
-def of_backward_q(case):
-    q, parts, plan = case
-    do, stats = prepared(case)
+    _, stats = merge.prepare(outputs, lses, gates, do, True)
     return lambda: [span_queries.backward_q(q, do, parts, stats, plan)]
-
-
-def of_compressed_kv(case):
-    """A run that gives the gradients of compressed keys and values."""
-    q, parts, plan = case
-    do, stats = prepared(case)
-    return lambda: list(span_keys.backward_kv(q, do, parts[0], stats[0], plan, torch.float32))
 
 
 def chosen(case):
@@ -133,14 +121,6 @@ def test_spans_backward_towards_queries(monkeypatch, tokens, heads, kv_heads, dt
 
 
 @GROUPS
-@pytest.mark.parametrize("tokens", [32, 64, 1000, 1025, 2064, 6000])
-def test_compressed_keys(monkeypatch, tokens, heads, kv_heads, dtype):
-    monkeypatch.setattr(span_keys, "_LONG", 1)
-    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
-    assert_as_elsewhere(monkeypatch, of_compressed_kv(case), "_compressed_backward_kv")
-
-
-@GROUPS
 @pytest.mark.parametrize("tokens", [1025, 1100, 3000])
 def test_free_blocks(monkeypatch, tokens, heads, kv_heads, dtype):
     case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
@@ -163,13 +143,11 @@ OTHER_SIZES = [{"init_blocks": 0}, {"window": 200, "slc_count": 5}, {"local_bloc
     [
         (of_forward, "_all_spans_forward"),
         (of_backward_q, "_all_spans_backward_q"),
-        (of_compressed_kv, "_compressed_backward_kv"),
         (of_selected_forward, "_selected_forward_hopper"),
         (of_selected_backward, "_selected_backward_hopper"),
     ],
 )
 def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
-    monkeypatch.setattr(span_keys, "_LONG", 1)
     case = spans(1500, 16, 2, torch.bfloat16, NSAConfig(**sizes), rows=700)
     assert_as_elsewhere(monkeypatch, made(case), kernel)
 
@@ -185,12 +163,10 @@ def test_a_sequence_is_not_read_beyond_its_end():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (32, 2)])
-def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, monkeypatch, heads, kv_heads):
-    monkeypatch.setattr(span_keys, "_LONG", 1)
+def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, heads, kv_heads):
     case = make_case(1200, heads, kv_heads, 128)
     with observe() as started:
         errors = case.errors(NSAConfig(slc_count=8))
     assert {f"_{stage}_hopper" for stage in ("selected_forward", "selected_backward")} <= {x.kernel for x in started}
-    spans_ = {"_all_spans_forward", "_all_spans_backward_q", "_compressed_backward_kv"}
-    assert spans_ <= {x.kernel for x in started}
+    assert {"_all_spans_forward", "_all_spans_backward_q"} <= {x.kernel for x in started}
     assert all(ours <= 2 * eager for ours, eager in errors)

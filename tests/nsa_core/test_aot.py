@@ -17,7 +17,6 @@ KERNELS = {
     "span_queries._span_backward_q",
     "span_queries_hopper._all_spans_backward_q",
     "span_keys._span_backward_kv",
-    "span_keys_hopper._compressed_backward_kv",
     "span_keys._sum_chunks",
     "scores._importance",
     "scores._choose",

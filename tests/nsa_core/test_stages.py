@@ -65,7 +65,6 @@ def _on(**branches: bool) -> dict[str, Any]:
         ("_span_forward", {"M": 64}, "span_forward"),
         ("_all_spans_forward", {"M": 128}, "compressed_window_forced"),
         ("_all_spans_backward_q", {"M": 128}, "compressed_window_forced_backward_q"),
-        ("_compressed_backward_kv", {}, "compressed_backward_kv"),
         ("_selected_forward_hopper", {}, "selected"),
         ("_selected_backward_hopper", {}, "selected_backward"),
         ("_choose", {}, "topk"),
