@@ -108,7 +108,7 @@ def ring(
     rows: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr,
     FILL: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """(buffers, barriers of full ones, of empty ones): FILL and EMPTY arrive when they have filled or emptied one."""
+    """(buffers, barriers of full ones, of empty ones); FILL arrivals make one full, EMPTY make it empty."""
     buffers = gl.allocate_shared_memory(
         DTYPE, [STAGES, rows, D], gl.NVMMASharedLayout.get_default_for([rows, D], DTYPE)
     )

@@ -6,8 +6,8 @@ each query's blocks anew moves n·slc_block keys a query; here a block is read o
 of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
 sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
-written to them leaves the cache first: queries are read again by other blocks. For Hopper there is another forward in
-selected_hopper.py.
+written to them leaves the cache first: queries are read again by other blocks. For Hopper there are
+others in selected_hopper.py and selected_backward_hopper.py.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
 
 
 def _is_for_hopper(q: Tensor, part: Part, constants: dict[str, int]) -> bool:
-    """Whether the kernels of selected_hopper.py take it: blocks of 64 keys that lie before their queries."""
+    """Whether the kernels for Hopper take it: blocks of 64 keys that lie before their queries."""
     return hopper.fits(q, [part]) and constants["SB"] == 64 and not constants["MASKED"]
 
 

@@ -1,9 +1,8 @@
 # pyright: reportMissingImports=false
 """The backward of selected.py for Hopper: a warpgroup copies what the queries of a block bring, two take turns at it.
 
-Each of the two adds up its own tiles' gradients of keys and values; at the end one hands its sums to the other. The
-gradient of queries is written from registers, as the slots in selected_hopper.py, by a product with keys whose columns
-lie as values do there.
+Each of the two adds up its own tiles' gradients of keys and values; at the end one hands its sums to the other, through
+the memory where the result is to be.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ._launch import launch
 from ._tiles import Tile
 from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, ring, wait
 from .inverse import work_item
-from .selected_hopper import by_entry, by_row, by_run
+from .selected_hopper import by_entry, by_rows, by_run
 
 _WARPGROUPS = gl.constexpr(2)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
@@ -43,7 +42,7 @@ def _produce(
     STAGES: gl.constexpr = queries.shape[0]
     D: gl.constexpr = queries.shape[2]
     BQ: gl.constexpr = ROWS // G
-    COPY: gl.constexpr = by_row(D)
+    COPY: gl.constexpr = by_rows(D)
     ENTRY: gl.constexpr = by_entry(D, G)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
@@ -57,7 +56,7 @@ def _produce(
     of_stats = gl.load(ENTRIES + gl.minimum(begin + r // G, end - 1))
     for g in range(gl.cdiv(end - begin, BQ)):
         row = (following - first_entry) // FREE
-        row1 = ((of_stats - first_entry) // FREE * HQ + r % G) * 2
+        at_stats = ((of_stats - first_entry) // FREE * HQ + r % G) * 2
         i = begin + (g + 1) * BQ
         following = gl.load(ENTRIES + gl.minimum(i + qi, end - 1))
         of_stats = gl.load(ENTRIES + gl.minimum(i + r // G, end - 1))
@@ -67,8 +66,8 @@ def _produce(
         wait(empty, g, 1)
         copy_rows(queries.index(g % STAGES), (Q + first)[:, None] + at)
         copy_rows(gradients.index(g % STAGES), (DO + first)[:, None] + at)
-        copy_rows(stats.index(g % STAGES * 2), STATS + row1)
-        copy_rows(stats.index(g % STAGES * 2 + 1), STATS + 1 + row1)
+        copy_rows(stats.index(g % STAGES * 2), STATS + at_stats)
+        copy_rows(stats.index(g % STAGES * 2 + 1), STATS + 1 + at_stats)
         async_copy.mbarrier_arrive(full.index(g % STAGES), increment_count=False)
 
 

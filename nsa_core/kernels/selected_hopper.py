@@ -33,7 +33,7 @@ _REGISTERS = 152  # of a thread that attends
 
 
 @triton.constexpr_function
-def by_row(dim):
+def by_rows(dim):
     """The layout of copies of 64 rows of `dim` half-precision numbers: 8 neighbouring rows a thread, 16 bytes each."""
     lanes = dim // 8
     return gl.BlockedLayout([8, 8], [32 // lanes, lanes], [4, 1], [1, 0])
@@ -41,7 +41,7 @@ def by_row(dim):
 
 @triton.constexpr_function
 def by_entry(dim, group):
-    """Rows of `by_row` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
+    """Rows of `by_rows` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
     lanes = (dim // 8).bit_length() - 1
     bits = [[0, 1 << bit] if 1 << bit < group else [(1 << bit) // group, 0] for bit in range(6)]
     in_warp = [[0, 0]] * lanes + bits[3 : 8 - lanes]
@@ -50,7 +50,7 @@ def by_entry(dim, group):
 
 @triton.constexpr_function
 def by_run(dim):
-    """Of a product's [64,dim] after `swap`, a thread's neighbouring columns first."""
+    """[64,dim] with 8 neighbouring columns a thread: what a thread has of a product are such after `swap`."""
     wide = [[0, 1 << bit] for bit in range(5, (dim - 1).bit_length())]
     in_warp = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
@@ -75,7 +75,7 @@ def _produce(
     STAGES: gl.constexpr = queries.shape[0]
     D: gl.constexpr = queries.shape[2]
     BQ: gl.constexpr = ROWS // G
-    COPY: gl.constexpr = by_row(D)
+    COPY: gl.constexpr = by_rows(D)
     ENTRY: gl.constexpr = by_entry(D, G)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
