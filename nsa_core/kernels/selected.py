@@ -6,8 +6,8 @@ each query's blocks anew moves n·slc_block keys a query; here a block is read o
 of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
 sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
-written to them leaves the cache first: queries are read again by other blocks. For Hopper there are
-others in selected_hopper.py and selected_backward_hopper.py.
+written to them leaves the cache first: queries are read again by other blocks. For Hopper there are other kernels in
+selected_hopper.py and selected_backward_hopper.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from nsa_core import NSAConfig
 from nsa_core.kernels import _launch, replay
 from nsa_core.kernels._launch import launch
+from nsa_core.kernels._tiled import Tiled
 from nsa_core.kernels._tiles import Tile
 from nsa_core.kernels.plan import Plan
 
@@ -38,7 +40,7 @@ class Add:
     arg_names = ("X", "OUT", "number")
 
     def __init__(self) -> None:
-        self.addresses: list[tuple[int, int]] = []
+        self.addresses: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*values: Any, stream: int | None = None, **arguments: Any) -> Add:
@@ -169,6 +171,25 @@ def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
     assert counted.calls == 2
     wanted = [(x.data_ptr() + 2 * 16, out.data_ptr() + 16) for x, out in zip(tensors, outs, strict=True)]
     assert kernel.addresses == wanted[1:]  # the first launch compiles
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_tensor_read_by_tiles_is_described_where_it_lies_this_time() -> None:
+    kernel = Add()
+
+    def function(x: Tensor) -> list[Tensor]:
+        out = torch.empty(4, 4)
+        launch(kernel, (1,), {"OUT": out, "X": Tiled(x[1:], 64), "number": 3}, {}, Tile())
+        return [out]
+
+    counted = Counted(function)
+    tensors = [torch.zeros(2, 5, 1, 128, dtype=torch.float16) for _ in range(4)]
+    for x in tensors:
+        replay.run(counted, PLAN, (x,))
+    assert counted.calls == 2
+    described = [addresses[0] for addresses in kernel.addresses]
+    assert [one.base.data_ptr() for one in described] == [x[1:].data_ptr() for x in tensors[1:]]
+    assert {tuple(one.shape) for one in described} == {(1, 5, 1, 128)}
 
 
 def test_the_interpreter_gets_tensors() -> None:
