@@ -31,6 +31,7 @@ ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
 BANDS = gl.constexpr(BOTH.value + 2)
 BOTH_BAND, WINDOW_BAND, LAST_BAND = (gl.constexpr(BOTH.value + 1 - kind.value) for kind in (BOTH, WIN_ALONE, SLC_ALONE))
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of those that copy
+TILED = ("KC", "VC", "KS", "VS")  # what `produce` reads
 # Renamed between Triton 3.6 and 3.9.
 copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -160,36 +161,41 @@ def produce(t0, t1, KC, VC, KS, VS, b, head, rings, sizes: gl.constexpr):
             g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
 
 
-def fits(q: Tensor, parts: Sequence[Part]) -> bool:
-    """Whether the kernels for Hopper take these: head dim 128, half precision, groups of 4, 8 or 16 heads, aligned."""
+def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
+    """Whether the kernels for Hopper take these: head dim 128, half precision, groups of 4, 8 or 16 heads, aligned.
+
+    Args:
+        others: tensors that the kernel reads besides q, keys and values, by rows of the head dim.
+    """
     group = q.shape[2] // parts[0].k.shape[2]
-    tensors = [q, *(x for part in parts for x in (part.k, part.v))]
     if not (90 <= arch(q) < 100 and q.itemsize == 2 and group in (4, 8, 16)):
         return False
-    return {x.shape[-1] for x in tensors} == {128} and all(map(_is_readable, tensors))
+    tensors = [q, *others, *(x for part in parts for x in (part.k, part.v))]
+    return all(x.shape[-1] == 128 and _is_aligned(x) for x in tensors)
 
 
-def attends_to_all(q: Tensor, parts: Sequence[Part], plan: Plan) -> bool:
+def attends_to_all(q: Tensor, parts: Sequence[Part], plan: Plan, *others: Tensor) -> bool:
     """Whether it fits, all branches are on, and window and selected branch share keys, as in `band`."""
-    return plan.shared and len(parts) == 3 and fits(q, parts)
+    return plan.shared and len(parts) == 3 and fits(q, parts, *others)
 
 
-def _is_readable(x: Tensor) -> bool:
-    """By the copy engine. What has no memory yet, where a compiler traces a call, will have it aligned."""
+def _is_aligned(x: Tensor) -> bool:
+    """For copies of 16 bytes. What has no memory yet, where a compiler traces a call, will be."""
     return x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0)
 
 
 def start(
-    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile, after: int
-) -> None:
-    """Launch a kernel that attends to all bands.
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
+    registers: int, tiled: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Launch a kernel.
 
     Args:
         arguments, sizes: of which it takes those that it names.
-        after: registers of a thread that attends, once the warp that copies has given its own.
+        registers: of a thread that attends, once those that copy have given their own.
+        tiled: arguments that it reads by tiles of keys.
     """
-    names = set(kernel.arg_names)
-    given = {name: value for name, value in arguments.items() if name in names}
-    given |= {name: Tiled(given[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
-    own = dict(STAGES=tile.stages, REGISTERS=after)
-    launch(kernel, grid, given, {name: value for name, value in sizes.items() if name in names} | own, tile)
+    given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+    given |= {name: Tiled(given[name], tile.keys) for name in tiled}
+    constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
+    launch(kernel, grid, given, constants | dict(STAGES=tile.stages, REGISTERS=registers), tile)

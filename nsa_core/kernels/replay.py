@@ -177,6 +177,7 @@ class _Interpret:
 
     def __call__(self, memory: _Memory) -> None:
         asked = self.asked
+        assert not any(isinstance(x, _TiledView) for x in asked.arguments.values()), "no interpreter for these"
         arguments = {name: x.of(memory) if isinstance(x, _View) else x for name, x in asked.arguments.items()}
         _launch.start(Launch(asked.kernel, asked.grid, arguments, asked.constants, asked.tile))
 

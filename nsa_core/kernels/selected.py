@@ -242,7 +242,7 @@ def backward_chunk(
     # Entries read a turn ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
     constants = _constants(q, part, tile, plan.config)
-    if _is_for_hopper(q, part, constants):
+    if _is_for_hopper(q, part, constants, do):
         selected_backward_hopper.start((inverse.limit,), pointers | numbers, constants)
     else:
         launch(_selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile)
@@ -279,9 +279,9 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
-def _is_for_hopper(q: Tensor, part: Part, constants: dict[str, int]) -> bool:
+def _is_for_hopper(q: Tensor, part: Part, constants: dict[str, int], *others: Tensor) -> bool:
     """Whether the kernels for Hopper take it: blocks of 64 keys that lie before their queries."""
-    return hopper.fits(q, [part]) and constants["SB"] == 64 and not constants["MASKED"]
+    return hopper.fits(q, [part], *others) and constants["SB"] == 64 and not constants["MASKED"]
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:

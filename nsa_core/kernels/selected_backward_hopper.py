@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._launch import launch
+from . import hopper
 from ._tiles import Tile
 from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, ring, wait
 from .inverse import work_item
@@ -132,7 +132,7 @@ def _consume(
     gl.store(DKPART + at, dk)
     gl.store(DVPART + at, dv)
     if group == 1:
-        mbarrier.arrive(handed, count=1)
+        mbarrier.arrive(handed, count=1)  # one thread does, behind a barrier of the warpgroup's
 
 
 @gluon.jit
@@ -190,8 +190,4 @@ def _selected_backward_hopper(
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch it: arguments and sizes as of selected._selected_backward, of which it does not take all."""
-    names = set(_selected_backward_hopper.arg_names)
-    given = {name: value for name, value in arguments.items() if name in names}
-    constants = {name: value for name, value in sizes.items() if name in names}
-    constants |= dict(STAGES=_TILE.stages, REGISTERS=_REGISTERS)
-    launch(_selected_backward_hopper, grid, given, constants, _TILE)
+    hopper.start(_selected_backward_hopper, grid, arguments, sizes, _TILE, _REGISTERS)

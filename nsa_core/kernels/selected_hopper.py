@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._launch import launch
+from . import hopper
 from ._tiles import Tile
 from .hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, ring, wait
 from .inverse import work_item
@@ -175,8 +175,4 @@ def _selected_forward_hopper(
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch it: arguments and sizes as of selected._selected_forward, of which it does not take all."""
-    names = set(_selected_forward_hopper.arg_names)
-    given = {name: value for name, value in arguments.items() if name in names}
-    constants = {name: value for name, value in sizes.items() if name in names}
-    constants |= dict(STAGES=_TILE.stages, REGISTERS=_REGISTERS)
-    launch(_selected_forward_hopper, grid, given, constants, _TILE)
+    hopper.start(_selected_forward_hopper, grid, arguments, sizes, _TILE, _REGISTERS)

@@ -225,7 +225,7 @@ def _launch(
     q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool
 ) -> None:
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
-    if has_v and hopper.attends_to_all(q, parts, plan):
+    if hopper.attends_to_all(q, parts, plan):
         tile = span_hopper.TILE
         span_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
         return

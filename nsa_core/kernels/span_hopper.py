@@ -176,4 +176,4 @@ def _all_spans_forward(
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch it: arguments and sizes as of span._span_forward, of which it does not take all."""
-    hopper.start(_all_spans_forward, grid, arguments, sizes, TILE, _REGISTERS)
+    hopper.start(_all_spans_forward, grid, arguments, sizes, TILE, _REGISTERS, hopper.TILED)

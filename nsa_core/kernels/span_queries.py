@@ -140,7 +140,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
     rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
     arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, plan)
     arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
-    if hopper.attends_to_all(q, parts, plan):
+    if hopper.attends_to_all(q, parts, plan, do):
         tile = span_queries_hopper.TILE
         span_queries_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
         return dq

@@ -142,4 +142,4 @@ def _all_spans_backward_q(
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch it: arguments and sizes as of span_queries._span_backward_q, of which it does not take all."""
-    hopper.start(_all_spans_backward_q, grid, arguments, sizes, TILE, _REGISTERS)
+    hopper.start(_all_spans_backward_q, grid, arguments, sizes, TILE, _REGISTERS, hopper.TILED)

@@ -1,5 +1,6 @@
 """Which calls take the kernels for Hopper, and how their tiles are described; the kernels are tested on a device."""
 
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -13,22 +14,35 @@ SPANS = {"_all_spans_forward", "_all_spans_backward_q"}
 SELECTED = {"_selected_forward_hopper", "_selected_backward_hopper"}
 
 
+def tensor(*shape, dtype=torch.bfloat16, late=False):
+    """It begins 8 bytes behind an aligned place if `late`."""
+    return torch.empty(math.prod(shape) + 4, dtype=dtype)[4 * late :][: math.prod(shape)].view(shape)
+
+
 def started(
-    monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late=0, config=CONFIG,
-    separate=False,
+    monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late="", config=CONFIG,
+    keys="shared",
 ):  # fmt: skip
-    """Kernels of a forward and backward of two kv heads; `late`: numbers that keys begin behind an aligned place."""
+    """Kernels of a forward and backward of two kv heads; `late`: which of q, k, v and do is not aligned.
+
+    `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
+    """
     from nsa_core.kernels import _launch, hopper, operators
 
     monkeypatch.setattr(hopper, "arch", lambda x: arch)
-    q, gates = torch.empty(1, tokens, heads, dim, dtype=dtype), torch.empty(1, tokens, heads, 3, dtype=dtype)
-    k, v = (torch.empty(late + tokens * 2 * n, dtype=dtype)[late:].view(1, tokens, 2, n) for n in (dim, value_dim))
+    branches = ("slc", "win") if keys == "two branches" else ("cmp", "slc", "win")
+    q = tensor(1, tokens, heads, dim, dtype=dtype, late=late == "q")
+    gates = tensor(1, tokens, heads, len(branches), dtype=dtype)
+    k, v = (tensor(1, tokens, 2, n, dtype=dtype, late=late == x) for x, n in (("k", dim), ("v", value_dim)))
     leaves = [x.requires_grad_() for x in (q, gates, k, v)]
+    blocks = torch.zeros(1, tokens, 2, config.slc_count, dtype=torch.int32) if keys == "two branches" else None
+    plan = operators.Plan(config, branches, 0, 1.0, compresses=keys == "shared")
     with _launch.record() as seen:
-        plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 1.0, compresses=not separate)
-        pairs = [operators.compress(k, v, config), (k, v), (k.clone(), v.clone())] if separate else [(k, v)] * 2
-        out = operators.attend(q, gates, None, pairs, plan)
-        torch.autograd.grad(out, leaves, torch.empty_like(out))
+        pairs = [(k, v)] * 2
+        if keys == "separate":
+            pairs = [operators.compress(k, v, config), (k, v), (k.clone(), v.clone())]
+        out = operators.attend(q, gates, blocks, pairs, plan)
+        torch.autograd.grad(out, leaves, tensor(*out.shape, dtype=dtype, late=late == "do"))
     return {one.kernel.__name__ for one in seen}
 
 
@@ -48,7 +62,9 @@ def test_groups_of_4_to_16_heads_of_128_take_them(monkeypatch, given):
         {"dim": 64},
         {"value_dim": 64},
         {"dtype": torch.float32},
-        {"late": 1},
+        {"late": "q"},
+        {"late": "k"},
+        {"late": "v"},
     ],
     ids=str,
 )
@@ -56,8 +72,14 @@ def test_others_take_those_of_all_devices(monkeypatch, other):
     assert not (SPANS | SELECTED) & started(monkeypatch, **other)
 
 
-def test_separate_keys_take_those_of_the_free_blocks_alone(monkeypatch):
-    assert (SPANS | SELECTED) & started(monkeypatch, separate=True) == SELECTED
+def test_a_gradient_that_is_not_aligned_takes_the_forwards_alone(monkeypatch):
+    forwards = {"_all_spans_forward", "_selected_forward_hopper"}
+    assert (SPANS | SELECTED) & started(monkeypatch, late="do") == forwards
+
+
+@pytest.mark.parametrize("keys", ["separate", "two branches"])
+def test_without_one_pair_for_three_branches_the_free_blocks_alone_take_theirs(monkeypatch, keys):
+    assert (SPANS | SELECTED) & started(monkeypatch, keys=keys) == SELECTED
 
 
 @pytest.mark.parametrize("config", [NSAConfig(slc_block=32), NSAConfig(local_blocks=0)], ids=["blocks", "no local"])
@@ -84,6 +106,21 @@ def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recw
     assert not recwarn.list
 
 
+def test_sizes_may_be_symbols_of_a_compiler(monkeypatch):
+    from nsa_core.kernels import _launch, hopper, operators
+
+    monkeypatch.setattr(hopper, "arch", lambda x: 90)
+
+    @torch.compile(dynamic=True, fullgraph=True, backend="eager")
+    def attend(q, gates, k, v):
+        plan = operators.Plan(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
+        return operators.attend(q, gates, None, [(k, v)] * 2, plan)
+
+    given = [tensor(1, 2048, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128))]
+    with torch.no_grad(), _launch.omit():
+        assert attend(*given).shape == given[0].shape
+
+
 def test_a_tile_is_described_for_the_launch_as_for_the_compiler():
     from nsa_core.kernels._tiled import Tiled, placed
 
@@ -92,6 +129,8 @@ def test_a_tile_is_described_for_the_launch_as_for_the_compiler():
     found = tiled.descriptor()
     assert (found.shape, found.strides, found.block_shape) == ([2, 5, 3, 128], [1920, 384, 128, 1], [1, 64, 1, 128])
     assert tiled.signature.startswith("tensordesc<bf16[1, 64, 1, 128],NVMMASharedLayout(swizzle_byte_width=128,")
+    odd = x[:1].as_strided((1, 5, 3, 128), (7, 384, 128, 1))
+    assert Tiled(odd, 64).descriptor().strides == found.strides
     moved = placed(found, 4096)
     assert (moved.base.data_ptr(), found.base.data_ptr()) == (4096, x.data_ptr())
     assert (moved.shape, moved.strides, moved.layout) == (found.shape, found.strides, found.layout)

@@ -192,6 +192,28 @@ def test_a_tensor_read_by_tiles_is_described_where_it_lies_this_time() -> None:
     assert {tuple(one.shape) for one in described} == {(1, 5, 1, 128)}
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
+    """The memory of one that ended before would be taken for the next."""
+    kernel, seen = Add(), []
+
+    def function(x: Tensor) -> list[Tensor]:
+        y, out = torch.empty(1, 5, 1, 128, dtype=torch.float16), torch.empty(4, 4)
+        y.copy_(x)
+        seen.append(weakref.ref(y))
+        more = torch.empty(1, 5, 1, 128, dtype=torch.float16)
+        launch(kernel, (1,), {"OUT": out, "X": Tiled(y, 64), "number": 3}, {}, Tile())
+        return [out, more]
+
+    results = [replay.run(Counted(function), PLAN, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),))]
+    counted = captured(function, torch.zeros(1, 5, 1, 128, dtype=torch.float16))
+    kernel.addresses.clear()  # the stand-in keeps what it was given
+    assert all(one() is None for one in seen)  # the capture does not
+    results += [replay.run(counted, PLAN, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),)) for _ in range(3)]
+    for described, (_, more) in zip(kernel.addresses, results[1:], strict=True):
+        assert described[0].base.data_ptr() != more.data_ptr()
+
+
 def test_the_interpreter_gets_tensors() -> None:
     def function(x: Tensor) -> list[Tensor]:
         out = torch.empty(5, 4)
