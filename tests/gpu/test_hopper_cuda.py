@@ -102,8 +102,10 @@ def assert_as_elsewhere(monkeypatch, run, kernel):
     assert kernel not in {one.kernel for one in started}
     for got, again, want in zip(first, second, expected, strict=True):
         assert torch.equal(got, again)
-        close = 4e-3 * max(1.0, want[want.isfinite()].abs().max().item())
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=close)
+        if want.dtype == torch.float32 and want.dim() == 3:  # log-sum-exps
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=4e-3 * max(1.0, want.abs().max().item()))
 
 
 @GROUPS

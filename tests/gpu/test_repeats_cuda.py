@@ -12,6 +12,7 @@ pytestmark = [
 ]
 PAPER = NSAConfig()
 FEW = NSAConfig(slc_count=8)  # from 512 tokens on there is a choice
+HEADS = pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (32, 8, 128)])  # the latter on Hopper: TMA
 
 
 def same(xs, ys):
@@ -64,8 +65,9 @@ def test_streams_run_beside_each_other(make_case):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one(make_case):
-    case = make_case(2501)
+@HEADS
+def test_a_device_that_is_not_the_current_one(make_case, heads, kv_heads, dim):
+    case = make_case(2501, heads, kv_heads, dim)
     there = type(case)(*(x.detach().to("cuda:1").requires_grad_() for x in case.leaves))
     pairs = [backward(forward(one), one) for one in (case, there, there)]
     assert pairs[1][0].device.index == 1
@@ -87,8 +89,9 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, reentrant):
     assert same([again.detach(), *(x.grad for x in case.leaves)], plain)
 
 
-def test_nothing_waits_for_the_device_and_a_graph_captures_it(make_case):
-    case = make_case(3000)
+@HEADS
+def test_nothing_waits_for_the_device_and_a_graph_captures_it(make_case, heads, kv_heads, dim):
+    case = make_case(3000, heads, kv_heads, dim)
     case.run(PAPER)
     torch.cuda.set_sync_debug_mode("error")
     try:
