@@ -24,7 +24,7 @@ from ._launch import launch
 from ._tiled import Tiled
 from ._tiles import Tile, arch
 from .plan import Part, Plan
-from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys
+from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, tile_of_rows, within
 
 ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
 # Bands: compressed keys, then shared ones by kind: BOTH, which the window goes on from, WIN_ALONE and SLC_ALONE.
@@ -43,6 +43,12 @@ def by_row(dim):
     """The layout of copies of rows of `dim` half-precision numbers, 16 bytes a thread."""
     lanes = dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@triton.constexpr_function
+def product(columns):
+    """The layout of a warpgroup's product, [64,columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -89,6 +95,37 @@ def rows_at(base, first, i, stop, group, HQ: gl.constexpr, G: gl.constexpr, D: g
 
 
 @gluon.jit
+def tile_of_heads(S, skip, offset, BQ: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr):
+    """(sequence, kv head, rows) of this program's tile; rows: where they begin in [B,S,HQ], the first, end, offset."""
+    i, stop = tile_of_rows(S, skip, BQ)
+    kvh, b = gl.program_id(1) % HKV, gl.program_id(1) // HKV
+    return b, kvh, ((b.to(gl.int64) * S + i) * HQ + kvh * (HQ // HKV), i, stop, offset)
+
+
+@gluon.jit
+def seen(slot, group, rows, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr, sizes: gl.constexpr):
+    """Of a band: (first key, tiles, keys that each row of a warpgroup sees, begin and end of those that all see)."""
+    _, i, stop, offset = rows
+    t0 = offset + i + group * (ROWS // G)
+    t1 = gl.minimum(t0 + (ROWS // G - 1), offset + stop - 1)
+    span = band(slot, offset + i + rows_of(group, ROW) // G, sizes)
+    lo1, _ = band(slot, t1, sizes)
+    _, end0 = band(slot, t0, sizes)
+    key, tiles = band_tiles(slot, offset + i, offset + stop - 1, BN, sizes)
+    return key, tiles, span, lo1, end0
+
+
+@gluon.jit
+def masked(s, j, span, lo1, end0, SCORES: gl.constexpr):
+    """Scores of the keys from j on, -inf where a row does not see one."""
+    BN: gl.constexpr = s.shape[1]
+    if (j < lo1) | (j + BN > end0):
+        n = j + anew(gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)))
+        s = gl.where(within(n[None, :], span[0][:, None], (span[1] - span[0])[:, None]), s, float("-inf"))
+    return s
+
+
+@gluon.jit
 def arrived():
     """Wait for this warpgroup's copies; products see them then."""
     async_copy.commit_group()
@@ -98,10 +135,10 @@ def arrived():
 
 
 @gluon.jit
-def tiles_of_rows(WARPGROUPS: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
-    """Shared memory for rows of each warpgroup."""
+def tiles_of_rows(TILES: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
+    """Shared memory for tiles of a warpgroup's rows."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, D], LAYOUT)
+    return gl.allocate_shared_memory(DTYPE, [TILES, ROWS, D], LAYOUT)
 
 
 @gluon.jit
@@ -180,7 +217,7 @@ def attends_to_all(q: Tensor, parts: Sequence[Part], plan: Plan, *others: Tensor
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """For copies of 16 bytes. What has no memory yet, where a compiler traces a call, will be."""
+    """Not empty, and aligned for copies of 16 bytes, as what has no memory yet, where a compiler traces it, will be."""
     return x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0)
 
 

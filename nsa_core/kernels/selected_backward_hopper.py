@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import hopper
 from ._tiles import Tile
-from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, ring, wait
+from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, product, ring, tiles_of_rows, wait
 from .inverse import work_item
-from .selected_hopper import by_entry, by_rows, by_run
+from .selected_hopper import by_entry, by_rows, by_run, of_each_row
 
 _WARPGROUPS = gl.constexpr(2)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
@@ -43,7 +43,6 @@ def _produce(
     D: gl.constexpr = queries.shape[2]
     BQ: gl.constexpr = ROWS // G
     COPY: gl.constexpr = by_rows(D)
-    ENTRY: gl.constexpr = by_entry(D, G)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
@@ -51,17 +50,15 @@ def _produce(
     copy_rows(keys, K + at)
     copy_rows(values, V + at)
     async_copy.mbarrier_arrive(block_full, increment_count=False)
-    qi, r = gl.arange(0, BQ, layout=gl.SliceLayout(1, ENTRY)), gl.arange(0, ROWS, layout=ONE)
+    qi, r = gl.arange(0, BQ, layout=gl.SliceLayout(1, by_entry(D, G))), gl.arange(0, ROWS, layout=ONE)
     following = gl.load(ENTRIES + gl.minimum(begin + qi, end - 1))
     of_stats = gl.load(ENTRIES + gl.minimum(begin + r // G, end - 1))
     for g in range(gl.cdiv(end - begin, BQ)):
-        row = (following - first_entry) // FREE
+        row = of_each_row((following - first_entry) // FREE, G, D)
         at_stats = ((of_stats - first_entry) // FREE * HQ + r % G) * 2
         i = begin + (g + 1) * BQ
         following = gl.load(ENTRIES + gl.minimum(i + qi, end - 1))
         of_stats = gl.load(ENTRIES + gl.minimum(i + r // G, end - 1))
-        row = (row[:, None] + gl.full([BQ, G], 0, gl.int32, ENTRY)).reshape([ROWS])
-        row = gl.convert_layout(row, gl.SliceLayout(1, COPY))
         first, at = row.to(gl.int64) * (HQ * D), (n % G * D)[:, None] + d[None, :]
         wait(empty, g, 1)
         copy_rows(queries.index(g % STAGES), (Q + first)[:, None] + at)
@@ -83,8 +80,8 @@ def _consume(
     D: gl.constexpr = queries.shape[2]
     BN: gl.constexpr = block.shape[1]
     BQ: gl.constexpr = ROWS // G
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = product(ROWS)
+    SUMS: gl.constexpr = product(D)
     OUT: gl.constexpr = by_run(D)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     zero = gl.full([BN, ROWS], 0.0, gl.float32, SCORES)
@@ -168,7 +165,7 @@ def _selected_backward_hopper(
         mbarrier.init(block_full, count=THREADS)
         mbarrier.init(handed, count=1)
         queries, full, empty = ring(ROWS, D, DTYPE, STAGES, THREADS, 1)
-        gradients = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, D], BLOCK)
+        gradients = tiles_of_rows(STAGES, D, DTYPE)
         stats = gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine = gl.allocate_shared_memory(
             DTYPE, [_WARPGROUPS, SB, ROWS], gl.NVMMASharedLayout.get_default_for([SB, ROWS], DTYPE)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import hopper
 from ._tiles import Tile
-from .hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, ring, wait
+from .hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, product, ring, wait
 from .inverse import work_item
 
 _WARPGROUPS = gl.constexpr(3)  # that attend
@@ -59,6 +59,13 @@ def by_run(dim):
 
 
 @gluon.jit
+def of_each_row(x, G: gl.constexpr, D: gl.constexpr):
+    """A number of each entry, as `by_entry` has it, for each of its rows, as `by_rows` has them."""
+    x = (x[:, None] + gl.full([ROWS // G, G], 0, gl.int32, by_entry(D, G))).reshape([ROWS])
+    return gl.convert_layout(x, gl.SliceLayout(1, by_rows(D)))
+
+
+@gluon.jit
 def swap(x):
     """Of each 32 columns, 4 runs of 4 pairs, pair j of run i becomes pair i of run j: it undoes itself."""
     pairs = x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
@@ -76,7 +83,6 @@ def _produce(
     D: gl.constexpr = queries.shape[2]
     BQ: gl.constexpr = ROWS // G
     COPY: gl.constexpr = by_rows(D)
-    ENTRY: gl.constexpr = by_entry(D, G)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     at = n[:, None] * (HKV * D) + d[None, :]
@@ -84,13 +90,11 @@ def _produce(
     values.store(swap(gl.load(V + at)))
     fence_async_shared()
     async_copy.mbarrier_arrive(block_full, increment_count=False)
-    qi = gl.arange(0, BQ, layout=gl.SliceLayout(1, ENTRY))
+    qi = gl.arange(0, BQ, layout=gl.SliceLayout(1, by_entry(D, G)))
     following = gl.load(ENTRIES + gl.minimum(begin + qi, end - 1))
     for g in range(gl.cdiv(end - begin, BQ)):
-        row = (following - first_entry) // FREE
+        row = of_each_row((following - first_entry) // FREE, G, D)
         following = gl.load(ENTRIES + gl.minimum(begin + (g + 1) * BQ + qi, end - 1))
-        row = (row[:, None] + gl.full([BQ, G], 0, gl.int32, ENTRY)).reshape([ROWS])
-        row = gl.convert_layout(row, gl.SliceLayout(1, COPY))
         wait(empty, g, 1)
         copy_rows(queries.index(g % STAGES), Q + ((row * HQ + n % G) * D)[:, None] + d[None, :])
         async_copy.mbarrier_arrive(full.index(g % STAGES), increment_count=False)
@@ -106,8 +110,8 @@ def _consume(
     D: gl.constexpr = queries.shape[2]
     BN: gl.constexpr = keys.shape[0]
     BQ: gl.constexpr = ROWS // G
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = product(BN)
+    SUMS: gl.constexpr = product(D)
     OUT: gl.constexpr = by_run(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores, no_sums = gl.full([ROWS, BN], 0.0, gl.float32, SCORES), gl.full([ROWS, D], 0.0, gl.float32, SUMS)

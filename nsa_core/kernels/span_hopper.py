@@ -24,21 +24,21 @@ from .hopper import (
     LAST_BAND,
     ROWS,
     WINDOW_BAND,
-    anew,
     arrived,
-    band,
-    band_tiles,
     barrier,
     by_eights,
     copy_rows,
+    masked,
     produce,
+    product,
     ring,
     rows_at,
     rows_of,
+    seen,
+    tile_of_heads,
     tiles_of_rows,
     wait,
 )
-from .ranges import tile_of_rows, within
 
 _WARPGROUPS = gl.constexpr(3)  # that attend
 TILE = Tile(_WARPGROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=128)
@@ -63,9 +63,7 @@ def _attend(
         s = warpgroup_mma(q, keys.index(g % STAGES).permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(keys_empty.index(g % STAGES), count=1)
-        if (j < lo1) | (j + BN > end0):
-            n = j + anew(gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)))
-            s = gl.where(within(n[None, :], span[0][:, None], (span[1] - span[0])[:, None]), s, float("-inf"))
+        s = masked(s, j, span, lo1, end0, SCORES)
         larger = gl.maximum(m, gl.convert_layout(gl.max(gl.max(by_eights(s), 1), 1), ROW) * scale2)
         shrink = gl.exp2(m - larger)
         p = gl.exp2(s * scale2 - larger[:, None])
@@ -98,18 +96,16 @@ def _consume(
     DTYPE: gl.constexpr = Q.dtype.element_ty
     D: gl.constexpr = queries.shape[2]
     BN: gl.constexpr = rings[0].shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = product(BN)
+    SUMS: gl.constexpr = product(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OC, LSEC, OW, LSEW, OS, LSES = outputs
-    first, i, stop, offset = rows
+    first, i, stop, _ = rows
     q = queries.index(group)
     q_at, q_ok = rows_at(Q, first, i, stop, group, HQ, G, D)
     copy_rows(q, q_at, mask=q_ok)
     arrived()
 
-    t0 = offset + i + group * (ROWS // G)
-    t1 = gl.minimum(t0 + (ROWS // G - 1), offset + stop - 1)
     m0 = gl.full([ROWS], -1e30, gl.float32, ROW)
     acc0 = gl.full([ROWS, D], 0.0, gl.float32, SUMS)
     l0 = gl.sum(by_eights(gl.full([ROWS, BN], 0.0, gl.float32, SCORES)), 1)
@@ -117,10 +113,7 @@ def _consume(
     g = i * 0
     m, l, acc = m0, l0, acc0
     for slot in range(BANDS):
-        span = band(slot, offset + i + rows_of(group, ROW) // G, sizes)
-        lo1, _ = band(slot, t1, sizes)
-        _, end0 = band(slot, t0, sizes)
-        key, tiles = band_tiles(slot, offset + i, offset + stop - 1, BN, sizes)
+        key, tiles, span, lo1, end0 = seen(slot, group, rows, G, BN, ROW, sizes)
         goes_on = slot == WINDOW_BAND
         m, l, acc = gl.where(goes_on, m, m0), gl.where(goes_on, l, l0), gl.where(goes_on, acc, acc0)
         g, m, l, acc = _attend(g, tiles, key, span, lo1, end0, m, l, acc, q, rings, scale2, SCORES, SUMS)
@@ -155,15 +148,14 @@ def _all_spans_forward(
     """As span._span_forward; KS and VS are the window's, too. Keys and values are `Tiled`."""
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    i, stop = tile_of_rows(S, skip, M // G)
-    kvh, b = gl.program_id(1) % HKV, gl.program_id(1) // HKV
+    b, kvh, rows = tile_of_heads(S, skip, offset, M // G, HQ, HKV)
+    _, i, stop, _ = rows
     sizes: gl.constexpr = (BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)
-    first = (b.to(gl.int64) * S + i) * HQ + kvh * G
     rings = ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS) + ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS)
     queries = tiles_of_rows(_WARPGROUPS, D, DTYPE)
     fence_async_shared()
     barrier()
-    outputs, rows = (OC, LSEC, OW, LSEW, OS, LSES), (first, i, stop, offset)
+    outputs = (OC, LSEC, OW, LSEW, OS, LSES)
     group0 = S * 0
     group1, group2 = group0 + 1, group0 + 2
     gl.warp_specialize([

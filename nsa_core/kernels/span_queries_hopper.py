@@ -22,20 +22,20 @@ from .hopper import (
     COPY_REGISTERS,
     LAST_BAND,
     ROWS,
-    anew,
     arrived,
-    band,
-    band_tiles,
     barrier,
     copy_rows,
+    masked,
     produce,
+    product,
     ring,
     rows_at,
     rows_of,
+    seen,
+    tile_of_heads,
     tiles_of_rows,
     wait,
 )
-from .ranges import tile_of_rows, within
 
 _WARPGROUPS = gl.constexpr(2)  # that attend
 TILE = Tile(_WARPGROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=168)
@@ -57,9 +57,7 @@ def _attend(
         wait(values_full, g, 0)
         dp = warpgroup_mma(do, values.index(g % STAGES).permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        if (j < lo1) | (j + BN > end0):
-            n = j + anew(gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)))
-            s = gl.where(within(n[None, :], span[0][:, None], (span[1] - span[0])[:, None]), s, float("-inf"))
+        s = masked(s, j, span, lo1, end0, SCORES)
         p = gl.exp2(s * scale2 - lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(values_empty.index(g % STAGES), count=1)
@@ -81,10 +79,10 @@ def _consume(
     """The gradient of the rows of one warpgroup, `group` of the program's."""
     D: gl.constexpr = queries.shape[2]
     BN: gl.constexpr = rings[0].shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = product(BN)
+    SUMS: gl.constexpr = product(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    first, i, stop, offset = rows
+    first, i, stop, _ = rows
     q, do = queries.index(group), gradients.index(group)
     q_at, q_ok = rows_at(Q, first, i, stop, group, HQ, G, D)
     do_at, do_ok = rows_at(DO, first, i, stop, group, HQ, G, D)
@@ -92,16 +90,11 @@ def _consume(
     copy_rows(do, do_at, mask=do_ok)
     arrived()
 
-    t0 = offset + i + group * (ROWS // G)
-    t1 = gl.minimum(t0 + (ROWS // G - 1), offset + stop - 1)
     dq = gl.full([ROWS, D], 0.0, gl.float32, SUMS)
     g = i * 0
     for slot in range(BANDS):
         r = rows_of(group, ROW)
-        span = band(slot, offset + i + r // G, sizes)
-        lo1, _ = band(slot, t1, sizes)
-        _, end0 = band(slot, t0, sizes)
-        key, tiles = band_tiles(slot, offset + i, offset + stop - 1, BN, sizes)
+        key, tiles, span, lo1, end0 = seen(slot, group, rows, G, BN, ROW, sizes)
         stats = gl.where(slot == 0, STATSC, STATSS + (LAST_BAND - slot).to(gl.int64) * stride)
         at, ok = stats + (first + (r // G * HQ + r % G)) * 2, i + r // G < stop
         lse, delta = gl.load(at, mask=ok, other=float("inf")), gl.load(at + 1, mask=ok, other=0.0)
@@ -120,15 +113,13 @@ def _all_spans_backward_q(
     """As span_queries._span_backward_q; keys and values are `Tiled`."""
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    i, stop = tile_of_rows(S, skip, M // G)
-    kvh, b = gl.program_id(1) % HKV, gl.program_id(1) // HKV
+    b, kvh, rows = tile_of_heads(S, skip, offset, M // G, HQ, HKV)
+    _, i, stop, _ = rows
     sizes: gl.constexpr = (BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)
-    first = (b.to(gl.int64) * S + i) * HQ + kvh * G
     rings = ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS) + ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS)
     queries, gradients = tiles_of_rows(_WARPGROUPS, D, DTYPE), tiles_of_rows(_WARPGROUPS, D, DTYPE)
     fence_async_shared()
     barrier()
-    rows = (first, i, stop, offset)
     group0 = S * 0
     group1 = group0 + 1
     gl.warp_specialize([
