@@ -112,7 +112,8 @@ def start(asked: Launch) -> Compiled | None:
     its kernel alive, whose identity is part of the key.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
-    device = next(iter(arguments.values())).get_device()
+    first = next(iter(arguments.values()))
+    device = (first.x if isinstance(first, Tiled) else first).get_device()
     if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
         with torch.cuda.device(device):
             return start(asked)

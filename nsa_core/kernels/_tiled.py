@@ -17,22 +17,24 @@ if TYPE_CHECKING:  # where there is no Triton, launches are recorded all the sam
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor [B,N,H,D] to be read by tiles [1,rows,1,D], zeros from N on (TMA).
+    """A tensor [B,N,H,D] to be read or written by tiles [1,rows,heads,D] (TMA).
 
-    In half precision, contiguous, not empty, and aligned to 16 bytes.
+    What lies outside of it is read as zeros, and not written. In half precision, contiguous, not empty, and aligned to
+    16 bytes.
     """
 
     x: Tensor
     rows: int
+    heads: int = 1
 
     @property
-    def kind(self) -> tuple[torch.dtype, int, int]:
+    def kind(self) -> tuple[torch.dtype, int, int, int]:
         """What a kernel is compiled for."""
-        return self.x.dtype, self.rows, self.x.shape[-1]
+        return self.x.dtype, *self.block[1:]
 
     @property
     def block(self) -> list[int]:
-        return [1, self.rows, 1, self.x.shape[-1]]
+        return [1, self.rows, self.heads, self.x.shape[-1]]
 
     @property
     def layout(self) -> NVMMASharedLayout:

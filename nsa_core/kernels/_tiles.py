@@ -65,6 +65,11 @@ def arch(x: Tensor) -> int:
     return 10 * major + minor
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Of x's device; an H100's where there is none."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+
+
 def widest(q: Tensor, v: Tensor) -> int:
     """The wider of the padded head dims of q [.., D] and v [.., DV]."""
     return max(padded(q.shape[-1]), padded(v.shape[-1]))

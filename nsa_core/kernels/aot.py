@@ -117,7 +117,7 @@ def _identity(launch: Launch) -> tuple[str, str]:
 
 
 def _run_once(case: Case, tokens: int, shared: bool) -> None:
-    """A forward and backward of tensors that have no memory."""
+    """A forward, and a forward and backward, of tensors that have no memory."""
 
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
@@ -126,6 +126,8 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
     pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
+    with torch.no_grad():
+        operators.attend(q, gates, None, pairs, plan)
     out = operators.attend(q, gates, None, pairs, plan)
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 

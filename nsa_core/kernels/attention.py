@@ -34,12 +34,12 @@ def forward(
     """
     made = compress.forward(*flat, plan.config) if plan.compresses else ()
     parts = plan.parts([*made, *flat])
-    outputs, lses = zip(*span.forward(q, parts, plan), strict=True)
+    outputs, lses = span.forward(q, parts, plan, None if plan.keeps else gates)
     out = torch.empty_like(outputs[0])
     skip = plan.causal_rows(q.shape[1])
     if not plan.chooses(q.shape[1]):
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
-        return out, [*made, *outputs, *lses]
+        return out, [*made, *outputs, *lses] if plan.keeps else []
     if blocks is None:
         cmp = plan.branches.index("cmp")
         blocks = scores.select(q, parts[cmp].k, lses[cmp], plan.config, plan.offset, plan.scale, skip)
@@ -49,8 +49,8 @@ def forward(
     index = _invert(q, parts[way], blocks, plan)
     for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan)
-        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots)
-    return out, [*made, *outputs, *lses, *index.tensors()]
+        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, plan.keeps)
+    return out, [*made, *outputs, *lses, *index.tensors()] if plan.keeps else []
 
 
 def backward(

@@ -22,19 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ._launch import launch
 from ._tiled import Tiled
-from ._tiles import Tile, arch
+from ._tiles import Tile, arch, ceil_div, multiprocessors
 from .plan import Part, Plan
-from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, tile_of_rows, within
+from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, within
 
 ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
-# Bands: compressed keys, then shared ones by kind: BOTH, which the window goes on from, WIN_ALONE and SLC_ALONE.
-BANDS = gl.constexpr(BOTH.value + 2)
-BOTH_BAND, WINDOW_BAND, LAST_BAND = (gl.constexpr(BOTH.value + 1 - kind.value) for kind in (BOTH, WIN_ALONE, SLC_ALONE))
+# Bands: of shared keys SLC_ALONE, BOTH, WIN_ALONE, which goes on from that; compressed keys.
+ALONE_BAND, BOTH_BAND, WINDOW_BAND, COMPRESSED_BAND, BANDS = (gl.constexpr(i) for i in range(5))
+DEPTH = gl.constexpr(2)  # tiles of rows that are there or under way
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of those that copy
-TILED = ("KC", "VC", "KS", "VS")  # what `produce` reads
+PRODUCE_REGISTERS = gl.constexpr(32)  # of `produce`, which the copy engine leaves little to do
 # Renamed between Triton 3.6 and 3.9.
 copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_back = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -64,11 +65,18 @@ def by_eights(x):
 
 
 @gluon.jit
+def kind_of(slot):
+    """Of a band of shared keys: SLC_ALONE, WIN_ALONE or BOTH."""
+    return gl.where(slot == ALONE_BAND, SLC_ALONE, gl.where(slot == BOTH_BAND, BOTH, WIN_ALONE))
+
+
+@gluon.jit
 def band(slot, t, sizes: gl.constexpr):
     """Keys that query t sees in a band of the stream. `sizes` are those of ranges.sizes, in turn."""
     first, end = compressed_keys(t, sizes[0], sizes[1])
-    lo, stop = shared_keys(t, LAST_BAND - slot, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6])
-    return gl.where(slot == 0, first, lo), gl.where(slot == 0, end, stop)
+    lo, stop = shared_keys(t, kind_of(slot), sizes[2], sizes[3], sizes[4], sizes[5], sizes[6])
+    compressed = slot == COMPRESSED_BAND
+    return gl.where(compressed, first, lo), gl.where(compressed, end, stop)
 
 
 @gluon.jit
@@ -76,7 +84,8 @@ def band_tiles(slot, t0, t1, BN: gl.constexpr, sizes: gl.constexpr):
     """(first key, tiles) of a band of queries t0 .. t1; one tile at least."""
     first, _ = band(slot, t0, sizes)
     _, end = band(slot, t1, sizes)
-    return first, gl.maximum(gl.cdiv(end - first, BN), 1)
+    _, last_causal = band(slot, gl.minimum(t1, gl.maximum(t0, sizes[6] - 1)), sizes)  # ends ascend but behind it
+    return first, gl.maximum(gl.cdiv(gl.maximum(end, last_causal) - first, BN), 1)
 
 
 @gluon.jit
@@ -86,33 +95,40 @@ def rows_of(group, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def rows_at(base, first, i, stop, group, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
-    """(pointers, mask) of a warpgroup's rows of [B,S,HQ,D]."""
-    r = rows_of(group, gl.SliceLayout(1, by_row(D)))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row(D)))
-    at = base + first * D + ((r // G * HQ + r % G)[:, None] * D + d[None, :])
-    return at, (i + r // G < stop)[:, None] & (d < D)[None, :]
+def all_tiles(S, heads, BQ: gl.constexpr):
+    """Tiles of rows of all heads: program p of P takes tiles p, p + P, p + 2 P, .."""
+    return gl.cdiv(S, BQ) * heads
 
 
 @gluon.jit
-def tile_of_heads(S, skip, offset, BQ: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr):
-    """(sequence, kv head, rows) of this program's tile; rows: where they begin in [B,S,HQ], the first, end, offset."""
-    i, stop = tile_of_rows(S, skip, BQ)
-    kvh, b = gl.program_id(1) % HKV, gl.program_id(1) // HKV
-    return b, kvh, ((b.to(gl.int64) * S + i) * HQ + kvh * (HQ // HKV), i, stop, offset)
+def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
+    """(sequence, first row, kv head) of a tile. Head by head, longest spans first."""
+    tiles = all_tiles(S, 1, BQ)
+    head = tile // tiles
+    return head // HKV, (tiles - 1 - tile % tiles) * BQ, head % HKV
 
 
 @gluon.jit
-def seen(slot, group, rows, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr, sizes: gl.constexpr):
-    """Of a band: (first key, tiles, keys that each row of a warpgroup sees, begin and end of those that all see)."""
-    _, i, stop, offset = rows
-    t0 = offset + i + group * (ROWS // G)
-    t1 = gl.minimum(t0 + (ROWS // G - 1), offset + stop - 1)
-    span = band(slot, offset + i + rows_of(group, ROW) // G, sizes)
-    lo1, _ = band(slot, t1, sizes)
-    _, end0 = band(slot, t0, sizes)
-    key, tiles = band_tiles(slot, offset + i, offset + stop - 1, BN, sizes)
-    return key, tiles, span, lo1, end0
+def rows_at(b, i, kvh, group, S, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
+    """(place in [B,S,HQ], whether there is one) of a warpgroup's rows of a tile."""
+    r = rows_of(group, ROW)
+    return (b * S + i) * HQ + kvh * G + (r // G * HQ + r % G), i + r // G < S
+
+
+@gluon.jit
+def seen(slot, group, t, t1, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr, sizes: gl.constexpr):
+    """Of a band and the warpgroup's rows of a tile of queries t .. t1.
+
+    Returns:
+        first key and tiles of the whole tile, keys that each row sees, begin and end of those that all rows see.
+    """
+    own = t + group * (ROWS // G)
+    last = gl.minimum(own + (ROWS // G - 1), t1)
+    span = band(slot, t + rows_of(group, ROW) // G, sizes)
+    lo1, end1 = band(slot, last, sizes)
+    _, end0 = band(slot, own, sizes)
+    key, tiles = band_tiles(slot, t, t1, BN, sizes)
+    return key, tiles, span, lo1, gl.minimum(end0, end1)
 
 
 @gluon.jit
@@ -123,15 +139,6 @@ def masked(s, j, span, lo1, end0, SCORES: gl.constexpr):
         n = j + anew(gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)))
         s = gl.where(within(n[None, :], span[0][:, None], (span[1] - span[0])[:, None]), s, float("-inf"))
     return s
-
-
-@gluon.jit
-def arrived():
-    """Wait for this warpgroup's copies; products see them then."""
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -167,35 +174,78 @@ def wait(barriers, turn, BEFORE: gl.constexpr):
 
 @gluon.jit
 def _fetch(x, buffers, full, g, b, j, head):
-    """Start to copy rows j .. of a sequence and head to the place of tile g."""
+    """Start to copy rows j .. of a sequence and head, or heads, to the place of tile g."""
     STAGES: gl.constexpr = buffers.shape[0]
-    BN: gl.constexpr = buffers.shape[1]
-    D: gl.constexpr = buffers.shape[2]
-    mbarrier.expect(full.index(g % STAGES), BN * D * 2)
-    _copy_tile(x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape([1, BN, 1, D]))
+    mbarrier.expect(full.index(g % STAGES), buffers.shape[1] * buffers.shape[2] * 2)
+    _copy_tile(x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape(x.block_shape))
 
 
 @gluon.jit
-def produce(t0, t1, KC, VC, KS, VS, b, head, rings, sizes: gl.constexpr):
-    """Copies tile after tile of the stream of queries t0 .. t1."""
+def put(x, place, b, i, head):
+    """Start to copy a tile that this warpgroup has written to rows i .. of a sequence and heads."""
+    fence_async_shared()
+    barrier()
+    _copy_back(x, [b, i, head, 0], place.reshape(x.block_shape))
+
+
+@gluon.jit
+def vacate():
+    """Until what this warpgroup has `put` has left."""
+    tma.store_wait(0)
+    barrier()
+
+
+@gluon.jit
+def _fetch_rows(x, buffers, full, empty, turn, b, i, kvh, BQ: gl.constexpr):
+    """Start to copy each warpgroup's rows of a tile, the program's `turn`-th."""
+    GROUPS: gl.constexpr = buffers.shape[0] // DEPTH
+    G: gl.constexpr = GROUPS * ROWS // BQ
+    for group in range(GROUPS):
+        wait(empty, turn * GROUPS + group, 1)
+        _fetch(x, buffers, full, turn * GROUPS + group, b, i + group * (ROWS // G), kvh * G)
+
+
+@gluon.jit
+def _fetch_all(given, turn, tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
+    b, i, kvh = tile_of_heads(tile, S, BQ, HKV)
+    for n in gl.static_range(len(given)):
+        x, buffers, full, empty = given[n]
+        _fetch_rows(x, buffers, full, empty, turn, b, i, kvh, BQ)
+
+
+@gluon.jit
+def produce(
+    given, KC, VC, KS, VS, S, offset, heads, rings, sizes: gl.constexpr, BQ: gl.constexpr, HKV: gl.constexpr
+):  # fmt: skip
+    """Copies the rows of this program's tiles, and tile after tile of their streams of keys and values.
+
+    `given`: for each tensor that is read by rows itself and the ring of its tiles.
+    """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     BN: gl.constexpr = keys.shape[1]
-    g = t0 * 0
-    for slot in range(BANDS):
-        j, tiles = band_tiles(slot, t0, t1, BN, sizes)
-        for _ in range(tiles):
-            wait(keys_empty, g, 1)
-            if slot == 0:
-                _fetch(KC, keys, keys_full, g, b, j, head)
-            else:
-                _fetch(KS, keys, keys_full, g, b, j, head)
-            wait(values_empty, g, 1)
-            if slot == 0:
-                _fetch(VC, values, values_full, g, b, j, head)
-            else:
-                _fetch(VS, values, values_full, g, b, j, head)
-            j += BN
-            g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
+    first, stop, step = gl.program_id(0), all_tiles(S, heads, BQ), gl.num_programs(0)
+    g, turn = S * 0, S * 0
+    _fetch_all(given, turn, first, S, BQ, HKV)
+    for tile in range(first, stop, step):
+        b, i, kvh = tile_of_heads(tile, S, BQ, HKV)
+        turn += 1
+        for slot in range(BANDS):
+            if (slot == WINDOW_BAND) & (tile + step < stop):  # before, the last tile's may not be free yet
+                _fetch_all(given, turn, tile + step, S, BQ, HKV)
+            j, tiles = band_tiles(slot, offset + i, offset + gl.minimum(i + BQ, S) - 1, BN, sizes)
+            for _ in range(tiles):
+                wait(keys_empty, g, 1)
+                if slot == COMPRESSED_BAND:
+                    _fetch(KC, keys, keys_full, g, b, j, kvh)
+                else:
+                    _fetch(KS, keys, keys_full, g, b, j, kvh)
+                wait(values_empty, g, 1)
+                if slot == COMPRESSED_BAND:
+                    _fetch(VC, values, values_full, g, b, j, kvh)
+                else:
+                    _fetch(VS, values, values_full, g, b, j, kvh)
+                j += BN
+                g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
 
 
 def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
@@ -223,16 +273,32 @@ def _is_aligned(x: Tensor) -> bool:
 
 def start(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
-    registers: int, tiled: Sequence[str] = (),
+    registers: int,
 ) -> None:  # fmt: skip
     """Launch a kernel.
 
     Args:
         arguments, sizes: of which it takes those that it names.
         registers: of a thread that attends, once those that copy have given their own.
-        tiled: arguments that it reads by tiles of keys.
     """
     given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
-    given |= {name: Tiled(given[name], tile.keys) for name in tiled}
     constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
     launch(kernel, grid, given, constants | dict(STAGES=tile.stages, REGISTERS=registers), tile)
+
+
+def start_tiles(
+    kernel: Any, arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile, registers: int,
+    by_rows: Sequence[str],
+) -> None:  # fmt: skip
+    """Launch a kernel whose programs take tile after tile of rows, one program a multiprocessor.
+
+    Args:
+        arguments: with q as Q, and keys and values of compressed and of shared keys as KC, VC, KS, VS.
+        by_rows: of arguments, those that it reads or writes by a warpgroup's rows.
+    """
+    q, group = arguments["Q"], sizes["HQ"] // sizes["HKV"]
+    heads = q.shape[0] * sizes["HKV"]
+    tiled = {name: Tiled(arguments[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
+    tiled |= {name: Tiled(arguments[name], ROWS.value // group, group) for name in by_rows}
+    programs = min(multiprocessors(q), ceil_div(q.shape[1], tile.rows // group) * heads)
+    start(kernel, (programs,), dict(arguments) | tiled | dict(heads=heads), sizes, tile, registers)

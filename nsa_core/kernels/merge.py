@@ -24,8 +24,14 @@ def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr):
-    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order; LSE becomes that of both."""
+def _with_slots(
+    acc, PARTS, LPARTS, LSE, place, ok, pair, g, d,
+    G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order.
+
+    KEEPS: LSE becomes that of both.
+    """
     own = tl.load(LSE + place, mask=ok, other=float("inf"))
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
@@ -39,8 +45,9 @@ def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr,
         o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=ok[:, None] & (d < DV)[None, :], other=0.0)
         l += p
         acc += p[:, None] * o.to(tl.float32)
-    tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
-    tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
+    if KEEPS:
+        tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
+        tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
     return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
 
 
@@ -48,20 +55,33 @@ def _with_slots(acc, PARTS, LPARTS, LSE, place, ok, pair, g, d, G: tl.constexpr,
 def _merge(
     O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, length, S, begin,
     HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, M: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr, SUMMED: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots."""
+    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots.
+
+    Of three ways the first and third are summed first, and rounded, as they come where SUMMED: all in O1. What is
+    merged with slots is written back where KEEPS.
+    """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, S, begin, HQ, G)
     inside = ok[:, None] & (d < DV)[None, :]
     at = place[:, None] * DV + d[None, :]
     out = tl.zeros([M, DVP], tl.float32)
-    for way in tl.static_range(WAYS):
-        source = O1 if way == 0 else (O2 if way == 1 else O3)
+    if SUMMED:
+        out = tl.load(O1 + at, mask=inside, other=0.0).to(tl.float32)
+    elif WAYS == 3:
+        o1, o3 = tl.load(O1 + at, mask=inside, other=0.0), tl.load(O3 + at, mask=inside, other=0.0)
+        g1 = tl.load(GATES + place * 3, mask=ok, other=0.0).to(tl.float32)
+        g3 = tl.load(GATES + place * 3 + 2, mask=ok, other=0.0).to(tl.float32)
+        out = tl.fma(o1.to(tl.float32), tl.broadcast_to(g1[:, None], out.shape), o3.to(tl.float32) * g3[:, None])
+        out = out.to(OUT.dtype.element_ty).to(tl.float32)
+    for way in tl.static_range(1 if WAYS == 3 else 0, 2 if WAYS == 3 else WAYS):
+        source = O1 if way == 0 else O2
         o = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         if way == SLC:
-            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, i // G, i % G, d, G, FREE, DV)
-            tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
+            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, i // G, i % G, d, G, FREE, DV, KEEPS)
+            if KEEPS:
+                tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
         out += tl.load(GATES + place * WAYS + way, mask=ok, other=0.0).to(tl.float32)[:, None] * o
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=inside)
 
@@ -164,21 +184,38 @@ class Slots:
 
 
 def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows) -> None:
-    """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,len(outputs)] to `out`."""
-    o1, o2, o3 = _three(outputs)
-    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=-1, FREE=0)
+    """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,ways] to `out`.
+
+    Args:
+        outputs: of each way; or of three ways the gated sum of the first and third, in `out`'s dtype, and the second.
+            The bits are the same.
+    """
+    pointers = _ways(outputs) | dict(LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, KEEPS=False)
     _launch_rows(_merge, out, rows, pointers, constants)
 
 
 def gated_sum_with_slots(
-    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots
+    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots, keeps: bool
 ) -> None:
-    """The same for rows that have slots, which are first merged into one way's output and lse [B,S,HQ]."""
-    o1, o2, o3 = _three(outputs)
-    pointers = dict(O1=o1, O2=o2, O3=o3, LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | dict(WAYS=len(outputs), SLC=way, FREE=slots.free)
+    """The same for rows that have slots, which are first merged into one way's output.
+
+    Args:
+        lse: [B,S,HQ], of that way.
+        keeps: whether its output and lse are written back.
+    """
+    pointers = _ways(outputs) | dict(LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, FREE=slots.free, KEEPS=keeps)
     _launch_rows(_merge, out, slots.rows, pointers, constants)
+
+
+def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
+
+
+def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
+    ways = gates.shape[-1]
+    return dict(WAYS=ways, SUMMED=len(outputs) < ways)
 
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
@@ -207,7 +244,7 @@ def prepare(
     ways = len(outputs)
     dgates = torch.empty_like(gates)
     stats = torch.empty(ways + shared, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
-    pointers = dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
+    pointers = _ways(outputs)
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
     _launch_pairs(_prepare, do, gates[..., 0].numel(), pointers, {}, _width(do, "DV") | dict(WAYS=ways, SHARED=shared))

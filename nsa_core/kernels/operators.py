@@ -44,11 +44,13 @@ def attend(
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
     q, scale = _positive(q, plan.scale)
-    plan = replace(plan, scale=scale, shared=_shares(pairs, plan))
+    plan = replace(plan, scale=scale, shared=_shares(pairs, plan), keeps=_has_gradient(q, gates, pairs))
     pairs, blocks = pairs[: plan.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
         return _attend_operator(q, gates, blocks, flat, *_written(plan))[0]
+    if not plan.keeps:
+        return replay.run(_forward, plan, (blocks, q, gates, *flat))[0]
     return cast(Tensor, _Attend.apply(plan, blocks, q, gates, *flat))
 
 
@@ -89,6 +91,11 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
+def _has_gradient(q: Tensor, gates: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    given = (q, gates, *(x for pair in pairs for x in pair))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
 def _is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
@@ -99,7 +106,7 @@ def _sizes(config: NSAConfig) -> list[int]:
 
 
 def _forward(plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
-    """The output, then what the backward needs of the forward."""
+    """The output, then if the plan keeps it what the backward needs of the forward."""
     out, saved = attention.forward(plan, blocks, q, gates, flat)
     return [out, *saved]
 
@@ -140,20 +147,20 @@ class _Compress(torch.autograd.Function):
 @operator("attend")
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The output, then what the backward needs of the forward."""
-    plan = _plan(branches, sizes, offset, scale, shared, compresses)
+    """The output, then if it is kept what the backward needs of the forward."""
+    plan = _plan(branches, sizes, offset, scale, shared, compresses, keeps)
     return replay.run(_forward, plan, (blocks, q, gates, *flat))
 
 
 @operator("attend_backward")
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool,
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
-    plan = _plan(branches, sizes, offset, scale, shared, compresses)
+    plan = _plan(branches, sizes, offset, scale, shared, compresses, keeps)
     return replay.run(_backward, plan, (do, q, gates, *flat, *saved))
 
 
@@ -172,14 +179,17 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool]:
+def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool, bool]:
     """A plan as an operator's schema can carry it."""
-    return ",".join(plan.branches), _sizes(plan.config), plan.offset, plan.scale, plan.shared, plan.compresses
+    branches, sizes = ",".join(plan.branches), _sizes(plan.config)
+    return branches, sizes, plan.offset, plan.scale, plan.shared, plan.compresses, plan.keeps
 
 
-def _plan(branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool) -> Plan:
+def _plan(
+    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
+) -> Plan:
     names = cast(tuple[Branch, ...], tuple(branches.split(",")))
-    return Plan(NSAConfig(*sizes), names, offset, scale, shared, compresses)
+    return Plan(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

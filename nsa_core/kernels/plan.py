@@ -31,6 +31,7 @@ class Plan:
         scale: of q·k.
         shared: slc and win, the last two, have one pair of keys and values, and the window holds the local blocks.
         compresses: cmp has the same pair, too, from which its own is made on the way.
+        keeps: a backward may follow, for which each branch's output is kept.
     """
 
     config: NSAConfig
@@ -39,6 +40,7 @@ class Plan:
     scale: float
     shared: bool = False
     compresses: bool = False
+    keeps: bool = True
 
     @property
     def pairs(self) -> int:

@@ -198,20 +198,29 @@ def _span_forward(
             _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
 
 
-def forward(q: Tensor, parts: Sequence[Part], plan: Plan) -> list[tuple[Tensor, Tensor]]:
+def forward(
+    q: Tensor, parts: Sequence[Part], plan: Plan, gates: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Attention of every query over its span of each part.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
         parts: of different branches.
+        gates: [B,S,HQ,len(parts)], by which cmp and win may be summed.
 
     Returns:
-        for each part o [B,S,HQ,DV] in q's dtype, and the log-sum-exp of its scores, float32 [B,S,HQ], base 2.
+        for each part o [B,S,HQ,DV] in q's dtype, and for each the log-sum-exp of its scores, float32 [B,S,HQ], base 2.
+        Or, where cmp and win are summed: their sum and o of slc, and the log-sum-exps of cmp and slc.
     """
-    results = [(q.new_empty(*q.shape[:3], part.v.shape[-1]), _like_lse(q)) for part in parts]
-    outputs = {part.branch: {"O": o, "LSE": lse} for part, (o, lse) in zip(parts, results, strict=True)}
-    _launch(q, parts, outputs, plan, has_v=True)
-    return results
+    summed = gates is not None and hopper.attends_to_all(q, parts, plan)
+    own = parts[:-1] if summed else parts
+    results = [q.new_empty(*q.shape[:3], part.v.shape[-1]) for part in own]
+    lses = [_like_lse(q) for _ in own]
+    outputs = {part.branch: {"O": o, "LSE": lse} for part, o, lse in zip(own, results, lses, strict=True)}
+    if summed:
+        outputs["win"] = outputs["slc"]  # of the right types, and not written
+    _launch(q, parts, outputs, plan, has_v=True, gates=gates if summed else None)
+    return results, lses
 
 
 def log_sum_exp(q: Tensor, k_cmp: Tensor, plan: Plan) -> Tensor:
@@ -222,12 +231,13 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, plan: Plan) -> Tensor:
 
 
 def _launch(
-    q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool
-) -> None:
+    q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool,
+    gates: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`gates`: by which compressed branch and window are summed, if they are."""
     arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
     if hopper.attends_to_all(q, parts, plan):
-        tile = span_hopper.TILE
-        span_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
+        span_hopper.start(arguments, constants(q, parts, span_hopper.TILE, plan), gates)
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     late = tile.warps if _rescales_late(q, parts) else 0

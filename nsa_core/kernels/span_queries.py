@@ -142,7 +142,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan
     arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
     if hopper.attends_to_all(q, parts, plan, do):
         tile = span_queries_hopper.TILE
-        span_queries_hopper.start(grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan))
+        span_queries_hopper.start(arguments, constants(q, parts, tile, plan))
         return dq
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     launch(_span_backward_q, grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,21 +20,23 @@ from . import hopper
 from ._tiles import Tile
 from .hopper import (
     BANDS,
-    COPY_REGISTERS,
-    LAST_BAND,
+    COMPRESSED_BAND,
+    DEPTH,
+    PRODUCE_REGISTERS,
     ROWS,
-    arrived,
+    all_tiles,
     barrier,
-    copy_rows,
+    kind_of,
     masked,
     produce,
     product,
+    put,
     ring,
     rows_at,
-    rows_of,
     seen,
     tile_of_heads,
     tiles_of_rows,
+    vacate,
     wait,
 )
 
@@ -72,65 +75,85 @@ def _attend(
 
 
 @gluon.jit
+def _stats_of(
+    slot, group, b, i, kvh, S, STATSC, STATSS, stride, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr
+):  # fmt: skip
+    """(lse, delta) of a warpgroup's rows of a tile, for a band."""
+    stats = gl.where(slot == COMPRESSED_BAND, STATSC, STATSS + kind_of(slot).to(gl.int64) * stride)
+    at, ok = rows_at(b, i, kvh, group, S, HQ, G, ROW)
+    return gl.load(stats + at * 2, mask=ok, other=float("inf")), gl.load(stats + at * 2 + 1, mask=ok, other=0.0)
+
+
+@gluon.jit
 def _consume(
-    group, Q, DO, DQ, STATSC, STATSS, stride, queries, gradients, rings, rows, scale2, scale,
-    sizes: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr,
+    group, DQ, STATSC, STATSS, stride, S, offset, heads, queries, gradients, places, rings, scale2, scale,
+    sizes: gl.constexpr, BQ: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr,
 ):  # fmt: skip
     """The gradient of the rows of one warpgroup, `group` of the program's."""
-    D: gl.constexpr = queries.shape[2]
+    q_tiles, q_full, q_empty = queries
+    do_tiles, do_full, do_empty = gradients
+    IN_FLIGHT: gl.constexpr = q_tiles.shape[0]
+    G: gl.constexpr = HQ // HKV
+    D: gl.constexpr = q_tiles.shape[2]
     BN: gl.constexpr = rings[0].shape[1]
     SCORES: gl.constexpr = product(BN)
     SUMS: gl.constexpr = product(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    first, i, stop, _ = rows
-    q, do = queries.index(group), gradients.index(group)
-    q_at, q_ok = rows_at(Q, first, i, stop, group, HQ, G, D)
-    do_at, do_ok = rows_at(DO, first, i, stop, group, HQ, G, D)
-    copy_rows(q, q_at, mask=q_ok)
-    copy_rows(do, do_at, mask=do_ok)
-    arrived()
-
-    dq = gl.full([ROWS, D], 0.0, gl.float32, SUMS)
-    g = i * 0
-    for slot in range(BANDS):
-        r = rows_of(group, ROW)
-        key, tiles, span, lo1, end0 = seen(slot, group, rows, G, BN, ROW, sizes)
-        stats = gl.where(slot == 0, STATSC, STATSS + (LAST_BAND - slot).to(gl.int64) * stride)
-        at, ok = stats + (first + (r // G * HQ + r % G)) * 2, i + r // G < stop
-        lse, delta = gl.load(at, mask=ok, other=float("inf")), gl.load(at + 1, mask=ok, other=0.0)
-        g, dq = _attend(g, tiles, key, span, lo1, end0, lse, delta, dq, q, do, rings, scale2, SCORES, SUMS)
-    at, ok = rows_at(DQ, first, i, stop, group, HQ, G, D)
-    gl.store(at, gl.convert_layout((dq * scale).to(queries.dtype), at.type.layout), mask=ok)
+    g, turn = S * 0, S * 0
+    for tile in range(gl.program_id(0), all_tiles(S, heads, BQ), gl.num_programs(0)):
+        b, i, kvh = tile_of_heads(tile, S, BQ, HKV)
+        later = _stats_of(S * 0, group, b, i, kvh, S, STATSC, STATSS, stride, HQ, G, ROW)
+        own = turn * _WARPGROUPS + group
+        q, do = q_tiles.index(own % IN_FLIGHT), do_tiles.index(own % IN_FLIGHT)
+        wait(q_full, own, 0)
+        wait(do_full, own, 0)
+        turn += 1
+        dq = gl.full([ROWS, D], 0.0, gl.float32, SUMS)
+        for slot in range(BANDS):
+            t = offset + i
+            key, tiles, span, lo1, end0 = seen(slot, group, t, gl.minimum(t + BQ, offset + S) - 1, G, BN, ROW, sizes)
+            lse, delta = later
+            following = gl.minimum(slot + 1, BANDS - 1)
+            later = _stats_of(following, group, b, i, kvh, S, STATSC, STATSS, stride, HQ, G, ROW)
+            g, dq = _attend(g, tiles, key, span, lo1, end0, lse, delta, dq, q, do, rings, scale2, SCORES, SUMS)
+        mbarrier.arrive(q_empty.index(own % IN_FLIGHT), count=1)
+        mbarrier.arrive(do_empty.index(own % IN_FLIGHT), count=1)
+        place = places.index(group)
+        vacate()
+        place.store((dq * scale).to(place.dtype))
+        put(DQ, place, b, i + group * (ROWS // G), kvh * G)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _all_spans_backward_q(
-    Q, DO, DQ, KC, VC, STATSC, KS, VS, STATSS, S, offset, skip, stride, scale2, scale,
+    Q, DO, DQ, KC, VC, STATSC, KS, VS, STATSS, S, offset, heads, stride, scale2, scale,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, ALIGN: gl.constexpr,
     LOCAL: gl.constexpr, INIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As span_queries._span_backward_q; keys and values are `Tiled`."""
-    G: gl.constexpr = HQ // HKV
-    DTYPE: gl.constexpr = Q.dtype.element_ty
-    b, kvh, rows = tile_of_heads(S, skip, offset, M // G, HQ, HKV)
-    _, i, stop, _ = rows
+    """As span_queries._span_backward_q; all but STATSC and STATSS are `Tiled`."""
+    DTYPE: gl.constexpr = Q.dtype
+    BQ: gl.constexpr = M // (HQ // HKV)
     sizes: gl.constexpr = (BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)
     rings = ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS) + ring(BN, D, DTYPE, STAGES, 1, _WARPGROUPS)
-    queries, gradients = tiles_of_rows(_WARPGROUPS, D, DTYPE), tiles_of_rows(_WARPGROUPS, D, DTYPE)
+    queries = ring(ROWS, D, DTYPE, DEPTH * _WARPGROUPS, 1, 1)
+    gradients = ring(ROWS, D, DTYPE, DEPTH * _WARPGROUPS, 1, 1)
+    places = tiles_of_rows(_WARPGROUPS, D, DTYPE)
     fence_async_shared()
     barrier()
+    given = (Q,) + queries, (DO,) + gradients  # noqa: RUF005  Triton takes no stars
     group0 = S * 0
     group1 = group0 + 1
     gl.warp_specialize([
-        (_consume, (group0, Q, DO, DQ, STATSC, STATSS, stride, queries, gradients, rings, rows, scale2, scale,
-                    sizes, HQ, G)),
-        (_consume, (group1, Q, DO, DQ, STATSC, STATSS, stride, queries, gradients, rings, rows, scale2, scale,
-                    sizes, HQ, G)),
-        (produce, (offset + i, offset + stop - 1, KC, VC, KS, VS, b, kvh, rings, sizes)),
-    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+        (_consume, (group0, DQ, STATSC, STATSS, stride, S, offset, heads, queries, gradients, places, rings,
+                    scale2, scale, sizes, BQ, HQ, HKV)),
+        (_consume, (group1, DQ, STATSC, STATSS, stride, S, offset, heads, queries, gradients, places, rings,
+                    scale2, scale, sizes, BQ, HQ, HKV)),
+        (produce, (given, KC, VC, KS, VS, S, offset, heads, rings, sizes, BQ, HKV)),
+    ], [4, 1], [REGISTERS, PRODUCE_REGISTERS])  # fmt: skip
 
 
-def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+def start(arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch it: arguments and sizes as of span_queries._span_backward_q, of which it does not take all."""
-    hopper.start(_all_spans_backward_q, grid, arguments, sizes, TILE, _REGISTERS, hopper.TILED)
+    hopper.start_tiles(_all_spans_backward_q, arguments, sizes, TILE, _REGISTERS, ("Q", "DO", "DQ"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, nsa_attention
 from nsa_core.kernels import attention, hopper, merge, scores, selected, span, span_queries
 from nsa_core.kernels.plan import Part, Plan
 from nsa_core.kernels.stages import observe
@@ -31,13 +31,13 @@ def spans(tokens, heads, kv_heads, dtype, config, rows=None):
 
 def of_forward(case):
     """A run that gives outputs and log-sum-exps of the spans."""
-    return lambda: [x for pair in span.forward(*case) for x in pair]
+    return lambda: [x for given in span.forward(*case) for x in given]
 
 
 def of_backward_q(case):
     """A run that gives the gradient of queries."""
     q, parts, plan = case
-    outputs, lses = zip(*span.forward(*case), strict=True)
+    outputs, lses = span.forward(*case)
     generator = torch.Generator("cuda").manual_seed(1)
     gates = torch.rand(*q.shape[:3], 3, generator=generator, device="cuda").to(q.dtype)
     do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
@@ -48,7 +48,7 @@ def of_backward_q(case):
 def chosen(case):
     """The inverse of what the queries choose."""
     q, parts, plan = case
-    (_, lse), *_ = span.forward(*case)
+    _, (lse, *_) = span.forward(*case)
     blocks = scores.select(q, parts[0].k, lse, plan.config, plan.offset, plan.scale, plan.causal_rows(q.shape[1]))
     return attention._invert(q, parts[1], blocks, plan)
 
@@ -136,6 +136,21 @@ def test_free_blocks_backward(monkeypatch, tokens, heads, kv_heads, dtype):
     assert_as_elsewhere(monkeypatch, of_selected_backward(case), "_selected_backward_hopper")
 
 
+@GROUPS
+@pytest.mark.parametrize("tokens", [20, 40, 1000, 2064])
+@pytest.mark.parametrize("half_gates", [True, False])
+def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, tokens, heads, kv_heads, dtype, half_gates):
+    case = make_case(tokens, heads, kv_heads, 128, dtype, batch=2)
+    gates = case.gates if half_gates else case.gates.float()
+    kept = nsa_attention(case.q, case.k, case.v, gates, NSAConfig(), backend="triton")
+    with torch.no_grad(), observe() as started:
+        alone = [nsa_attention(case.q, case.k, case.v, gates, NSAConfig(), backend="triton") for _ in range(2)]
+    assert torch.equal(alone[0], alone[1])
+    assert torch.equal(alone[0], kept)
+    summed = [one.constants["SUMMED"] for one in started if one.kernel == "_all_spans_forward"]
+    assert summed == [True, True] * (tokens >= 32)  # else there are no compressed keys to describe
+
+
 OTHER_SIZES = [{"init_blocks": 0}, {"window": 200, "slc_count": 5}, {"local_blocks": 4}]
 
 
@@ -157,10 +172,10 @@ def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
 def test_a_sequence_is_not_read_beyond_its_end():
     """Tiles of its last keys reach into the next sequence, whose values are no numbers here."""
     q, parts, plan = spans(1000, 8, 2, torch.bfloat16, NSAConfig())
-    want = [x[0].clone() for pair in span.forward(q, parts, plan) for x in pair]
+    want = [x[0].clone() for given in span.forward(q, parts, plan) for x in given]
     for part in parts:
         part.k[1], part.v[1] = float("nan"), float("nan")
-    got = [x[0] for pair in span.forward(q, parts, plan) for x in pair]
+    got = [x[0] for given in span.forward(q, parts, plan) for x in given]
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 

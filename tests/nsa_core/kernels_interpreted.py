@@ -116,6 +116,35 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
     assert max(distances(make_case(100, heads, 1, dim, value_dim, dtype=torch.float16), config)) < 1e-3
 
 
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win"), ("cmp", "slc"), ("win",)], ids=",".join)
+def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, config, branches):
+    from nsa_core.kernels.stages import observe
+
+    case = make_case(100, 4, 2, dtype=torch.float16)
+    kept = nsa_attention(*case.leaves, config, backend="triton", branches=branches)
+    with torch.no_grad(), observe() as started:
+        assert torch.equal(nsa_attention(*case.leaves, config, backend="triton", branches=branches), kept)
+    merges = [one.constants for one in started if one.kernel == "_merge"]
+    assert merges
+    assert not any(one["KEEPS"] for one in merges)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sum_of_two_ways_and_the_third_make_the_bits_of_three(dtype):
+    from nsa_core.kernels.merge import Rows, gated_sum
+
+    generator = torch.Generator().manual_seed(0)
+    one, two, three = torch.randn(3, 2, 30, 4, 16, generator=generator).to(dtype)
+    gates = torch.rand(2, 30, 4, 3, generator=generator)
+    rows, results = Rows(4, 0, 30, 0, 60), [torch.empty_like(one) for _ in range(2)]
+    gated_sum([one, two, three], gates, results[0], rows)
+    both = torch.addcmul(three.float() * gates[..., 2:], one.float(), gates[..., :1]).to(dtype)
+    gated_sum([both, two], gates, results[1], rows)
+    exact = sum(x.double() * gates[..., i : i + 1].double() for i, x in enumerate((one, two, three)))
+    assert (results[0] - exact).norm() < {torch.float16: 1e-3, torch.float32: 1e-6}[dtype] * exact.norm()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0 if dtype == torch.float16 else 1e-6)
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
@@ -328,14 +357,18 @@ def operator_calls(case, config):
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
     k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False)
+    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False, True)
     out, *saved = operators._attend_operator(q, gates, None, pairs, *plan)
     chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
     return [
         (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *plan)),
-        (torch.ops.nsa_core.attend, (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:-2], False, False)),
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *plan[:-1], True)),
+        (
+            torch.ops.nsa_core.attend,
+            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:4], False, False, True),
+        ),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *plan[:5], True, True)),
+        (torch.ops.nsa_core.attend, (q, gates, None, pairs, *plan[:-1], False)),
         (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *plan)),
         (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
         (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
