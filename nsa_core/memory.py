@@ -71,7 +71,7 @@ def estimate_attention(
         implementation: "chunked", "naive", "reference", "triton" or "dense" (without gates).
         batch, seq_len, query_heads, kv_heads, head_dim, dtype: of the tensors.
         backward: the gradients of all inputs, towards a given gradient of the output.
-        device: chunks and kernels differ with it.
+        device: chunks and kernels differ with it; of a GPU that is not here, they are those of an A100.
 
     Raises:
         InputError: an implementation that `predicts` does not know.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,11 +60,29 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_assumed: ContextVar[int] = ContextVar("nsa_core_kernel_arch", default=80)
+
+
+@contextmanager
+def assume(capability: int) -> Iterator[None]:
+    """Tensors that are on no device meanwhile take the kernels of this compute capability, else of 80."""
+    token = _assumed.set(capability)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def arch(x: Tensor) -> int:
-    """Compute capability as 80, 90, ...; 80 where there is no device (interpreter, ahead-of-time check)."""
-    if not x.is_cuda:
+    """Compute capability of x's device as 80, 90, ..; the assumed one where it is on none."""
+    return capability(x.device) if x.is_cuda else _assumed.get()
+
+
+def capability(device: torch.device) -> int:
+    """Of a GPU that is here, as 80, 90, ..; 80 of others."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 80
-    major, minor = torch.cuda.get_device_capability(x.device)
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import triton
@@ -31,9 +30,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
-from . import _launch, cross_entropy, decode, heads, hopper, operators, selected, span, span_keys, span_queries, swiglu
+from . import _launch, cross_entropy, decode, heads, operators, swiglu
 from ._launch import Launch
 from ._tiled import Tiled
+from ._tiles import assume
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
@@ -96,14 +96,7 @@ def launches(case: Case, arch: int) -> list[Launch]:
 
     Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
     """
-    with (
-        patch.object(hopper, "arch", lambda x: arch),
-        patch.object(span, "arch", lambda x: arch),
-        patch.object(span_queries, "arch", lambda x: arch),
-        patch.object(span_keys, "arch", lambda x: arch),
-        patch.object(selected, "arch", lambda x: arch),
-        _launch.record() as seen,
-    ):
+    with assume(arch), _launch.record() as seen:
         for tokens in (2048, 65_536):
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)

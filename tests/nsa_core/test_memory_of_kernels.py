@@ -151,6 +151,22 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 
 
 @needs_triton
+def test_hopper_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_core._footprints import kernels
+    from nsa_core.kernels import _tiles
+
+    shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
+    found = {}
+    for capability in (80, 90):
+        kernels._trace_of.cache_clear()
+        monkeypatch.setattr(_tiles, "capability", lambda device, capability=capability: capability)
+        found[capability] = [estimate(4096, **shape, backward=backward).extra for backward in (False, True)]
+    kernels._trace_of.cache_clear()
+    assert found[80][0] - found[90][0] == 4096 * 8 * (128 * 2 + 4)  # and its log-sum-exps
+    assert found[80][1] == found[90][1]
+
+
+@needs_triton
 def test_sizes_on_a_gpu_are_rounded_as_its_allocator_does() -> None:
     cpu, gpu = (estimate(33, device=device).extra for device in ("cpu", "cuda"))
     assert cpu < gpu < cpu + 100 * 512
