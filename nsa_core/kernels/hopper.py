@@ -4,7 +4,8 @@
 A program has a warp that copies keys and values into rings of shared memory, and warpgroups that attend, 64 rows each,
 to the same tiles (as FlashAttention-3 does, arXiv 2407.08608, section 3.1). They meet at barriers of the rings alone:
 while one computes probabilities, others have their products under way. The tiles of all bands of keys are one stream,
-of which the copies are ahead. Tiles begin where a band does, so that hardly a key is met in vain.
+of which the copies are ahead. Tiles begin where a band does, so that hardly a key is met in vain. Where rows lie
+together (spans; not those that chose a block), a program goes on with further tiles of rows, and so does its stream.
 """
 
 from __future__ import annotations
@@ -37,13 +38,6 @@ copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_glo
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _copy_back = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@triton.constexpr_function
-def by_row(dim):
-    """The layout of copies of rows of `dim` half-precision numbers, 16 bytes a thread."""
-    lanes = dim // 8
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @triton.constexpr_function
@@ -111,7 +105,7 @@ def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
 @gluon.jit
 def rows_at(b, i, kvh, group, S, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
     """(place in [B,S,HQ], whether there is one) of a warpgroup's rows of a tile."""
-    r = rows_of(group, ROW)
+    r = rows_of(group, ROW)  # 32 bits will do: of q, a row alone is 256 bytes
     return (b * S + i) * HQ + kvh * G + (r // G * HQ + r % G), i + r // G < S
 
 
@@ -219,7 +213,7 @@ def produce(
 ):  # fmt: skip
     """Copies the rows of this program's tiles, and tile after tile of their streams of keys and values.
 
-    `given`: for each tensor that is read by rows itself and the ring of its tiles.
+    `given`: of each tensor that is read by rows, itself and the ring of its tiles.
     """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     BN: gl.constexpr = keys.shape[1]

@@ -169,13 +169,14 @@ def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
     assert_as_elsewhere(monkeypatch, made(case), kernel)
 
 
-def test_a_sequence_is_not_read_beyond_its_end():
-    """Tiles of its last keys reach into the next sequence, whose values are no numbers here."""
-    q, parts, plan = spans(1000, 8, 2, torch.bfloat16, NSAConfig())
-    want = [x[0].clone() for given in span.forward(q, parts, plan) for x in given]
+@pytest.mark.parametrize("sound", [0, 1])
+def test_what_is_no_number_stays_in_its_sequence(sound):
+    """Tiles of a sequence's last keys reach into the next one, and a program goes on with rows of another sequence."""
+    q, parts, plan = spans(4000, 8, 2, torch.bfloat16, NSAConfig())
+    want = [x[sound].clone() for given in span.forward(q, parts, plan) for x in given]
     for part in parts:
-        part.k[1], part.v[1] = float("nan"), float("nan")
-    got = [x[0] for given in span.forward(q, parts, plan) for x in given]
+        part.k[1 - sound], part.v[1 - sound] = float("nan"), float("nan")
+    got = [x[sound] for given in span.forward(q, parts, plan) for x in given]
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
