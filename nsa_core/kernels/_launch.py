@@ -94,7 +94,7 @@ def is_watched() -> bool:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
 ) -> None:
-    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing; a tensor comes first, tiled or not."""
+    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing. A tensor is first, or `Tiled`."""
     if 0 in grid:
         return
     asked, recorder = Launch(kernel, grid, arguments, constants, tile), _recorder.get()
