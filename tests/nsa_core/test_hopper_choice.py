@@ -89,6 +89,26 @@ def test_other_blocks_than_64_keys_before_the_query_take_those_of_all_devices(mo
     assert {"_selected_forward", "_selected_backward"} <= names
 
 
+@pytest.mark.parametrize(("tokens", "programs"), [(40, 2), (8192, 132)])  # 48 rows a tile, of each of two kv heads
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypatch, tokens, programs, has_gradient):
+    from nsa_core.kernels import _launch, hopper, operators
+
+    monkeypatch.setattr(hopper, "arch", lambda x: 90)
+    q, gates, k, v = (tensor(1, tokens, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128)))
+    plan = operators.Plan(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
+    with _launch.record() as seen:
+        operators.attend(q.requires_grad_(has_gradient), gates, None, [(k, v)] * 2, plan)
+    (forward,) = (one for one in seen if one.kernel.__name__ == "_all_spans_forward")
+    merges = [one for one in seen if one.kernel.__name__ == "_merge"]
+    assert forward.grid == (programs,)
+    assert forward.constants["SUMMED"] is not has_gradient
+    assert {one.constants["SUMMED"] for one in merges} == {not has_gradient}
+    assert (forward.arguments["OW"].x is forward.arguments["OS"].x) is not has_gradient
+    assert all(one.arguments["O1"] is forward.arguments["OC"].x for one in merges)
+    assert all(one.arguments["O2"] is forward.arguments["OS"].x for one in merges)
+
+
 def test_without_compressed_keys_there_is_nothing_to_describe(monkeypatch):
     assert not SPANS & started(monkeypatch, tokens=20)
 

@@ -16,6 +16,7 @@ import torch
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
 from nsa_core.kernels._launch import launch, record
+from nsa_core.kernels._tiled import Tiled
 from nsa_core.kernels._tiles import Tile
 
 
@@ -110,6 +111,25 @@ def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
     assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8, 9, 10]
     assert [kernel.tensors[i] for i in (1, 3, 10)] == [x[4:].data_ptr(), x.data_ptr(), x.data_ptr()]
     assert [start[2] for start in kernel.started[:3]] == [(32, 64), (48, 64), (33, 64)]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_tensor_by_tiles_is_one_of_what_it_is_compiled_for() -> None:
+    """Its dtype, head dim and the tile's rows and heads are; its own sizes and place are not."""
+    kernel, x = Kernel(), torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
+    launches = [
+        (Tiled(x, 16, 4), 1),
+        (Tiled(x[1:, 5:, :4], 16, 4), 1),
+        (Tiled(x, 32, 4), 2),
+        (Tiled(x, 16, 8), 3),
+        (Tiled(x.half(), 16, 4), 4),
+        (Tiled(x.view(2, 64, 16, 64), 16, 4), 5),
+        (Tiled(x[:1], 16, 4), 1),
+    ]
+    for tiled, _ in launches:
+        launch(kernel, (5,), {"X": tiled, "size": 32}, {"D": 64}, Tile())
+    assert [start[0] for start in kernel.started] == [compiled for _, compiled in launches]
+    assert [described.block_shape for described in kernel.tensors[:3]] == [[1, 16, 4, 128]] * 2 + [[1, 32, 4, 128]]
 
 
 def compiled_for(seq_len: int) -> set[tuple[str, str, Tile]]:
