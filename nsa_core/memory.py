@@ -110,7 +110,7 @@ def estimate_model(
         dtype: of parameters and activations.
         backward: the pass is a training step's; else it runs without gradients.
         optimizer: whose state exists, and whose step follows: fused on a GPU, one parameter at a time on a CPU.
-        device: chunks and kernels differ with it.
+        device: as of estimate_attention.
         autocast: the dtype that activations are cast to, where weights are kept in a wider one.
 
     Raises:

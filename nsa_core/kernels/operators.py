@@ -49,8 +49,6 @@ def attend(
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
         return _attend_operator(q, gates, blocks, flat, *_written(plan))[0]
-    if not plan.keeps:
-        return replay.run(_forward, plan, (blocks, q, gates, *flat))[0]
     return cast(Tensor, _Attend.apply(plan, blocks, q, gates, *flat))
 
 

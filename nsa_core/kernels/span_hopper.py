@@ -178,7 +178,7 @@ def _all_spans_forward(
     REGISTERS: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, ALIGN: gl.constexpr,
     LOCAL: gl.constexpr, INIT: gl.constexpr, CAUSAL: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """As span._span_forward; KS and VS are the window's, too. What is not a log-sum-exp is `Tiled`.
+    """As span._span_forward; KS and VS are the window's, too. All tensors but log-sum-exps and GATES are `Tiled`.
 
     SUMMED: OC is the sum of the compressed branch and the window by their GATES; there is no OW.
     """

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
@@ -127,6 +128,13 @@ def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, config
     merges = [one.constants for one in started if one.kernel == "_merge"]
     assert merges
     assert not any(one["KEEPS"] for one in merges)
+
+
+def test_a_derivative_forward_is_refused_where_nothing_is_kept_too(make_case, config):
+    """It would come out without one, as if it were zero."""
+    q, *others = (x.detach() for x in make_case(40).leaves)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        nsa_attention(forward_ad.make_dual(q, torch.ones_like(q)), *others, config, backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
