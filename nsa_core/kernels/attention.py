@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import NSAConfig
-from . import compress, inverse, merge, scores, selected, span, span_keys, span_queries
+from . import compress, inverse, merge, packed, scores, selected, span, span_keys, span_queries
 from ._tiles import ceil_div
 from .inverse import Inverse
 from .merge import Rows, Slots
@@ -47,7 +47,8 @@ def forward(
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, skip, 0, q.shape[0] * skip))
     way = plan.branches.index("slc")
     index = _invert(q, parts[way], blocks, plan)
-    for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan)):
+    is_packed = selected.is_for_hopper(q, parts[way], plan.config)
+    for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan, is_packed)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan)
         merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, plan.keeps)
     return out, [*made, *outputs, *lses, *index.tensors()] if plan.keeps else []
@@ -99,16 +100,20 @@ def _sizes(q: Tensor, part: Part, plan: Plan) -> tuple[int, int, int, int]:
     return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, free, rows)
 
 
-def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan) -> Iterator[Slots]:
+def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan, is_packed: bool) -> Iterator[Slots]:
     """The slots of each chunk of rows in turn, for parts as wide as `of` [..,HKV,D], in the same memory."""
     kv_heads, dim = of.shape[2:]
     shape = index.rows, plan.config.free_blocks, q.shape[2] // kv_heads
-    parts, lse = q.new_empty(*shape, dim), torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse, exponents = q.new_empty(shape, dtype=torch.float32), None
+    if is_packed:
+        parts, exponents = (q.new_empty(size, dtype=torch.int32) for size in ((*shape, packed.WORDS), shape))
+    else:
+        parts = q.new_empty(*shape, dim)
     skip = plan.causal_rows(q.shape[1])
     length = q.shape[1] - skip
     choosing = q.shape[0] * kv_heads * length
     for first in range(0, choosing, index.rows):
-        yield Slots(parts, lse, Rows(shape[-1], skip, length, first, min(index.rows, choosing - first)))
+        yield Slots(parts, exponents, lse, Rows(shape[-1], skip, length, first, min(index.rows, choosing - first)))
 
 
 def _selected_backward(
@@ -118,7 +123,8 @@ def _selected_backward(
     totals = span_keys.backward_kv(q, do, part, stats, plan, torch.float32)
     dk_parts, dv_parts = (x.new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in totals)
     own = stats[0] if plan.shared else stats
-    for chunk, slots in enumerate(_slots(q, part.k, index, plan)):
+    is_packed = selected.is_for_hopper(q, part, plan.config, do)
+    for chunk, slots in enumerate(_slots(q, part.k, index, plan, is_packed)):
         selected.backward_chunk(q, do, part, own, slots, totals, (dk_parts, dv_parts), index, chunk, plan)
         merge.sum_dq(slots, dq)
     return totals

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._launch import launch
 from ._tiles import Tile, ceil_div, padded
+from .packed import add_packed, in_order
 
 
 @triton.jit
@@ -24,11 +25,35 @@ def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _with_slots(
-    acc, PARTS, LPARTS, LSE, place, ok, pair, g, d,
-    G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, KEEPS: tl.constexpr,
+def _slot(i, G: tl.constexpr, FREE: tl.constexpr):
+    """The first slot of the i-th (row, head) pair, in 32 bits, which count all numbers of a chunk: 2 GiB at most."""
+    return (i // G * FREE * G + i % G).to(tl.int32)
+
+
+@triton.jit
+def _no_slots(M: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """What `_add_slots` starts from."""
+    return tl.zeros([M, WIDTH // 8, 2, 2, 2] if PACKED else [M, WIDTH], tl.float32)
+
+
+@triton.jit
+def _add_slots(total, PARTS, EXPONENTS, slot, weight, ok, d, D: tl.constexpr, PACKED: tl.constexpr):
+    """total + weight · slots, one of each pair."""
+    if PACKED:
+        total = add_packed(total, PARTS, EXPONENTS, slot, weight, ok)
+    else:
+        o = tl.load(PARTS + slot[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        total += weight[:, None] * o.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _slots_sum(
+    PARTS, EXPONENTS, LPARTS, LSE, place, ok, slot, d,
+    G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """An output whose log-sum-exp is in LSE, merged with its FREE slots in rank order.
+    """(Σ weight · slot over FREE ranks in order [M,DVP], weight of the output whose log-sum-exp is in LSE, their sum).
 
     KEEPS: LSE becomes that of both.
     """
@@ -36,26 +61,26 @@ def _with_slots(
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
     for rank in range(FREE):
-        m = tl.maximum(m, tl.load(LPARTS + (pair * FREE + rank) * G + g, mask=ok, other=float("-inf")))
-    l = tl.exp2(own - m)
-    acc *= l[:, None]
+        m = tl.maximum(m, tl.load(LPARTS + slot + rank * G, mask=ok, other=float("-inf")))
+    weight = tl.exp2(own - m)
+    l, total = weight, _no_slots(M, DVP, PACKED)
     for rank in range(FREE):
-        slot = (pair * FREE + rank) * G + g
-        p = tl.exp2(tl.load(LPARTS + slot, mask=ok, other=float("-inf")) - m)
-        o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=ok[:, None] & (d < DV)[None, :], other=0.0)
+        p = tl.exp2(tl.load(LPARTS + slot + rank * G, mask=ok, other=float("-inf")) - m)
         l += p
-        acc += p[:, None] * o.to(tl.float32)
+        total = _add_slots(total, PARTS, EXPONENTS, slot + rank * G, p, ok, d, DV, PACKED)
+    if PACKED:
+        total = in_order(total, M)
     if KEEPS:
         tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
         tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
-    return acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
+    return total, weight, l
 
 
 @triton.jit
 def _merge(
-    O1, O2, O3, LSE, PARTS, LPARTS, GATES, OUT, total, first, length, S, begin,
+    O1, O2, O3, LSE, PARTS, EXPONENTS, LPARTS, GATES, OUT, total, first, length, S, begin,
     HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, M: tl.constexpr, SUMMED: tl.constexpr, KEEPS: tl.constexpr,
+    DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, SUMMED: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots.
 
@@ -66,6 +91,10 @@ def _merge(
     ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, S, begin, HQ, G)
     inside = ok[:, None] & (d < DV)[None, :]
     at = place[:, None] * DV + d[None, :]
+    if SLC >= 0:  # before outputs are read, which would fill registers meanwhile
+        slots, weight, l = _slots_sum(
+            PARTS, EXPONENTS, LPARTS, LSE, place, ok, _slot(i, G, FREE), d, G, FREE, DV, DVP, M, PACKED, KEEPS
+        )
     out = tl.zeros([M, DVP], tl.float32)
     if SUMMED:
         out = tl.load(O1 + at, mask=inside, other=0.0).to(tl.float32)
@@ -79,7 +108,7 @@ def _merge(
         source = O1 if way == 0 else O2
         o = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         if way == SLC:
-            o = _with_slots(o, PARTS, LPARTS, LSE, place, ok, i // G, i % G, d, G, FREE, DV, KEEPS)
+            o = (weight[:, None] * o + slots) * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
             if KEEPS:
                 tl.store(source + at, o.to(source.dtype.element_ty), mask=inside)
         out += tl.load(GATES + place * WAYS + way, mask=ok, other=0.0).to(tl.float32)[:, None] * o
@@ -88,19 +117,23 @@ def _merge(
 
 @triton.jit
 def _sum_dq(
-    PARTS, DQ, total, first, length, S, begin,
+    PARTS, EXPONENTS, DQ, total, first, length, S, begin,
     HQ: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """DQ += the FREE slots of M (row, head) pairs in rank order."""
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d, pair, g, place = tl.arange(0, DP), i // G, i % G, _place(i, first, length, S, begin, HQ, G)
-    inside = (i < total)[:, None] & (d < D)[None, :]
-    at = DQ + place[:, None] * D + d[None, :]
-    acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    d, slot, place = tl.arange(0, DP), _slot(i, G, FREE), _place(i, first, length, S, begin, HQ, G)
+    ok, one = i < total, tl.full([M], 1.0, tl.float32)
+    inside = ok[:, None] & (d < D)[None, :]
+    added = _no_slots(M, DP, PACKED)
     for rank in range(FREE):
-        slot = (pair * FREE + rank) * G + g
-        acc += tl.load(PARTS + slot[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, acc.to(DQ.dtype.element_ty), mask=inside)
+        added = _add_slots(added, PARTS, EXPONENTS, slot + rank * G, one, ok, d, D, PACKED)
+    if PACKED:
+        added = in_order(added, M)
+    at = DQ + place[:, None] * D + d[None, :]
+    dq = tl.load(at, mask=inside, other=0.0).to(tl.float32) + added
+    tl.store(at, dq.to(DQ.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -165,14 +198,25 @@ class Slots:
     """What the free blocks add to some rows.
 
     Attributes:
-        parts: in q's dtype, [rows.count or more,free,G,D].
+        parts: in q's dtype, [rows.count or more,free,G,D]; or packed (packed.py), int32 [..,packed.WORDS].
+        exponents: of packed ones, int32 [rows.count or more,free,G].
         lse: float32 [rows.count or more,free,G]; without a meaning in the backward.
         rows: those that choose blocks, or a chunk of them.
     """
 
     parts: Tensor
+    exponents: Tensor | None
     lse: Tensor
     rows: Rows
+
+    @property
+    def packed(self) -> bool:
+        return self.exponents is not None
+
+    @property
+    def pointers(self) -> dict[str, Tensor]:
+        """As the kernels that read them name them."""
+        return dict(PARTS=self.parts, EXPONENTS=self.parts if self.exponents is None else self.exponents)
 
     @property
     def free(self) -> int:
@@ -190,8 +234,8 @@ def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows)
         outputs: of each way; or of three ways the gated sum of the first and third, in `out`'s dtype, and the second.
             The bits are the same.
     """
-    pointers = _ways(outputs) | dict(LSE=gates, PARTS=gates, LPARTS=gates, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, KEEPS=False)
+    pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "GATES"), gates) | dict(OUT=out)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False, KEEPS=False)
     _launch_rows(_merge, out, rows, pointers, constants)
 
 
@@ -204,9 +248,9 @@ def gated_sum_with_slots(
         lse: [B,S,HQ], of that way.
         keeps: whether its output and lse are written back.
     """
-    pointers = _ways(outputs) | dict(LSE=lse, PARTS=slots.parts, LPARTS=slots.lse, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, FREE=slots.free, KEEPS=keeps)
-    _launch_rows(_merge, out, slots.rows, pointers, constants)
+    pointers = _ways(outputs) | dict(LSE=lse, LPARTS=slots.lse, GATES=gates, OUT=out)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=keeps)
+    _launch_slots(_merge, out, slots, pointers, constants)
 
 
 def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -220,8 +264,7 @@ def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
     """Adds the slots to dq [B,S,HQ,D]."""
-    constants = _width(dq, "D") | dict(FREE=slots.free)
-    _launch_rows(_sum_dq, dq, slots.rows, dict(PARTS=slots.parts, DQ=dq), constants)
+    _launch_slots(_sum_dq, dq, slots, dict(DQ=dq), _width(dq, "D"))
 
 
 def prepare(
@@ -251,21 +294,31 @@ def prepare(
     return dgates, stats
 
 
-def _launch_rows(kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int]) -> None:
+def _launch_slots(
+    kernel: object, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
+) -> None:
+    """Over the rows of x [B,S,HQ,D] that have these slots."""
+    constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
+    _launch_rows(kernel, x, slots.rows, slots.pointers | pointers, constants, warps=2 if slots.packed else 4)
+
+
+def _launch_rows(
+    kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int], warps: int = 4
+) -> None:
     """Over these rows of x [B,S,HQ,D]."""
     numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
     heads = dict(HQ=x.shape[2], G=rows.heads)
-    _launch_pairs(kernel, x, rows.count * rows.heads, pointers, numbers, constants | heads)
+    _launch_pairs(kernel, x, rows.count * rows.heads, pointers, numbers, constants | heads, warps)
 
 
 def _launch_pairs(
     kernel: object, x: Tensor, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
-    constants: dict[str, int],
+    constants: dict[str, int], warps: int = 4,
 ) -> None:  # fmt: skip
-    """Over `total` (row, head) pairs of x [B,S,HQ,D], about 2048 elements a program."""
-    tile = max(4, 2048 // padded(x.shape[-1]))
+    """Over `total` (row, head) pairs of x [B,S,HQ,D], about 512 elements a warp."""
+    tile = max(4, 512 * warps // padded(x.shape[-1]))
     grid = (ceil_div(total, tile),)
-    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile), Tile(warps=4))
+    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile), Tile(warps=warps))
 
 
 def _width(x: Tensor, dim: str) -> dict[str, int]:

@@ -206,6 +206,15 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
     return max(ceil_div(1024, group), ceil_div(rows * free, 1024))
 
 
+def is_for_hopper(q: Tensor, part: Part, config: NSAConfig, *others: Tensor) -> bool:
+    """Whether the kernels for Hopper take it, whose slots are packed: blocks of 64 keys that lie before their queries.
+
+    Args:
+        others: as in hopper.fits.
+    """
+    return hopper.fits(q, [part], *others) and config.slc_block == 64 and config.local_blocks > 0
+
+
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
     """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
     tile, ahead = _forward_tile(q, part.v)
@@ -213,7 +222,8 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
     numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
     constants = _constants(q, part, tile, plan.config)
-    if _is_for_hopper(q, part, constants):
+    if slots.exponents is not None:
+        pointers |= dict(EXPONENTS=slots.exponents)
         selected_hopper.start((inverse.limit,), pointers | numbers, constants)
         return
     launch(_selected_forward, (inverse.limit,), pointers | numbers, constants | dict(AHEAD=ahead), tile)
@@ -242,7 +252,8 @@ def backward_chunk(
     # Entries read a turn ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
     constants = _constants(q, part, tile, plan.config)
-    if _is_for_hopper(q, part, constants, do):
+    if slots.exponents is not None:
+        pointers |= dict(EXPONENTS=slots.exponents)
         selected_backward_hopper.start((inverse.limit,), pointers | numbers, constants)
     else:
         launch(_selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile)
@@ -277,11 +288,6 @@ def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str
     block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # A free block lies before the local ones, and so wholly before the query.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
-
-
-def _is_for_hopper(q: Tensor, part: Part, constants: dict[str, int], *others: Tensor) -> bool:
-    """Whether the kernels for Hopper take it: blocks of 64 keys that lie before their queries."""
-    return hopper.fits(q, [part], *others) and constants["SB"] == 64 and not constants["MASKED"]
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:

@@ -24,7 +24,8 @@ from . import hopper
 from ._tiles import Tile
 from .hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, product, ring, tiles_of_rows, wait
 from .inverse import work_item
-from .selected_hopper import by_entry, by_rows, by_run, of_each_row
+from .packed import store_packed
+from .selected_hopper import by_entry, by_rows, of_each_row
 
 _WARPGROUPS = gl.constexpr(2)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
@@ -70,8 +71,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    group, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block, block_full, rows,
-    mine, handed, G: gl.constexpr,
+    group, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block, block_full,
+    rows, mine, handed, G: gl.constexpr,
 ):  # fmt: skip
     """Fills the slots of every second tile of queries, from tile `group` on; the first one stores dk and dv of both."""
     queries, gradients, stats, full, empty = rows
@@ -82,7 +83,6 @@ def _consume(
     BQ: gl.constexpr = ROWS // G
     SCORES: gl.constexpr = product(ROWS)
     SUMS: gl.constexpr = product(D)
-    OUT: gl.constexpr = by_run(D)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     zero = gl.full([BN, ROWS], 0.0, gl.float32, SCORES)
     dk, dv = gl.full([BN, D], 0.0, gl.float32, SUMS), gl.full([BN, D], 0.0, gl.float32, SUMS)
@@ -107,7 +107,7 @@ def _consume(
         ds_buffer.store((p * (dp - stats.index(g % STAGES * 2 + 1).load(ROW)[None, :])).to(DTYPE))
         fence_async_shared()
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2))
-        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         entry = gl.load(ENTRIES + gl.minimum(i + r // G, end - 1))
         dv = warpgroup_mma(p, do, dv, is_async=True)
         dk = warpgroup_mma(ds_buffer, q, dk, is_async=True)
@@ -115,10 +115,8 @@ def _consume(
         mbarrier.arrive(empty.index(g % STAGES), count=1)
         dq = warpgroup_mma(ds_buffer.permute([1, 0]), keys, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        dq = gl.convert_layout((dq * scale).to(DTYPE), OUT)
-        slot, d = (entry - first_entry) * G + r % G, gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-        ok = (i + r // G < end)[:, None] & (d < D)[None, :]
-        gl.store(DQPART + ((slot * D)[:, None] + d[None, :]), dq, mask=ok, eviction_policy="evict_first")
+        factor = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SUMS)) + scale
+        store_packed(dq, factor, DQPART, EXPONENTS, (entry - first_entry) * G + r % G, i + r // G < end)
     n, e = gl.arange(0, BN, layout=gl.SliceLayout(1, SUMS)), gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
     at = n[:, None] * D + e[None, :]
     if group == 0:  # the other's sums lie where the result is to be
@@ -134,7 +132,7 @@ def _consume(
 
 @gluon.jit
 def _selected_backward_hopper(
-    Q, K, V, DO, STATS, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    Q, K, V, DO, STATS, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
     S, T, first_row, skip, blocks, keys, cap, scale2, scale,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -176,10 +174,10 @@ def _selected_backward_hopper(
         group0 = S * 0
         group1 = group0 + 1
         gl.warp_specialize([
-            (_consume, (group0, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block,
-                        block_full, rows, mine, handed, G)),
-            (_consume, (group1, DQPART, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block,
-                        block_full, rows, mine, handed, G)),
+            (_consume, (group0, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale,
+                        block, block_full, rows, mine, handed, G)),
+            (_consume, (group1, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale,
+                        block, block_full, rows, mine, handed, G)),
             (_produce, (Q, K, V, DO, STATS, ENTRIES, begin, end, first_entry, block, block_full, rows,
                         HQ, HKV, G, FREE)),
         ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

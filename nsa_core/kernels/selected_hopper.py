@@ -1,9 +1,7 @@
 # pyright: reportMissingImports=false
 """The forward of selected.py for Hopper: a warpgroup copies the queries that chose a block, others attend (hopper.py).
 
-Each tile of queries belongs to one of the warpgroups that attend, which take turns. A thread's results of a product are
-pairs of columns, 8 apart; values lie in shared memory with their columns in such an order that four pairs are
-neighbours in the slots, which are written from registers, 16 bytes at a time.
+Each tile of queries belongs to one of the warpgroups that attend, which take turns. Slots are packed (packed.py).
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from . import hopper
 from ._tiles import Tile
 from .hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, product, ring, wait
 from .inverse import work_item
+from .packed import store_packed
 
 _WARPGROUPS = gl.constexpr(3)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=128)
@@ -48,28 +47,11 @@ def by_entry(dim, group):
     return gl.DistributedLinearLayout(bits[:3], in_warp, bits[8 - lanes :], [], [64 // group, group])
 
 
-@triton.constexpr_function
-def by_run(dim):
-    """[64,dim] with 8 neighbouring columns a thread: what a thread has of a product are such after `swap`."""
-    wide = [[0, 1 << bit] for bit in range(5, (dim - 1).bit_length())]
-    in_warp = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], *wide], in_warp, [[16, 0], [32, 0]], [], [64, dim]
-    )
-
-
 @gluon.jit
 def of_each_row(x, G: gl.constexpr, D: gl.constexpr):
     """A number of each entry, as `by_entry` has it, for each of its rows, as `by_rows` has them."""
     x = (x[:, None] + gl.full([ROWS // G, G], 0, gl.int32, by_entry(D, G))).reshape([ROWS])
     return gl.convert_layout(x, gl.SliceLayout(1, by_rows(D)))
-
-
-@gluon.jit
-def swap(x):
-    """Of each 32 columns, 4 runs of 4 pairs, pair j of run i becomes pair i of run j: it undoes itself."""
-    pairs = x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
-    return pairs.permute([0, 1, 3, 2, 4]).reshape([x.shape[0], x.shape[1]])
 
 
 @gluon.jit
@@ -87,8 +69,7 @@ def _produce(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     at = n[:, None] * (HKV * D) + d[None, :]
     copy_rows(keys, K + at)
-    values.store(swap(gl.load(V + at)))
-    fence_async_shared()
+    copy_rows(values, V + at)
     async_copy.mbarrier_arrive(block_full, increment_count=False)
     qi = gl.arange(0, BQ, layout=gl.SliceLayout(1, by_entry(D, G)))
     following = gl.load(ENTRIES + gl.minimum(begin + qi, end - 1))
@@ -102,7 +83,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    group, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, keys, values, block_full, rows, G: gl.constexpr
+    group, OPART, EXPONENTS, LPART, ENTRIES, begin, end, first_entry, scale2, keys, values, block_full, rows,
+    G: gl.constexpr,
 ):  # fmt: skip
     """Fills the slots of every third tile of queries, from tile `group` on."""
     queries, full, empty = rows
@@ -112,10 +94,9 @@ def _consume(
     BQ: gl.constexpr = ROWS // G
     SCORES: gl.constexpr = product(BN)
     SUMS: gl.constexpr = product(D)
-    OUT: gl.constexpr = by_run(D)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores, no_sums = gl.full([ROWS, BN], 0.0, gl.float32, SCORES), gl.full([ROWS, D], 0.0, gl.float32, SUMS)
-    r, d = gl.arange(0, ROWS, layout=ROW), gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    r = gl.arange(0, ROWS, layout=ROW)
     mbarrier.wait(block_full, 0)
     fence_async_shared()
     for g in range(group, gl.cdiv(end - begin, BQ), _WARPGROUPS):
@@ -132,17 +113,13 @@ def _consume(
         p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
         o = warpgroup_mma(p, values, no_sums, use_acc=False, is_async=True)
         o, p = warpgroup_mma_wait(0, deps=[o, p])
-        o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, SUMS))[:, None]
-        o = gl.convert_layout(swap(o.to(values.dtype)), OUT)
-        at = OPART + ((gl.convert_layout(slot, gl.SliceLayout(1, OUT)) * D)[:, None] + d[None, :])
-        ok = gl.convert_layout(i, gl.SliceLayout(1, OUT)) < end
-        gl.store(at, o, mask=ok[:, None] & (d < D)[None, :], eviction_policy="evict_first")
+        store_packed(o, 1.0 / l, OPART, EXPONENTS, slot, i < end)
         gl.store(LPART + slot, m + gl.log2(l), mask=i < end)
 
 
 @gluon.jit
 def _selected_forward_hopper(
-    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
+    Q, K, V, OPART, EXPONENTS, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
     S, T, first_row, skip, blocks, keys, cap, scale2,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -170,9 +147,12 @@ def _selected_forward_hopper(
         group0 = S * 0
         group1, group2 = group0 + 1, group0 + 2
         gl.warp_specialize([
-            (_consume, (group0, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
-            (_consume, (group1, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
-            (_consume, (group2, OPART, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full, rows, G)),
+            (_consume, (group0, OPART, EXPONENTS, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full,
+                        rows, G)),
+            (_consume, (group1, OPART, EXPONENTS, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full,
+                        rows, G)),
+            (_consume, (group2, OPART, EXPONENTS, LPART, ENTRIES, begin, end, first_entry, scale2, k, v, block_full,
+                        rows, G)),
             (_produce, (Q, K, V, ENTRIES, begin, end, first_entry, k, v, block_full, rows, HQ, HKV, G, FREE)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip
 

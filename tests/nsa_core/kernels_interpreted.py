@@ -153,6 +153,59 @@ def test_a_sum_of_two_ways_and_the_third_make_the_bits_of_three(dtype):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0 if dtype == torch.float16 else 1e-6)
 
 
+def packed(numbers, exponents):
+    """Rows of integers [..,128] of blocks with exponents [..,4], as packed.py says."""
+
+    def as_int32(x):
+        return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+    w_j_t_b = (numbers + 2048).unflatten(-1, (4, 4, 4, 2))
+    pairs = (w_j_t_b[..., 0] + w_j_t_b[..., 1] * 4096).movedim(-1, -3)  # [.., block, run, pair]
+    words = [pairs[..., k] + (pairs[..., 3] // 256**k % 256) * 2**24 for k in range(3)]
+    return as_int32(torch.stack(words, -3).flatten(-3)), as_int32((exponents * 256 ** torch.arange(4)).sum(-1))
+
+
+@pytest.fixture
+def packed_and_plain():
+    """Slots of two groups of two heads in rows 2.. of 6 of two sequences, packed and not."""
+    from nsa_core.kernels.merge import Rows, Slots
+
+    generator = torch.Generator().manual_seed(0)
+    shape, rows = (16, 3, 2), Rows(2, 2, 4, 0, 16)
+    numbers = torch.randint(-2047, 2048, (*shape, 128), generator=generator)
+    exponents = torch.randint(120, 132, (*shape, 4), generator=generator)
+    plain = numbers.unflatten(-1, (4, 4, 4, 2)) * (exponents - 137.0).exp2()[..., None, None, :, None]
+    lse = torch.randn(shape, generator=generator)
+    return [Slots(*packed(numbers, exponents), lse, rows), Slots(plain.flatten(-4), None, lse, rows)]
+
+
+def test_packed_slots_are_summed(packed_and_plain):
+    from nsa_core.kernels.merge import sum_dq
+
+    before = torch.randn(2, 6, 4, 128)
+    sums = [before.clone() for _ in packed_and_plain]
+    for slots, dq in zip(packed_and_plain, sums, strict=True):
+        sum_dq(slots, dq)
+    assert torch.equal(sums[0][:, :2], before[:, :2])
+    assert not torch.isclose(sums[0][:, 2:], before[:, 2:]).any(-1).all(-1).any()
+    torch.testing.assert_close(sums[0], sums[1])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_packed_slots_are_merged(packed_and_plain, keeps):
+    from nsa_core.kernels.merge import gated_sum_with_slots
+
+    outputs, gates, lse = torch.randn(3, 2, 6, 4, 128), torch.rand(2, 6, 4, 3), torch.randn(2, 6, 4)
+    results = []
+    for slots in packed_and_plain:
+        given, lses, out = [x.clone() for x in outputs], lse.clone(), torch.zeros(2, 6, 4, 128)
+        gated_sum_with_slots(given, 1, lses, gates, out, slots, keeps)
+        results.append([*given, lses, out])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    assert torch.equal(results[0][1], outputs[1]) != keeps
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""

@@ -1,0 +1,95 @@
+# pyright: reportMissingImports=false
+"""Rows of 128 numbers in 12 bits each, as the kernels for Hopper write slots: three quarters of bf16's bytes.
+
+Blocks of 32 numbers share a power of two, as in the Microscaling formats of the Open Compute Project (v1.0), which have
+elements of up to 8 bits. An integer of 12 bits is within 2^-12 of its block's largest number, where bf16 is within 2^-9
+of each.
+
+Column 32 w + 8 j + 2 t + b belongs to block t, whose numbers are those that one thread has of a warpgroup's product. Of
+a block, run w has 8 numbers, 2 j + b, in three words: a word has a pair j of numbers, 2048 added to each, in its lower
+24 bits, and a byte of the last pair on top. A row has a word of four exponents, a byte each, and 48 words [3,t,w].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+WIDTH, WORDS = 128, 48  # of a row: numbers, and words without that of the exponents
+_RUNS = gl.constexpr(16)
+_BIAS = gl.constexpr(0x4B000000)  # 2^23 as float32: what is added to it shows as an integer in its lower bits
+_NAN = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.constexpr_function
+def _by_run():
+    """Words [64,16] of the rows of a warpgroup's product: the four runs of its block a thread."""
+    in_warp = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], in_warp, [[16, 0], [32, 0]], [], [64, 16])
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_NAN)
+
+
+@gluon.jit
+def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
+    """Store x [64,128], a warpgroup's product, times factor [64] > 0, in the rows `slot` where `ok`.
+
+    A block with a number that is not finite has none that is.
+    """
+    RUN: gl.constexpr = _by_run()
+    blocks = x.reshape([64, 4, 4, 4, 2]).permute([0, 3, 1, 2, 4]).reshape([64, 4, 32])
+    largest = gl.reduce(gl.abs(blocks), 2, _larger)
+    BLOCK: gl.constexpr = largest.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, BLOCK)
+    factor = gl.convert_layout(factor, ROW)[:, None]
+    # A half less than 2048 units would round up to them: then the next power of two.
+    bits = (largest * factor).to(gl.uint32, bitcast=True) + (1 << 12)
+    exponent = gl.minimum(gl.maximum((bits >> 23).to(gl.int32), 12), 255)
+    to = EXPONENTS.to(gl.pointer_type(gl.uint8), bitcast=True) + gl.convert_layout(slot, ROW)[:, None] * 4
+    block = gl.arange(0, 4, layout=gl.SliceLayout(0, BLOCK))[None, :]
+    gl.store(to + block, exponent.to(gl.uint8), mask=gl.convert_layout(ok, ROW)[:, None] & (block < 4))
+    units = ((264 - exponent) << 23).to(gl.float32, bitcast=True) * factor
+    numbers = (blocks * units[:, :, None] + 8390656.0).to(gl.int32, bitcast=True)
+    first, second = gl.split(numbers.reshape([64, _RUNS, 4, 2]))
+    pairs = first + (second << 12)
+    even, odd = gl.split(pairs.reshape([64, _RUNS, 2, 2]))
+    pair0, pair2 = gl.split(even)
+    pair1, last = gl.split(odd)
+    run = gl.arange(0, _RUNS, layout=gl.SliceLayout(0, RUN))[None, :]
+    at = PARTS + (gl.convert_layout(slot, gl.SliceLayout(1, RUN)) * (3 * _RUNS))[:, None] + run
+    inside = gl.convert_layout(ok, gl.SliceLayout(1, RUN))[:, None] & (run < _RUNS)
+    low, high = 0xFFFFFF, -0x1000000
+    word0 = gl.convert_layout((pair0 & low) | (last << 24), RUN)
+    word1 = gl.convert_layout((pair1 & low) | ((last << 16) & high), RUN)
+    word2 = gl.convert_layout((pair2 & low) | ((last << 8) & high), RUN)
+    gl.store(at, word0, mask=inside, eviction_policy="evict_first")
+    gl.store(at + _RUNS, word1, mask=inside, eviction_policy="evict_first")
+    gl.store(at + 2 * _RUNS, word2, mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def add_packed(total, PARTS, EXPONENTS, slot, weight, ok):
+    """total [M,16,2,2,2], whose columns `in_order` knows, + weight [M] times the rows `slot` where `ok`."""
+    run = tl.arange(0, 16)
+    at, inside = PARTS + slot[:, None] * 48 + run[None, :], ok[:, None] & (run < 16)[None, :]
+    word0 = tl.load(at, mask=inside, other=0)
+    word1 = tl.load(at + 16, mask=inside, other=0)
+    word2 = tl.load(at + 32, mask=inside, other=0)
+    exponents = tl.load(EXPONENTS + slot, mask=ok, other=0)
+    exponent = (exponents[:, None] >> (run // 4 * 8)[None, :]) & 0xFF
+    unit = (exponent << 23).to(tl.float32, bitcast=True) * (weight * 0.0009765625)[:, None]
+    last = ((word0 >> 24) & 0xFF) | ((word1 >> 16) & 0xFF00) | ((word2 >> 8) & 0xFF0000)
+    pairs = tl.join(tl.join(word0, word2), tl.join(word1, last))
+    numbers = (tl.join(pairs & 0xFFF, (pairs >> 12) & 0xFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8390656.0
+    return total + numbers * unit[:, :, None, None, None]
+
+
+@triton.jit
+def in_order(x, M: tl.constexpr):
+    """What `add_packed` makes as [M,128], columns in order."""
+    return tl.reshape(tl.permute(tl.reshape(x, [M, 4, 4, 4, 2]), [0, 2, 3, 1, 4]), [M, 128])
