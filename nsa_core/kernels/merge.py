@@ -236,7 +236,7 @@ def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows)
     """
     pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "GATES"), gates) | dict(OUT=out)
     constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False, KEEPS=False)
-    _launch_rows(_merge, out, rows, pointers, constants)
+    _launch_rows(_merge, out, rows, pointers, constants, _tile(out))
 
 
 def gated_sum_with_slots(
@@ -290,7 +290,8 @@ def prepare(
     pointers = _ways(outputs)
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
-    _launch_pairs(_prepare, do, gates[..., 0].numel(), pointers, {}, _width(do, "DV") | dict(WAYS=ways, SHARED=shared))
+    constants = _width(do, "DV") | dict(WAYS=ways, SHARED=shared)
+    _launch_pairs(_prepare, gates[..., 0].numel(), pointers, {}, constants, _tile(do))
     return dgates, stats
 
 
@@ -299,26 +300,31 @@ def _launch_slots(
 ) -> None:
     """Over the rows of x [B,S,HQ,D] that have these slots."""
     constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
-    _launch_rows(kernel, x, slots.rows, slots.pointers | pointers, constants, warps=2 if slots.packed else 4)
+    tile = _tile(x, 1024, warps=2 if slots.packed else 4)
+    _launch_rows(kernel, x, slots.rows, slots.pointers | pointers, constants, tile)
 
 
 def _launch_rows(
-    kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int], warps: int = 4
+    kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int], tile: Tile
 ) -> None:
     """Over these rows of x [B,S,HQ,D]."""
     numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
     heads = dict(HQ=x.shape[2], G=rows.heads)
-    _launch_pairs(kernel, x, rows.count * rows.heads, pointers, numbers, constants | heads, warps)
+    _launch_pairs(kernel, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
 
 
 def _launch_pairs(
-    kernel: object, x: Tensor, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
-    constants: dict[str, int], warps: int = 4,
+    kernel: object, total: int, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
+    tile: Tile,
 ) -> None:  # fmt: skip
-    """Over `total` (row, head) pairs of x [B,S,HQ,D], about 512 elements a warp."""
-    tile = max(4, 512 * warps // padded(x.shape[-1]))
-    grid = (ceil_div(total, tile),)
-    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile), Tile(warps=warps))
+    """Over `total` (row, head) pairs."""
+    grid = (ceil_div(total, tile.rows),)
+    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile)
+
+
+def _tile(x: Tensor, numbers: int = 2048, warps: int = 4) -> Tile:
+    """Rows of x [..,D] with about so many numbers."""
+    return Tile(max(4, numbers // padded(x.shape[-1])), warps=warps)
 
 
 def _width(x: Tensor, dim: str) -> dict[str, int]:

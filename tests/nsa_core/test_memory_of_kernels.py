@@ -151,7 +151,7 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 
 
 @needs_triton
-def test_hopper_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_core._footprints import kernels
     from nsa_core.kernels import _tiles
 
@@ -162,8 +162,9 @@ def test_hopper_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.Mon
         monkeypatch.setattr(_tiles, "capability", lambda device, capability=capability: capability)
         found[capability] = [estimate(4096, **shape, backward=backward).extra for backward in (False, True)]
     kernels._trace_of.cache_clear()
-    assert found[80][0] - found[90][0] == 4096 * 8 * (128 * 2 + 4)  # and its log-sum-exps
-    assert found[80][1] == found[90][1]
+    packed = 3072 * 4 * 13 * (128 * 2 - 48 * 4 - 4)  # less: 13 slots a row and head of one group, which is a chunk
+    assert found[80][0] - found[90][0] == 4096 * 8 * (128 * 2 + 4) + packed  # the output, and its log-sum-exps
+    assert found[80][1] - found[90][1] == packed
 
 
 @needs_triton
