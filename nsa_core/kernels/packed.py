@@ -2,8 +2,7 @@
 """Rows of 128 numbers in 12 bits each, as the kernels for Hopper write slots: three quarters of bf16's bytes.
 
 Blocks of 32 numbers share a power of two, as in the Microscaling formats of the Open Compute Project (v1.0), which have
-elements of up to 8 bits. An integer of 12 bits is within 2^-12 of its block's largest number, where bf16 is within 2^-9
-of each.
+elements of up to 8 bits. An integer is off by at most 2^-11 of its block's largest number, bf16 by 2^-8 of each number.
 
 Column 32 w + 8 j + 2 t + b belongs to block t, whose numbers are those that one thread has of a warpgroup's product. Of
 a block, run w has 8 numbers, 2 j + b, in three words: a word has a pair j of numbers, 2048 added to each, in its lower
@@ -17,9 +16,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WIDTH, WORDS = 128, 48  # of a row: numbers, and words without that of the exponents
+WORDS = 48  # of a row, without that of the exponents
 _RUNS = gl.constexpr(16)
-_BIAS = gl.constexpr(0x4B000000)  # 2^23 as float32: what is added to it shows as an integer in its lower bits
+_HIGH = gl.constexpr(0x4B000000)  # 2^23 as float32, of which what is added to it, an integer, fills the lower bits
+_ZERO = gl.constexpr(8390656.0)  # and 2048 added to it
 _NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -54,7 +54,7 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
     block = gl.arange(0, 4, layout=gl.SliceLayout(0, BLOCK))[None, :]
     gl.store(to + block, exponent.to(gl.uint8), mask=gl.convert_layout(ok, ROW)[:, None] & (block < 4))
     units = ((264 - exponent) << 23).to(gl.float32, bitcast=True) * factor
-    numbers = (blocks * units[:, :, None] + 8390656.0).to(gl.int32, bitcast=True)
+    numbers = (blocks * units[:, :, None] + _ZERO).to(gl.int32, bitcast=True)
     first, second = gl.split(numbers.reshape([64, _RUNS, 4, 2]))
     pairs = first + (second << 12)
     even, odd = gl.split(pairs.reshape([64, _RUNS, 2, 2]))
@@ -75,17 +75,17 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
 @triton.jit
 def add_packed(total, PARTS, EXPONENTS, slot, weight, ok):
     """total [M,16,2,2,2], whose columns `in_order` knows, + weight [M] times the rows `slot` where `ok`."""
-    run = tl.arange(0, 16)
-    at, inside = PARTS + slot[:, None] * 48 + run[None, :], ok[:, None] & (run < 16)[None, :]
+    run = tl.arange(0, _RUNS)
+    at, inside = PARTS + slot[:, None] * (3 * _RUNS) + run[None, :], ok[:, None] & (run < _RUNS)[None, :]
     word0 = tl.load(at, mask=inside, other=0)
-    word1 = tl.load(at + 16, mask=inside, other=0)
-    word2 = tl.load(at + 32, mask=inside, other=0)
+    word1 = tl.load(at + _RUNS, mask=inside, other=0)
+    word2 = tl.load(at + 2 * _RUNS, mask=inside, other=0)
     exponents = tl.load(EXPONENTS + slot, mask=ok, other=0)
     exponent = (exponents[:, None] >> (run // 4 * 8)[None, :]) & 0xFF
-    unit = (exponent << 23).to(tl.float32, bitcast=True) * (weight * 0.0009765625)[:, None]
+    unit = (exponent << 23).to(tl.float32, bitcast=True) * (weight / 1024)[:, None]
     last = ((word0 >> 24) & 0xFF) | ((word1 >> 16) & 0xFF00) | ((word2 >> 8) & 0xFF0000)
     pairs = tl.join(tl.join(word0, word2), tl.join(word1, last))
-    numbers = (tl.join(pairs & 0xFFF, (pairs >> 12) & 0xFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8390656.0
+    numbers = (tl.join(pairs & 0xFFF, (pairs >> 12) & 0xFFF) | _HIGH).to(tl.float32, bitcast=True) - _ZERO
     return total + numbers * unit[:, :, None, None, None]
 
 

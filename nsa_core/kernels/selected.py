@@ -7,7 +7,7 @@ of all heads of the group, fill whole tiles. The price is a slot for each (query
 normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
 sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
 written to them leaves the cache first: queries are read again by other blocks. For Hopper there are other kernels in
-selected_hopper.py and selected_backward_hopper.py.
+selected_hopper.py and selected_backward_hopper.py, which write slots in fewer bits (packed.py).
 """
 
 from __future__ import annotations
