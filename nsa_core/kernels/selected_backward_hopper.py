@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,6 +28,7 @@ from .inverse import work_item
 from .packed import store_packed
 from .selected_hopper import by_entry, by_rows, of_each_row
 
+_HOISTS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 _WARPGROUPS = gl.constexpr(2)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
 _REGISTERS = 232  # of a thread that attends
@@ -69,6 +71,26 @@ def _produce(
         async_copy.mbarrier_arrive(full.index(g % STAGES), increment_count=False)
 
 
+@triton.constexpr_function
+def _by_eights():
+    """A tile's rows as [8,8], in threads as a product has them along its columns."""
+    in_thread = [[0, 1], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(in_thread, [[0, 2], [0, 4], *[[0, 0]] * 3], [[0, 0]] * 2, [], [8, 8])
+
+
+@gluon.jit
+def _rows(LAYOUT: gl.constexpr):
+    """A tile's rows, found anew. All 64 Triton 3.9 finds before the loop, and spills; sums with 8 of them it cannot."""
+    if _HOISTS:
+        EIGHTS: gl.constexpr = _by_eights()
+        eight = gl.arange(0, 8, layout=gl.SliceLayout(1, EIGHTS))[:, None]
+        rows = (eight * 8 + anew(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHTS)))[None, :]).reshape([ROWS])
+        rows = gl.convert_layout(rows, LAYOUT)
+    else:
+        rows = anew(gl.arange(0, ROWS, layout=LAYOUT))
+    return rows
+
+
 @gluon.jit
 def _consume(
     group, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block, block_full,
@@ -102,7 +124,7 @@ def _consume(
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * scale2 - stats.index(g % STAGES * 2).load(ROW)[None, :])
         if i + BQ > end:
-            p = gl.where((i + anew(gl.arange(0, ROWS, layout=ROW)) // G < end)[None, :], p, 0.0)
+            p = gl.where((i + _rows(ROW) // G < end)[None, :], p, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds_buffer.store((p * (dp - stats.index(g % STAGES * 2 + 1).load(ROW)[None, :])).to(DTYPE))
         fence_async_shared()
