@@ -47,8 +47,7 @@ def forward(
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, skip, 0, q.shape[0] * skip))
     way = plan.branches.index("slc")
     index = _invert(q, parts[way], blocks, plan)
-    is_packed = selected.is_for_hopper(q, parts[way], plan.config)
-    for chunk, slots in enumerate(_slots(q, parts[way].v, index, plan, is_packed)):
+    for chunk, slots in enumerate(_slots(q, parts[way], index, plan)):
         selected.forward_chunk(q, parts[way], slots, index, chunk, plan)
         merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, plan.keeps)
     return out, [*made, *outputs, *lses, *index.tensors()] if plan.keeps else []
@@ -100,12 +99,12 @@ def _sizes(q: Tensor, part: Part, plan: Plan) -> tuple[int, int, int, int]:
     return rows, batch * kv_heads * of_sequence, of_sequence, selected.item_entries(q, kv_heads, free, rows)
 
 
-def _slots(q: Tensor, of: Tensor, index: Inverse, plan: Plan, is_packed: bool) -> Iterator[Slots]:
-    """The slots of each chunk of rows in turn, for parts as wide as `of` [..,HKV,D], in the same memory."""
-    kv_heads, dim = of.shape[2:]
+def _slots(q: Tensor, part: Part, index: Inverse, plan: Plan, *do: Tensor) -> Iterator[Slots]:
+    """The slots of each chunk of rows in turn, in the same memory: for outputs, or with `do` for parts of dq."""
+    kv_heads, dim = (part.k if do else part.v).shape[2:]
     shape = index.rows, plan.config.free_blocks, q.shape[2] // kv_heads
     lse, exponents = q.new_empty(shape, dtype=torch.float32), None
-    if is_packed:
+    if selected.is_for_hopper(q, part, plan.config, *do):
         parts, exponents = (q.new_empty(size, dtype=torch.int32) for size in ((*shape, packed.WORDS), shape))
     else:
         parts = q.new_empty(*shape, dim)
@@ -123,8 +122,7 @@ def _selected_backward(
     totals = span_keys.backward_kv(q, do, part, stats, plan, torch.float32)
     dk_parts, dv_parts = (x.new_empty(index.limit, plan.config.slc_block, x.shape[-1]) for x in totals)
     own = stats[0] if plan.shared else stats
-    is_packed = selected.is_for_hopper(q, part, plan.config, do)
-    for chunk, slots in enumerate(_slots(q, part.k, index, plan, is_packed)):
+    for chunk, slots in enumerate(_slots(q, part, index, plan, do)):
         selected.backward_chunk(q, do, part, own, slots, totals, (dk_parts, dv_parts), index, chunk, plan)
         merge.sum_dq(slots, dq)
     return totals

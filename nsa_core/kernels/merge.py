@@ -215,7 +215,7 @@ class Slots:
 
     @property
     def pointers(self) -> dict[str, Tensor]:
-        """As the kernels that read them name them."""
+        """As the kernels that read them name them; what is not packed has no EXPONENTS, for which anything stands."""
         return dict(PARTS=self.parts, EXPONENTS=self.parts if self.exponents is None else self.exponents)
 
     @property

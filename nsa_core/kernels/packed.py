@@ -2,11 +2,14 @@
 """Rows of 128 numbers in 12 bits each, as the kernels for Hopper write slots: three quarters of bf16's bytes.
 
 Blocks of 32 numbers share a power of two, as in the Microscaling formats of the Open Compute Project (v1.0), which have
-elements of up to 8 bits. An integer is off by at most 2^-11 of its block's largest number, bf16 by 2^-8 of each number.
+elements of up to 8 bits. An integer is off by at most 2^-11 of its block's largest number, bf16 by 2^-8 of each number:
+over a row that is less, but a number far below its block's largest has less of it. fp16, with 2^-11 of each, is better
+left as it is.
 
 Column 32 w + 8 j + 2 t + b belongs to block t, whose numbers are those that one thread has of a warpgroup's product. Of
-a block, run w has 8 numbers, 2 j + b, in three words: a word has a pair j of numbers, 2048 added to each, in its lower
-24 bits, and a byte of the last pair on top. A row has a word of four exponents, a byte each, and 48 words [3,t,w].
+a block, run w has 8 integers, 2 j + b, in three words: word j has the pair j in its lower 24 bits, b = 0 first, 2048
+added to each, and byte j of the last pair on top. A row has a word of four exponents, byte t that of block t, and 48
+words [3,t,w]. With exponent e a number is its integer times 2^(e - 137); of e = 255 none is finite.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
     BLOCK: gl.constexpr = largest.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, BLOCK)
     factor = gl.convert_layout(factor, ROW)[:, None]
-    # A half less than 2048 units would round up to them: then the next power of two.
+    # What is half a unit below 2048 of them, or less, would round up to those: it takes the next power of two.
     bits = (largest * factor).to(gl.uint32, bitcast=True) + (1 << 12)
+    # Units of 2^-125 at least: 1 / unit is finite. Times a factor of 8 it is not, but such blocks are all below 2^-113.
     exponent = gl.minimum(gl.maximum((bits >> 23).to(gl.int32), 12), 255)
     to = EXPONENTS.to(gl.pointer_type(gl.uint8), bitcast=True) + gl.convert_layout(slot, ROW)[:, None] * 4
     block = gl.arange(0, 4, layout=gl.SliceLayout(0, BLOCK))[None, :]

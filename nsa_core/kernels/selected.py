@@ -12,6 +12,7 @@ selected_hopper.py and selected_backward_hopper.py, which write slots in fewer b
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -191,7 +192,7 @@ def _add_parts(
 
 
 def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
-    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, within bounds.
+    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, or less, within bounds.
 
     The kernels count a chunk's rows from its first, all heads of q between them, in 32 bits.
     """
@@ -207,16 +208,23 @@ def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
 
 
 def is_for_hopper(q: Tensor, part: Part, config: NSAConfig, *others: Tensor) -> bool:
-    """Whether the kernels for Hopper take it, whose slots are packed: blocks of 64 keys that lie before their queries.
+    """Whether the kernels for Hopper take it: bf16, and blocks of 64 keys that lie before their queries.
+
+    Their slots are packed, which would cost fp16 exactness (packed.py).
 
     Args:
         others: as in hopper.fits.
     """
-    return hopper.fits(q, [part], *others) and config.slc_block == 64 and config.local_blocks > 0
+    is_theirs = q.dtype == torch.bfloat16 and config.slc_block == 64 and config.local_blocks > 0
+    return is_theirs and hopper.fits(q, [part], *others)
 
 
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
-    """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1."""
+    """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1.
+
+    Args:
+        slots: packed if `is_for_hopper`.
+    """
     tile, ahead = _forward_tile(q, part.v)
     tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
@@ -238,6 +246,7 @@ def backward_chunk(
     Args:
         do: gradient [B,S,HQ,DV] of the gated sum.
         stats: of the selected branch, float32 [B,S,HQ,2] from merge.prepare.
+        slots: packed if `is_for_hopper`, with `do` among the others.
         totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
         scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
     """

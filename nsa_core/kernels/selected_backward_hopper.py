@@ -28,6 +28,7 @@ from .inverse import work_item
 from .packed import store_packed
 from .selected_hopper import by_entry, by_rows, of_each_row
 
+# What `anew` does not keep Triton 3.9 from: a range and all its sums with constants are found before the loop.
 _HOISTS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 _WARPGROUPS = gl.constexpr(2)  # that attend
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
@@ -72,7 +73,7 @@ def _produce(
 
 
 @triton.constexpr_function
-def _by_eights():
+def _eights():
     """A tile's rows as [8,8], in threads as a product has them along its columns."""
     in_thread = [[0, 1], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(in_thread, [[0, 2], [0, 4], *[[0, 0]] * 3], [[0, 0]] * 2, [], [8, 8])
@@ -80,9 +81,9 @@ def _by_eights():
 
 @gluon.jit
 def _rows(LAYOUT: gl.constexpr):
-    """A tile's rows, found anew. All 64 Triton 3.9 finds before the loop, and spills; sums with 8 of them it cannot."""
+    """A tile's rows, found anew: where ranges are hoisted, 64 of them would be spilled, but of 8 the sums stay here."""
     if _HOISTS:
-        EIGHTS: gl.constexpr = _by_eights()
+        EIGHTS: gl.constexpr = _eights()
         eight = gl.arange(0, 8, layout=gl.SliceLayout(1, EIGHTS))[:, None]
         rows = (eight * 8 + anew(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHTS)))[None, :]).reshape([ROWS])
         rows = gl.convert_layout(rows, LAYOUT)

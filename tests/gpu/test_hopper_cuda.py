@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core.kernels import attention, hopper, merge, scores, selected, span, span_queries
+from nsa_core.kernels import attention, hopper, merge, packed, scores, selected, span, span_queries
+from nsa_core.kernels.hopper import product
+from nsa_core.kernels.merge import Rows, Slots
+from nsa_core.kernels.packed import store_packed
 from nsa_core.kernels.plan import Part, Plan
 from nsa_core.kernels.stages import observe
 
@@ -85,8 +90,7 @@ def of_selected_forward(case):
 
     def run():
         found = []
-        packed = selected.is_for_hopper(q, parts[1], plan.config)
-        for chunk, slots in enumerate(attention._slots(q, parts[1].v, index, plan, packed)):
+        for chunk, slots in enumerate(attention._slots(q, parts[1], index, plan)):
             selected.forward_chunk(q, parts[1], unwritten(slots), index, chunk, plan)
             found += [numbers(slots), slots.lse[: slots.rows.count].clone()]
         return found
@@ -106,8 +110,7 @@ def of_selected_backward(case):
         totals = torch.zeros(2, *parts[1].k.shape, device="cuda")
         scratch = torch.full((2, index.limit, plan.config.slc_block, 128), float("nan"), device="cuda")
         found = [*totals]
-        packed = selected.is_for_hopper(q, parts[1], plan.config, do)
-        for chunk, slots in enumerate(attention._slots(q, parts[1].k, index, plan, packed)):
+        for chunk, slots in enumerate(attention._slots(q, parts[1], index, plan, do)):
             unwritten(slots)
             selected.backward_chunk(q, do, parts[1], stats, slots, tuple(totals), tuple(scratch), index, chunk, plan)
             found.append(numbers(slots))
@@ -148,17 +151,17 @@ def test_spans_backward_towards_queries(monkeypatch, tokens, heads, kv_heads, dt
     assert_as_elsewhere(monkeypatch, of_backward_q(case), "_all_spans_backward_q")
 
 
-@GROUPS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (32, 2)])
 @pytest.mark.parametrize("tokens", [1025, 1100, 3000])
-def test_free_blocks(monkeypatch, tokens, heads, kv_heads, dtype):
-    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+def test_free_blocks(monkeypatch, tokens, heads, kv_heads):
+    case = spans(tokens, heads, kv_heads, torch.bfloat16, NSAConfig())
     assert_as_elsewhere(monkeypatch, of_selected_forward(case), "_selected_forward_hopper")
 
 
-@GROUPS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (32, 2)])
 @pytest.mark.parametrize("tokens", [1025, 1100, 3000])
-def test_free_blocks_backward(monkeypatch, tokens, heads, kv_heads, dtype):
-    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
+def test_free_blocks_backward(monkeypatch, tokens, heads, kv_heads):
+    case = spans(tokens, heads, kv_heads, torch.bfloat16, NSAConfig())
     assert_as_elsewhere(monkeypatch, of_selected_backward(case), "_selected_backward_hopper")
 
 
@@ -204,6 +207,49 @@ def test_what_is_no_number_stays_in_its_sequence(sound):
         part.k[1 - sound], part.v[1 - sound] = float("nan"), float("nan")
     got = [x[sound] for given in span.forward(q, parts, plan) for x in given]
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@gluon.jit
+def _pack(x, factor, parts, exponents, count):
+    """The first `count` rows of x [64,128] times factor [64]."""
+    LAYOUT: gl.constexpr = product(128)
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    store_packed(gl.load(x + r[:, None] * 128 + d[None, :]), gl.load(factor + r), parts, exponents, r, r < count)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-60, 2.0**100])
+def test_integers_are_off_by_half_a_unit(size):
+    """Those of zeros, too, those that round up to the next power of two, and those beside far larger ones."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, factor = torch.randn(64, 128, generator=generator, device="cuda"), torch.ones(64, device="cuda")
+    x[0], x[1], factor[2:30] = 0, torch.tensor([1.0, -1.0], device="cuda").repeat(64), 0.37
+    x[3:20, 5] = 2 - 2.0 ** -torch.arange(3, 20, device="cuda")  # 2^-11 is half a unit below the next power of two
+    x[20:40, ::7] *= 1e-4
+    x[40:50, 64] *= 1e6
+    x *= size
+    slots = Slots(*(torch.full((64, 1, 1, *n), -1, dtype=torch.int32, device="cuda") for n in ((packed.WORDS,), ())),
+                  torch.empty(64, 1, 1, device="cuda"), Rows(1, 0, 64, 0, 50))  # fmt: skip
+    _pack[(1,)](x, factor, slots.parts, slots.exponents, 50, num_warps=4)
+    want = (x.double() * factor.double()[:, None])[:50]
+    blocks = (want.unflatten(1, (4, 4, 4, 2)) - numbers(slots)[:, 0, 0].double().unflatten(1, (4, 4, 4, 2))).abs()
+    largest = want.unflatten(1, (4, 4, 4, 2)).abs().amax((1, 2, 4))
+    assert (blocks.amax((1, 2, 4)) <= 2.0**-11 * 1.001 * largest).all()
+    assert (slots.parts[50:] == -1).all()
+    assert (slots.exponents[50:] == -1).all()
+
+
+def test_a_gradient_that_is_not_aligned(make_case):
+    """The backward's kernels are those of all devices then, behind a forward of Hopper's own."""
+    case = make_case(1200, 8, 2, 128)
+    out = nsa_attention(*case.leaves, NSAConfig(), backend="triton")
+    late = torch.randn(out.numel() + 4, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(out.dtype)
+    late = late[4:].view(out.shape)
+    with observe() as started:
+        got = torch.autograd.grad(out, case.leaves, late, retain_graph=True)
+    assert "_selected_backward" in {one.kernel for one in started}
+    for ours, want in zip(got, torch.autograd.grad(out, case.leaves, late.clone()), strict=True):
+        assert (ours - want).float().norm() < 8e-3 * want.float().norm()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -106,10 +106,13 @@ def test_the_last_rows_behind_longer_keys(make_case, rows):
     assert all(ours <= 2 * eager for ours, eager in make_case(501, rows=rows, batch=2).errors(FEW))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"), [(12, 2, 64, BF16), (32, 8, 128, BF16), (8, 2, 128, FP16)]
+)
 @pytest.mark.parametrize("size", [3, 30])
-def test_a_large_mean_of_the_keys(make_case, size):
+def test_a_large_mean_of_the_keys(make_case, size, heads, kv_heads, dim, dtype):
     """It changes no probability, but what the parts of dq are rounded to before they cancel."""
-    case = make_case(1331)
+    case = make_case(1331, heads, kv_heads, dim, dtype)
     with torch.no_grad():
         case.k += size * torch.randn(case.k.shape[2:], generator=torch.Generator("cuda").manual_seed(2), device="cuda")
     assert all(ours <= 2 * eager for ours, eager in case.errors(FEW))
@@ -138,14 +141,17 @@ def test_all_queries_choose_one_block(make_case):
         assert distance(got, want) < 8e-3
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(FP32, 1e-5), (BF16, 8e-3)])
-def test_gates_of_zero_and_one(make_case, dtype, bound):
-    case = make_case(900, dtype=dtype)
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "config", "bound"),
+    [(12, 64, FP32, SMALL, 1e-5), (12, 64, BF16, SMALL, 8e-3), (8, 128, BF16, FEW, 8e-3)],
+)
+def test_gates_of_zero_and_one(make_case, heads, dim, dtype, config, bound):
+    case = make_case(900, heads, 2, dim, dtype)
     with torch.no_grad():
         case.gates.copy_((case.gates > 0.5).float())
-    blocks = case.blocks(SMALL)
-    exact = case.to(torch.float64).with_blocks(blocks, SMALL, "chunked")
-    for got, want in zip(case.run(SMALL), exact, strict=True):
+    blocks = case.blocks(config)
+    exact = case.to(torch.float64).with_blocks(blocks, config, "chunked")
+    for got, want in zip(case.run(config), exact, strict=True):
         assert distance(got, want) < bound
 
 

@@ -19,11 +19,11 @@ def tensor(*shape, dtype=torch.bfloat16, late=False):
     return torch.empty(math.prod(shape) + 4, dtype=dtype)[4 * late :][: math.prod(shape)].view(shape)
 
 
-def started(
+def launches(
     monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late="", config=CONFIG,
     keys="shared",
 ):  # fmt: skip
-    """Kernels of a forward and backward of two kv heads; `late`: which of q, k, v and do is not aligned.
+    """Of a forward and backward of two kv heads; `late`: which of q, k, v and do is not aligned.
 
     `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
     """
@@ -43,12 +43,28 @@ def started(
             pairs = [operators.compress(k, v, config), (k, v), (k.clone(), v.clone())]
         out = operators.attend(q, gates, blocks, pairs, plan)
         torch.autograd.grad(out, leaves, tensor(*out.shape, dtype=dtype, late=late == "do"))
-    return {one.kernel.__name__ for one in seen}
+    return seen
 
 
-@pytest.mark.parametrize("given", [{}, {"heads": 16}, {"heads": 32}, {"dtype": torch.float16}], ids=str)
+def started(monkeypatch, **given):
+    """Names of the kernels of `launches`."""
+    return {one.kernel.__name__ for one in launches(monkeypatch, **given)}
+
+
+@pytest.mark.parametrize("given", [{}, {"heads": 16}, {"heads": 32}], ids=str)
 def test_groups_of_4_to_16_heads_of_128_take_them(monkeypatch, given):
     assert started(monkeypatch, **given) >= SPANS | SELECTED
+
+
+def test_what_rounds_less_than_packed_slots_takes_the_free_blocks_of_all_devices(monkeypatch):
+    assert (SPANS | SELECTED) & started(monkeypatch, dtype=torch.float16) == SPANS
+
+
+@pytest.mark.parametrize(("late", "packed"), [("", (True, True)), ("do", (True, False)), ("q", (False, False))])
+def test_slots_are_read_as_they_are_written(monkeypatch, late, packed):
+    of_slots = [one for one in launches(monkeypatch, late=late) if one.constants.get("FREE")]
+    reads = {one.kernel.__name__: one.constants["PACKED"] for one in of_slots if "PACKED" in one.constants}
+    assert (reads["_merge"], reads["_sum_dq"]) == packed
 
 
 @pytest.mark.parametrize(
