@@ -50,7 +50,7 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
     BLOCK: gl.constexpr = largest.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, BLOCK)
     factor = gl.convert_layout(factor, ROW)[:, None]
-    # What is half a unit below 2048 of them, or less, would round up to those: it takes the next power of two.
+    # What lies within half a unit of 2048 units would round up to them: it takes the next power of two.
     bits = (largest * factor).to(gl.uint32, bitcast=True) + (1 << 12)
     # Units of 2^-125 at least: 1 / unit is finite. Times a factor of 8 it is not, but such blocks are all below 2^-113.
     exponent = gl.minimum(gl.maximum((bits >> 23).to(gl.int32), 12), 255)

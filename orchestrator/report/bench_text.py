@@ -91,7 +91,8 @@ def _stages(bench: Bench, of: str) -> Iterable[Table]:
         places.sort(key=lambda place: place.seq_len)
         note = (
             "Milliseconds on the device by stage of the operator; other: PyTorch's own kernels. Gaps: the rest of the "
-            "call's time, in which the device waits for the host, or for a kernel's last programs."
+            "call's time, in which the device waits for the host, or for a kernel's last programs. Stages are timed in "
+            "calls of their own: a gap below 0 is what these differ by from the call that was timed."
         )
         columns = ["stage", *(f"{place.seq_len:,}" for place in places)]
         rows = _stage_rows(bench, places, name)
