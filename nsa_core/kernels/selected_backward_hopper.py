@@ -160,7 +160,7 @@ def _selected_backward_hopper(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As selected._selected_backward; every block lies wholly before the queries that chose it."""
+    """As selected._selected_backward, with slots packed; every block lies wholly before the queries that chose it."""
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
     item = gl.program_id(0)

@@ -124,7 +124,7 @@ def _selected_forward_hopper(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As selected._selected_forward; every block lies wholly before the queries that chose it."""
+    """As selected._selected_forward, with slots packed; every block lies wholly before the queries that chose it."""
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, gl.program_id(0), keys, cap)

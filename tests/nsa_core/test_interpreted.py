@@ -15,7 +15,9 @@ import torch
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu")
-@pytest.mark.parametrize("name", ["decode_interpreted.py", "kernels_interpreted.py", "training_interpreted.py"])
+@pytest.mark.parametrize(
+    "name", ["decode_interpreted.py", "kernels_interpreted.py", "merge_interpreted.py", "training_interpreted.py"]
+)
 def test_kernels_in_tritons_interpreter(name: str) -> None:
     file = Path(__file__).with_name(name)
     done = subprocess.run(
