@@ -15,8 +15,9 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import help_pages
-from orchestrator import analysis, gates
+from orchestrator import analysis
 from orchestrator.errors import UserError
+from orchestrator.gates import verdicts as gates
 from orchestrator.settings import Settings, load_settings
 from orchestrator.store import Store, exporter, queries
 

@@ -14,7 +14,7 @@ from orchestrator.states import Origin, PointState, Result, RunState
 from orchestrator.store import Store
 
 if TYPE_CHECKING:
-    from orchestrator.gates import RuleVerdict, TargetVerdict
+    from orchestrator.gates.verdicts import RuleVerdict, TargetVerdict
 
 LATEST = 8
 

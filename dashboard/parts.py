@@ -15,7 +15,7 @@ import pandas as pd
 from orchestrator.states import Origin, PointState, Result, RunState
 
 if TYPE_CHECKING:
-    from orchestrator.gates import RuleVerdict
+    from orchestrator.gates.verdicts import RuleVerdict
 
 Color = Literal["red", "orange", "blue", "green", "gray", "violet"]
 

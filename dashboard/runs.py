@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from dashboard import charts, data, grids, help_pages, parts
+from dashboard import data, grids, help_pages, parts
+from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 

@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from dashboard import charts, data, help_pages, parts, series
+from dashboard import data, help_pages, parts
+from orchestrator.report import charts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 

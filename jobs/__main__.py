@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.run import main
+from orchestrator.run.driver import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

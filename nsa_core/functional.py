@@ -18,10 +18,10 @@ from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
-from ._packed import packing
 from .backends import Backend, FusedBackend, dense, resolve
 from .config import NSAConfig
 from .errors import InputError
+from .packed_sequences import packing
 from .routes import Branch
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]

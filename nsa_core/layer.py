@@ -120,7 +120,7 @@ class NativeSparseAttention(nn.Module):
         """Rotated q [B,S,Hq,D]; keys (cmp unrotated) and values, three of [B,S,Hkv,D]; gates [B,S,Hq,3]."""
         cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), x.dtype)
         if in_compiled_training(x):
-            from .kernels.heads import split_heads  # needs Triton
+            from .kernels.training.heads import split_heads  # needs Triton
 
             bias = self.gate_proj.bias
             q, *rest = split_heads(product(x, self._projections), bias, cos, sin, self.heads, self.kv_heads)

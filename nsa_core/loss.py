@@ -66,7 +66,7 @@ def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bo
     fused: by a kernel of the project's, from logits in x's dtype.
     """
     if fused:
-        from .kernels.cross_entropy import cross_entropy  # needs Triton
+        from .kernels.training.cross_entropy import cross_entropy  # needs Triton
 
         losses, dlogits = cross_entropy(x @ weight.T, targets)
         loss = losses.sum()

@@ -106,7 +106,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layers = (self.gate, self.up)
         if in_compiled_training(x) and self.gate.out_features % 4 == 0:  # without columns of padding
-            from .kernels.swiglu import swiglu  # needs Triton
+            from .kernels.training.swiglu import swiglu  # needs Triton
 
             return self.down(swiglu(product(x, layers)))
         gate, up = side_by_side(x, layers)

@@ -14,7 +14,7 @@ from orchestrator.states import PointState, Result
 
 if TYPE_CHECKING:
     from orchestrator.analysis import Fit
-    from orchestrator.gates import TargetVerdict
+    from orchestrator.gates.verdicts import TargetVerdict
     from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 
@@ -40,7 +40,7 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """What the run came to (a bench's tables, else its scaling fits) and the verdict on it, which is stored, too."""
     from orchestrator.analysis import scaling_fits
-    from orchestrator.gates import evaluate, load_gates, save_verdicts
+    from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
     from orchestrator.report import bench, bench_text
     from orchestrator.store import queries
 

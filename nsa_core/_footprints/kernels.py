@@ -85,7 +85,8 @@ def _cut(sizes: Sizes, tokens: int) -> Sizes:
 
 @lru_cache(maxsize=1024)
 def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> Trace:
-    from ..kernels import _launch, _tiles  # needs Triton
+    from ..kernels.runtime import launch as _launch  # needs Triton
+    from ..kernels.runtime import tiles as _tiles
 
     granule = _CUDA_GRANULE if sizes.device.type == "cuda" else 1
     given, made = Allocations(granule), Allocations(granule)

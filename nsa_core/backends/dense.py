@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._inputs import sequence_spans
-from .._packed import checked_bounds
 from ..errors import BackendError
+from ..packed_sequences import checked_bounds
 from ..routes import note
 from . import _providers, chunked
 from ._providers import Host

@@ -30,10 +30,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
-from . import _launch, cross_entropy, decode, heads, operators, swiglu
-from ._launch import Launch
-from ._tiled import Tiled
-from ._tiles import assume
+from . import operators
+from .decode import step as decode
+from .runtime import launch as _launch
+from .runtime.launch import Launch
+from .runtime.tiles import assume
+from .runtime.tma import Tiled
+from .training import cross_entropy, heads, swiglu
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from ..config import NSAConfig
-from . import compress, inverse, merge, packed, scores, selected, span, span_keys, span_queries
-from ._tiles import ceil_div
-from .inverse import Inverse
+from . import compress, merge, scores
 from .merge import Rows, Slots
 from .plan import Part, Plan
+from .runtime.tiles import ceil_div
+from .selected import inverse
+from .selected import kernels as selected
+from .selected.inverse import Inverse
+from .shared import packed_slots as packed
+from .span import backward_kv as span_keys
+from .span import backward_q as span_queries
+from .span import forward as span
 
 __all__ = ["backward", "forward", "select"]
 

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import launch
-from ._tiles import Tile, ceil_div, padded, power_of_two
+from .runtime.launch import launch
+from .runtime.tiles import Tile, ceil_div, padded, power_of_two
 
 _TILE = Tile(warps=4)
 _ROWS = 4  # few, so that short sequences fill the device, too

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch
-from ._tiles import Tile, ceil_div, padded
-from .packed import add_packed, in_order
+from .runtime.launch import launch
+from .runtime.tiles import Tile, ceil_div, padded
+from .shared.packed_slots import add_packed, in_order
 
 
 @triton.jit

@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from ..config import NSAConfig
 from ..routes import Branch
-from . import attention, replay
+from . import attention
 from . import compress as compression
-from ._custom import operator
 from .plan import Plan
+from .runtime import replay
+from .runtime.custom_op import operator
 
 __all__ = ["Plan", "attend", "compress", "has_one_pair", "select"]
 

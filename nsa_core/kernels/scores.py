@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import NSAConfig
-from ._launch import launch
-from ._tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
-from .ranges import load_rows
+from .runtime.launch import launch
+from .runtime.tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
+from .shared.ranges import load_rows
 
 _BUFFER = 64 << 20  # bytes of one chunk's scores
 

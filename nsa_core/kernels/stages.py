@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._launch import Started, observe
+from .runtime.launch import Started, observe
 
 __all__ = ["Started", "observe", "stage"]
 

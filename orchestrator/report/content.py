@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
-from orchestrator.gates import TargetVerdict, evaluate, load_gates
+from orchestrator.gates.verdicts import TargetVerdict, evaluate, load_gates
 from orchestrator.report import bench
 from orchestrator.report.bench import Bench
 from orchestrator.settings import load_settings

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pandas as pd
 
 from orchestrator.analysis import Fit
-from orchestrator.gates import TargetVerdict
+from orchestrator.gates.verdicts import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
 from orchestrator.report.table import Table, missing, shape, whole

@@ -79,7 +79,7 @@ def _some(run_ids: Sequence[str]) -> Sequence[str]:
 
 def _charts(content: Content) -> dict[str, Any]:
     """The scaling charts that the rows can fill, by name. Altair is needed only from here on."""
-    from dashboard.charts import scaling_chart
+    from orchestrator.report.charts import scaling_chart
 
     return {
         name: scaling_chart(content.scaling, content.fits_frame, metric).properties(width=640)

@@ -1,6 +1,6 @@
 """The results database: written from journal records, read by queries and reporting views."""
 
-from orchestrator.database import StoreError, StoreUnavailable
+from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.store.schema import upgrade
 from orchestrator.store.store import Store
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 
-from orchestrator.database import SETTING, StoreError, StoreUnavailable, check_url, hide_password
+from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password
 
 BUSY_SECONDS = 30
 

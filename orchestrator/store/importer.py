@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
-from orchestrator.store import tables, writer
+from orchestrator.store import reported_layouts as tables
+from orchestrator.store import writer
 from orchestrator.store.models import Run
 from orchestrator.store.reported import ReportedRun, Row
 from orchestrator.store.store import Store

@@ -10,7 +10,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, text
 
-from orchestrator.database import SETTING, StoreError
+from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
 MIGRATIONS = Path(__file__).parent / "migrations"

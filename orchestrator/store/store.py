@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from orchestrator.database import SETTING, StoreError
+from orchestrator.database_url import SETTING, StoreError
 from orchestrator.records import Record
 from orchestrator.store import schema, writer
 from orchestrator.store.engine import errors, make_engine, parse, shown

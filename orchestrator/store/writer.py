@@ -15,7 +15,7 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from orchestrator.database import StoreError
+from orchestrator.database_url import StoreError
 from orchestrator.records import (
     EventRecord,
     OutcomeRecord,

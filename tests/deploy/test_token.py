@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import services
+from orchestrator.cli import services
 from orchestrator.settings import Settings
 
 TOKEN = "a" * 64

@@ -234,7 +234,7 @@ def _children_of_workers(cluster: Cluster) -> list[psutil.Process]:
     """The processes on the cluster that measure points."""
     found = []
     for process in psutil.process_iter(["cmdline", "ppid"]):
-        if "orchestrator.worker" in (process.info["cmdline"] or []):
+        if "orchestrator.attempt.worker" in (process.info["cmdline"] or []):
             parent = process.parent()
             raylet = parent and parent.parent()
             if raylet and str(cluster.folder) in " ".join(raylet.cmdline()):

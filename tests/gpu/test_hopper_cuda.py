@@ -6,11 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core.kernels import attention, hopper, merge, packed, scores, selected, span, span_queries
-from nsa_core.kernels.hopper import product
+from nsa_core.kernels import attention, merge, scores
 from nsa_core.kernels.merge import Rows, Slots
-from nsa_core.kernels.packed import store_packed
 from nsa_core.kernels.plan import Part, Plan
+from nsa_core.kernels.selected import kernels as selected
+from nsa_core.kernels.shared import hopper
+from nsa_core.kernels.shared import packed_slots as packed
+from nsa_core.kernels.shared.hopper import product
+from nsa_core.kernels.shared.packed_slots import store_packed
+from nsa_core.kernels.span import backward_q as span_queries
+from nsa_core.kernels.span import forward as span
 from nsa_core.kernels.stages import observe
 
 pytestmark = [

@@ -115,7 +115,7 @@ def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
 @torch.no_grad()
 def test_beyond_the_capacity_nothing_is_overwritten():
     """As a graph's replays would go on: the host is not asked."""
-    from nsa_core.kernels import decode
+    from nsa_core.kernels.decode import step as decode
 
     layer, x = layer_of(SMALL), torch.randn(1, 24, 24)
     _, cache = in_steps(layer, x, [20], capacity=24)
@@ -139,7 +139,7 @@ def random_cache(config, tokens, seed=0, heads=4, kv_heads=2, dim=16, value_dim=
 
 
 def chosen_by_kernels(cache, q):
-    from nsa_core.kernels import decode
+    from nsa_core.kernels.decode import step as decode
 
     return decode.attend(q, torch.zeros(2, 4, 3), cache)[1].view(2, 2, -1)
 
@@ -153,7 +153,7 @@ def test_the_choice_is_the_oracles(config, tokens):
 
 
 def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
-    from nsa_core.kernels import decode
+    from nsa_core.kernels.decode import step as decode
 
     cache, q = random_cache(SMALL, 301)
     cache.k_cmp.buffer.copy_(cache.k_cmp.buffer[:, :1].expand_as(cache.k_cmp.buffer))
@@ -165,7 +165,7 @@ def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
 
 
 def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
-    from nsa_core.kernels import decode
+    from nsa_core.kernels.decode import step as decode
 
     config = replace(SMALL, slc_count=3)  # with one initial and two local blocks, all are forced
     cache, q = random_cache(config, LENGTH)

@@ -46,7 +46,7 @@ def config():
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from nsa_core.kernels import replay  # Kernels are made for the interpreter when first imported.
+    from nsa_core.kernels.runtime import replay  # Kernels are made for the interpreter when first imported.
 
     replay.forget()  # what follows from shapes differs between tests
 
@@ -140,7 +140,10 @@ def test_a_derivative_forward_is_refused_where_nothing_is_kept_too(make_case, co
 @pytest.fixture
 def on_hopper(monkeypatch):
     """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
-    from nsa_core.kernels import selected, span, span_keys, span_queries
+    from nsa_core.kernels.selected import kernels as selected
+    from nsa_core.kernels.span import backward_kv as span_keys
+    from nsa_core.kernels.span import backward_q as span_queries
+    from nsa_core.kernels.span import forward as span
 
     for module in (selected, span, span_queries, span_keys):
         monkeypatch.setattr(module, "arch", lambda x: 90)
@@ -226,7 +229,9 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
 
 @pytest.mark.parametrize("rows", [8, 21, 33, 42])  # of 21 a sequence and kv head: within one, one, beyond one, two
 def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
-    from nsa_core.kernels import replay, scores, selected
+    from nsa_core.kernels import scores
+    from nsa_core.kernels.runtime import replay
+    from nsa_core.kernels.selected import kernels as selected
 
     case = make_case(85, 4, 2, batch=3)
     whole = run(case.leaves, config, "triton")
@@ -253,7 +258,7 @@ def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, 
 @pytest.mark.parametrize(("chunks", "rows", "add"), [(1, 9, False), (6, 9, False), (6, 5, True)])
 def test_parts_of_all_chunks_are_summed(chunks, rows, add):
     """Of the first rows of 9, heads of 40 and 300 columns: more than a program sums up."""
-    from nsa_core.kernels import span_keys
+    from nsa_core.kernels.span import backward_kv as span_keys
 
     made = torch.Generator().manual_seed(0)
     parts = tuple(torch.randn(chunks, 2, rows, 2, dim, generator=made) for dim in (40, 300))

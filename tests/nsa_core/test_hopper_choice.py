@@ -27,7 +27,9 @@ def launches(
 
     `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
     """
-    from nsa_core.kernels import _launch, hopper, operators
+    from nsa_core.kernels import operators
+    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: arch)
     branches = ("slc", "win") if keys == "two branches" else ("cmp", "slc", "win")
@@ -108,7 +110,9 @@ def test_other_blocks_than_64_keys_before_the_query_take_those_of_all_devices(mo
 @pytest.mark.parametrize(("tokens", "programs"), [(40, 2), (8192, 132)])  # 48 rows a tile, of each of two kv heads
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypatch, tokens, programs, has_gradient):
-    from nsa_core.kernels import _launch, hopper, operators
+    from nsa_core.kernels import operators
+    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
     q, gates, k, v = (tensor(1, tokens, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128)))
@@ -132,8 +136,8 @@ def test_without_compressed_keys_there_is_nothing_to_describe(monkeypatch):
 def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recwarn):
     from torch._subclasses import FakeTensorMode
 
-    from nsa_core.kernels import hopper
     from nsa_core.kernels.plan import Part
+    from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
     with FakeTensorMode():
@@ -143,7 +147,9 @@ def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recw
 
 
 def test_sizes_may_be_symbols_of_a_compiler(monkeypatch):
-    from nsa_core.kernels import _launch, hopper, operators
+    from nsa_core.kernels import operators
+    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
 
@@ -158,7 +164,7 @@ def test_sizes_may_be_symbols_of_a_compiler(monkeypatch):
 
 
 def test_a_tile_is_described_for_the_launch_as_for_the_compiler():
-    from nsa_core.kernels._tiled import Tiled, placed
+    from nsa_core.kernels.runtime.tma import Tiled, placed
 
     x = torch.arange(2 * 5 * 3 * 128).view(2, 5, 3, 128).to(torch.bfloat16)
     tiled = Tiled(x, 64)

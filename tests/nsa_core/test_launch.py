@@ -15,9 +15,9 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
-from nsa_core.kernels._launch import launch, record
-from nsa_core.kernels._tiled import Tiled
-from nsa_core.kernels._tiles import Tile
+from nsa_core.kernels.runtime.launch import launch, record
+from nsa_core.kernels.runtime.tiles import Tile
+from nsa_core.kernels.runtime.tma import Tiled
 
 
 class Kernel:
@@ -155,7 +155,7 @@ def test_a_slightly_longer_sequence_compiles_nothing(lengths: tuple[int, int]) -
 
 def step_compiled_for(capacity: int) -> set[tuple[str, str, Tile]]:
     """The same of decoding steps over caches with that capacity, 2 sequences."""
-    from nsa_core.kernels import decode
+    from nsa_core.kernels.decode import step as decode
 
     config, meta = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, gates = (torch.empty(2, *tail, **meta) for tail in ((12, 64), (3, 2, 64), (12, 3)))
@@ -184,7 +184,7 @@ def test_a_somewhat_larger_cache_compiles_nothing(capacities: tuple[int, int]) -
 )
 def test_the_rows_of_a_chunk_are_counted_in_32_bits(heads: int, kv_heads: int, dim: int, free: int) -> None:
     """All heads lie between two rows of a group, of which a chunk of few slots would have very many."""
-    selected = pytest.importorskip("nsa_core.kernels.selected")
+    selected = pytest.importorskip("nsa_core.kernels.selected.kernels")
     q = torch.empty(1, 1 << 20, heads, dim, dtype=torch.bfloat16, device="meta")
     rows = selected.slot_rows(q, kv_heads, dim, free)
     assert 0 < rows * heads * dim < 1 << 31

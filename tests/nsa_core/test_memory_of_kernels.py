@@ -33,7 +33,7 @@ MODEL = replace(
 @pytest.fixture
 def host_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels' host code runs on the CPU, and launches nothing."""
-    from nsa_core.kernels import _launch
+    from nsa_core.kernels.runtime import launch as _launch
 
     monkeypatch.setattr("nsa_core.backends.triton.unavailable", lambda device, dtype: None)
     with _launch.omit():
@@ -153,7 +153,7 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 @needs_triton
 def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_core._footprints import kernels
-    from nsa_core.kernels import _tiles
+    from nsa_core.kernels.runtime import tiles as _tiles
 
     shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
     found = {}

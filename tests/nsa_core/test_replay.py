@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from nsa_core import NSAConfig
-from nsa_core.kernels import _launch, replay
-from nsa_core.kernels._launch import launch
-from nsa_core.kernels._tiled import Tiled
-from nsa_core.kernels._tiles import Tile
 from nsa_core.kernels.plan import Plan
+from nsa_core.kernels.runtime import launch as _launch
+from nsa_core.kernels.runtime import replay
+from nsa_core.kernels.runtime.launch import launch
+from nsa_core.kernels.runtime.tiles import Tile
+from nsa_core.kernels.runtime.tma import Tiled
 
 PLAN = Plan(NSAConfig(), ("win",), 0, 1.0)
 ELSEWHERE = torch.ones(6, 4)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core.kernels._launch import launch
-from nsa_core.kernels._tiles import Tile
+from nsa_core.kernels.runtime.launch import launch
+from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.stages import Started, observe, stage
 
 

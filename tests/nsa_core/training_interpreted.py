@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, layer, loss, model
-from nsa_core.kernels._launch import Started, observe
+from nsa_core.kernels.runtime.launch import Started, observe
 from nsa_core.model import SwiGLU
 
 pytestmark = [
@@ -26,7 +26,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for module in (layer, loss, model):
         monkeypatch.setattr(module, "in_compiled_training", lambda x: True)
-    from nsa_core.kernels import heads, swiglu  # noqa: F401  Kernels are made for the interpreter when first imported.
+    from nsa_core.kernels.training import heads, swiglu  # noqa: F401  Kernels are made for the interpreter when first imported.
 
 
 def of(seed: int, *shape: int) -> Tensor:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator import journal
-from orchestrator.database import StoreError, StoreUnavailable
+from orchestrator.attempt.supervisor import Progress
+from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.journal import Journal, JournalError
-from orchestrator.recorder import Recorder
 from orchestrator.records import EventRecord, Record, now
-from orchestrator.supervisor import Progress
+from orchestrator.run.recorder import Recorder
 
 
 def note(message: str) -> EventRecord:
@@ -111,7 +111,7 @@ def told() -> list[str]:
 
 @pytest.fixture
 def recorder(path: Path, flaky: FlakyStore, told: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("orchestrator.recorder._RETRY_S", 0.0)
+    monkeypatch.setattr("orchestrator.run.recorder._RETRY_S", 0.0)
     with Journal(path) as book:
         yield Recorder("r", book, flaky, told.append)  # type: ignore[arg-type]
 

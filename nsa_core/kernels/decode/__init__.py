@@ -1,0 +1,1 @@
+"""One decoding step: scores and choice, selected and window attention, merge."""

@@ -1,0 +1,94 @@
+# pyright: reportMissingImports=false
+"""The last launch of a decoding step: the parts of every branch merged in order, the gates, the token counted."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...cache import DenseCache, NSACache
+from ..runtime.launch import launch
+from ..runtime.tiles import Tile, padded
+
+_STEP = 16  # parts merged at a time
+
+
+@triton.jit
+def held_tokens(POSITION, capacity):
+    """Tokens in the cache, the one that is being attended from included; it may be one that found no room."""
+    return tl.minimum(tl.load(POSITION) + 1, capacity)
+
+
+@triton.jit
+def _merged(
+    PARTS, LPARTS, g, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
+    G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """Output [DVP] of head g of the group from COUNT parts, STEP at a time, in order; zeros if all are empty."""
+    within, dv = tl.arange(0, STEP), tl.arange(0, DVP)
+    largest = tl.full([STEP], -1e30, tl.float32)
+    for i in tl.static_range(0, COUNT, STEP):
+        lse = tl.load(LPARTS + (FIRST + i + within) * G + g, mask=i + within < COUNT, other=float("-inf"))
+        largest = tl.maximum(largest, lse)
+    m = tl.max(largest, 0)
+    l = tl.zeros([STEP], tl.float32)
+    acc = tl.zeros([STEP, DVP], tl.float32)
+    for i in tl.static_range(0, COUNT, STEP):
+        at = (FIRST + i + within) * G + g
+        p = tl.exp2(tl.load(LPARTS + at, mask=i + within < COUNT, other=float("-inf")) - m)
+        o = tl.load(
+            PARTS + at[:, None] * DV + dv[None, :], mask=(i + within < COUNT)[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        l += p
+        acc += p[:, None] * o
+    total = tl.sum(l, 0)
+    return tl.sum(acc, 0) * tl.where(total > 0, 1.0 / total, 0.0)
+
+
+@triton.jit
+def _gate(LOGIT):
+    x = tl.load(LOGIT)
+    return tl.sigmoid(x.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _decode_merge(
+    PARTS, LPARTS, GATES, OUT, POSITION, capacity,
+    HQ: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr,
+    COUNT1: tl.constexpr, COUNT2: tl.constexpr, COUNT3: tl.constexpr,
+):  # fmt: skip
+    """OUT [B,HQ,DV] of one head: its branches' parts merged, times the sigmoids of GATES [B,HQ,3 (cmp, slc, win)].
+
+    Parts lie in the order cmp, win, slc. Without gates there is one branch. Counts the token in POSITION.
+    """
+    G: tl.constexpr = HQ // HKV
+    ALL_PARTS: tl.constexpr = COUNT1 + COUNT2 + COUNT3
+    i = tl.program_id(0)
+    head, g, dv = i // G, i % G, tl.arange(0, DVP)
+    PARTS += head.to(tl.int64) * (ALL_PARTS * G * DV)
+    LPARTS += head * (ALL_PARTS * G)
+    out = _merged(PARTS, LPARTS, g, 0, COUNT1, STEP, G, DV, DVP)
+    if GATED:
+        win = _merged(PARTS, LPARTS, g, COUNT1, COUNT2, STEP, G, DV, DVP)
+        slc = _merged(PARTS, LPARTS, g, COUNT1 + COUNT2, COUNT3, STEP, G, DV, DVP)
+        out = _gate(GATES + i * 3) * out + _gate(GATES + i * 3 + 1) * slc + _gate(GATES + i * 3 + 2) * win
+    tl.store(OUT + i.to(tl.int64) * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
+    if i == 0:
+        tl.store(POSITION, held_tokens(POSITION, capacity))
+
+
+def merge(
+    q: Tensor, parts: Tensor, lse_parts: Tensor, gates: Tensor | None, cache: NSACache | DenseCache, room: int,
+    counts: tuple[int, int, int],
+) -> Tensor:  # fmt: skip
+    """Output [B,HQ,DV] of q [B,HQ,D] from `counts` parts of cmp, win and slc, or of the one branch there is."""
+    group, value_dim = parts.shape[2:]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    tensors = dict(PARTS=parts, LPARTS=lse_parts, GATES=out if gates is None else gates, OUT=out)
+    arguments = tensors | dict(POSITION=cache.position, capacity=cache.capacity or room)
+    sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
+    numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
+    constants = sizes | dict(GATED=gates is not None) | numbers
+    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, Tile(warps=1 if value_dim <= 128 else 4))
+    return out

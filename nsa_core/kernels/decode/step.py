@@ -1,0 +1,275 @@
+# pyright: reportMissingImports=false
+"""Attention of one new token over a cache, in five launches that a CUDA graph can replay.
+
+1. `_decode_take`: the token into the cache (decode_take.py).
+2. `_decode_compressed`: compressed attention, its keys split into parts; the scores are kept.
+3. `_decode_window`: importance and the best blocks of every chunk (decode_choose.py), and beside it the window.
+4. `_decode_selected`: a program for each chosen block.
+5. `_decode_merge`: the parts of every branch in order, the gates; counts the token.
+
+How many tokens there are is read from the device, so that nothing but the cache's room shapes a launch: programs
+without keys leave an empty part behind. A branch's parts share its keys evenly. All heads of a group meet a key
+together, and each key and value is read once. Dense attention is the first, one like the second, and the last of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...cache import DenseCache, NSACache
+from ...config import NSAConfig
+from ..runtime.launch import launch
+from ..runtime.tiles import LOG2_E, Tile, ceil_div, head_sizes, padded, power_of_two, widest
+from ..shared.ranges import load_rows
+from .choose import best_of_chunk, chosen_block
+from .merge import held_tokens, merge
+from .take import take, take_dense
+
+__all__ = ["attend", "attend_dense", "take", "take_dense", "trace"]
+
+_PROGRAMS = 256  # that a branch's keys are split into, over all sequences and kv heads
+_MOST_PARTS = 128
+
+
+@triton.jit
+def _attend(
+    Q, K, V, SCORES, PARTS, LPARTS, row, slot, begin, end, score_row, scale2,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """A part: the G heads from `row` of Q over keys begin..end-1 of K, V (at their kv head), to slot `slot`."""
+    r, n, d, dv = tl.arange(0, M), tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
+    q = load_rows(Q + row * D, r, D, d, D, DP, r < G, True)
+    m = tl.full([M], -1e30, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for j in tl.range(begin, end, BN):
+        start, ok = tl.cast(j, tl.int64) * HKV, j + n < end
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, ok, True)
+        v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, ok, True)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        s = tl.where(ok[None, :], s, float("-inf"))
+        if KEEP:
+            tl.store(SCORES + r[:, None] * score_row + (j + n)[None, :], s, mask=(r < G)[:, None] & ok[None, :])
+        larger = tl.maximum(m, tl.max(s, 1))
+        shrink = tl.exp2(m - larger)
+        p = tl.exp2(s - larger[:, None])
+        l = l * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        m = larger
+    acc = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
+    at = PARTS + (tl.cast(slot, tl.int64) * G + r)[:, None] * DV + dv[None, :]
+    tl.store(at, acc, mask=(r < G)[:, None] & (dv < DV)[None, :])
+    tl.store(LPARTS + slot * G + r, tl.where(l > 0, m + tl.log2(l), float("-inf")), mask=r < G)
+
+
+@triton.jit
+def _share(part, keys, PARTS: tl.constexpr, BN: tl.constexpr):
+    """Bounds of one of PARTS even shares of the keys, whole tiles each but the last."""
+    size = tl.cdiv(tl.cdiv(keys, PARTS), BN) * BN
+    return part * size, tl.minimum(part * size + size, keys)
+
+
+@triton.jit
+def _decode_compressed(
+    Q, K, V, SCORES, PARTS, LPARTS, POSITION, capacity, room, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """One part of the compressed branch, the first CMP_PARTS being these, and its SCORES [B·HKV,G,room]."""
+    G: tl.constexpr = HQ // HKV
+    part, head = tl.program_id(0), tl.program_id(1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    seen = tl.maximum(held_tokens(POSITION, capacity) - BLOCK + STRIDE, 0) // STRIDE
+    begin, end = _share(part, seen, CMP_PARTS, BN)
+    first = b * room * HKV + kvh
+    _attend(
+        Q, K + first * D, V + first * DV, SCORES + head.to(tl.int64) * G * room, PARTS, LPARTS,
+        b * HQ + kvh * G, head * ALL_PARTS + part, begin, end, room, scale2,
+        G, HKV, D, DV, DP, DVP, M, BN, True)  # fmt: skip
+
+
+@triton.jit
+def _decode_window(
+    Q, K, V, SCORES, KEYS, PARTS, LPARTS, POSITION, capacity, cmp_room, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr, CMP_PARTS_P: tl.constexpr,
+    WIN_PARTS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
+    RP: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The best blocks of a chunk to KEYS [B·HKV,CHUNKS,COUNT_P], or one part of the window: neither fills a device."""
+    G: tl.constexpr = HQ // HKV
+    i, head = tl.program_id(0), tl.program_id(1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    tokens = held_tokens(POSITION, capacity)
+    if i < CHUNKS:
+        scores, lse_parts = SCORES + head.to(tl.int64) * G * cmp_room, LPARTS + head * ALL_PARTS * G
+        keys = best_of_chunk(
+            scores, lse_parts, tokens, i, cmp_room, G, CMP_PARTS, CMP_PARTS_P, BLOCK, STRIDE, SLC_BLOCK, RP, COUNT_P,
+            INIT, LOCAL, CHUNK)  # fmt: skip
+        tl.store(KEYS + (head * CHUNKS + i) * COUNT_P + tl.arange(0, COUNT_P), keys)
+    else:
+        begin, end = _share(i - CHUNKS, tl.minimum(tokens, WINDOW), WIN_PARTS, BN)
+        first = b * WINDOW * HKV + kvh
+        _attend(
+            Q, K + first * D, V + first * DV, SCORES, PARTS, LPARTS, b * HQ + kvh * G,
+            head * ALL_PARTS + CMP_PARTS + i - CHUNKS, begin, end, cmp_room, scale2,
+            G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
+
+
+@triton.jit
+def _decode_selected(
+    Q, K, V, KEYS, CHOSEN, PARTS, LPARTS, POSITION, capacity, room, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, SLC_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The part of one chosen block, the last COUNT parts being these; CHOSEN [B·HKV,COUNT] says which blocks."""
+    G: tl.constexpr = HQ // HKV
+    rank, head = tl.program_id(0), tl.program_id(1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    block = chosen_block(KEYS + head * CHUNKS * COUNT_P, rank, COUNT, COUNT_P, CHUNKS, CHUNKS_P)
+    tl.store(CHOSEN + head * COUNT + rank, block)
+    begin = tl.maximum(block, 0) * SLC_BLOCK
+    end = tl.where(block < 0, begin, tl.minimum(begin + SLC_BLOCK, held_tokens(POSITION, capacity)))
+    first = b * room * HKV + kvh
+    _attend(
+        Q, K + first * D, V + first * DV, PARTS, PARTS, LPARTS, b * HQ + kvh * G, (head + 1) * ALL_PARTS - COUNT + rank,
+        begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
+
+
+@triton.jit
+def _decode_dense(
+    Q, K, V, PARTS, LPARTS, POSITION, capacity, room, scale2,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One part of attention over all tokens."""
+    G: tl.constexpr = HQ // HKV
+    part, head = tl.program_id(0), tl.program_id(1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    begin, end = _share(part, held_tokens(POSITION, capacity), ALL_PARTS, BN)
+    first = b * room * HKV + kvh
+    _attend(
+        Q, K + first * D, V + first * DV, PARTS, PARTS, LPARTS, b * HQ + kvh * G, head * ALL_PARTS + part,
+        begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
+
+
+def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
+    """Gated sum of the three branches for the token that `take` took in last, which is counted on the device.
+
+    Args:
+        q: its rotated query [B,HQ,D].
+        gates: logits [B,HQ,3] in the order cmp, slc, win; contiguous.
+
+    Returns:
+        [B,HQ,DV], and the selected blocks, int32 [B·HKV,slc_count], ascending, padded with -1.
+    """
+    config, v = cache.config, cache.v_slc.buffer
+    rows, room, cmp_room = q.shape[0] * v.shape[2], v.shape[1], cache.k_cmp.buffer.shape[1]
+    tile, chunks = _tile(q, v), _Chunks.of(config, room)
+    near = _parts(cmp_room, rows, tile), _parts(config.window, rows, tile)
+    parts, lse_parts = _slots(q, v, sum(near) + config.slc_count)
+    scores = torch.empty(rows, q.shape[1] // v.shape[2], cmp_room, dtype=torch.float32, device=q.device)
+    keys = torch.empty(rows, chunks.number, chunks.kept, dtype=torch.int64, device=q.device)
+    chosen = torch.empty(rows, config.slc_count, dtype=torch.int32, device=q.device)
+
+    outputs = dict(PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
+    numbers = dict(capacity=cache.capacity or room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
+    common = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
+    tensors = dict(Q=q, K=cache.k_cmp.buffer, V=cache.v_cmp.buffer, SCORES=scores)
+    constants = common | sizes | dict(CMP_PARTS=near[0])
+    launch(_decode_compressed, (near[0], rows), tensors | outputs | numbers | dict(room=cmp_room), constants, tile)
+
+    tensors = dict(Q=q, K=cache.k_win.buffer, V=cache.v_win.buffer, SCORES=scores, KEYS=keys)
+    constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window, RP=chunks.taps)
+    constants |= dict(INIT=config.init_blocks, LOCAL=config.local_blocks, SLC_BLOCK=config.slc_block)
+    constants |= dict(COUNT_P=chunks.kept, CHUNK=chunks.size, CHUNKS=chunks.number)
+    arguments = tensors | outputs | numbers | dict(cmp_room=cmp_room)
+    launch(_decode_window, (chunks.number + near[1], rows), arguments, constants, replace(tile, stages=1))
+
+    tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
+    constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
+    constants |= dict(CHUNKS=chunks.number, CHUNKS_P=power_of_two(chunks.number))
+    launch(_decode_selected, (config.slc_count, rows), tensors | outputs | numbers | dict(room=room), constants, tile)
+    return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
+
+
+def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
+    """Attention [B,HQ,DV] to all tokens of the one that `take_dense` took in last, which is counted on the device."""
+    k, v = cache.k.buffer, cache.v.buffer
+    rows, room, tile = q.shape[0] * v.shape[2], v.shape[1], _tile(q, v, longest=True)
+    parts, lse_parts = _slots(q, v, _parts(room, rows, tile))
+    tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
+    numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
+    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile)
+    return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How the choice of blocks is shared out.
+
+    Attributes:
+        number, size: chunks, and blocks of a chunk.
+        kept: best blocks of a chunk that are kept.
+        taps: compressed tokens that begin in a block, padded.
+    """
+
+    number: int
+    size: int
+    kept: int
+    taps: int
+
+    @classmethod
+    def of(cls, config: NSAConfig, room: int) -> _Chunks:
+        """For a cache with room for so many tokens: at most 16 chunks, each of 128 blocks or more."""
+        blocks, kept = config.slc_blocks(room), padded(config.slc_count)
+        size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
+        return cls(
+            power_of_two(ceil_div(blocks, size)), size, kept, power_of_two(config.slc_block // config.cmp_stride)
+        )
+
+
+def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Room for float32 outputs [B·HKV,parts,G,DV] and their log-sum-exp [B·HKV,parts,G]."""
+    rows, group = q.shape[0] * v.shape[2], q.shape[1] // v.shape[2]
+    o = torch.empty(rows, parts, group, v.shape[3], dtype=torch.float32, device=q.device)
+    return o, torch.empty(rows, parts, group, dtype=torch.float32, device=q.device)
+
+
+def _parts(keys: int, rows: int, tile: Tile) -> int:
+    """Parts of `keys` keys of each of `rows` (sequence, kv head) pairs; few numbers, as each is compiled for."""
+    return max(1, min(_PROGRAMS // rows, power_of_two(ceil_div(keys, tile.keys)), _MOST_PARTS))
+
+
+def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:
+    """Rows for a group, keys by how many bytes a key and value take; more of them where a part is `longest`."""
+    group, wide = q.shape[1] // v.shape[2], widest(q, v)
+    if q.itemsize == 4:
+        return Tile(padded(group), 32 if wide <= 64 else 16, 4, 2)
+    keys = 128 if longest and wide <= 64 else 64 if wide <= 128 else 32
+    return Tile(padded(group), keys, 4, 3)
+
+
+def trace(heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Make the launches of a step, sparse and dense, on CPU tensors. To be called within `_launch.record`."""
+    config, room = NSAConfig(), 4096
+    sparse, dense = NSACache(config, room), DenseCache(room)
+    k, v = (torch.zeros(1, 1, kv_heads, width, dtype=dtype) for width in (dim, value_dim))
+    sparse.take((k, k, k), (v, v, v))
+    sparse.add_compressed(k, v)
+    dense.take(k, v)
+    sparse.frequencies = dense.frequencies = torch.zeros(dim // 2)
+    q, gates = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(1, heads, 3, dtype=dtype)
+    attend(take(q, k.expand(1, 3, -1, -1), v.expand(1, 3, -1, -1), sparse), gates, sparse)
+    attend_dense(take_dense(q, k[0], v[0], dense), dense)

@@ -1,0 +1,166 @@
+# pyright: reportMissingImports=false
+"""The first launch of a decoding step: the new token's query rotated, its keys and values into the cache.
+
+The token's position is read from the device. It goes behind the selected branch's tokens, over the oldest of the
+window, and over the oldest of the last cmp_block unrotated ones, whose mean is stored as a compressed token every
+cmp_stride tokens. Tokens beyond the cache's capacity are not stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...cache import DenseCache, NSACache
+from ..runtime.launch import launch
+from ..runtime.tiles import Tile, padded
+
+
+@triton.jit
+def _angles(position, FREQUENCIES, d, HALF: tl.constexpr):
+    """Cosine and sine of RoPE's rotation at `position`, for the first half's columns d."""
+    angle = position.to(tl.float32) * tl.load(FREQUENCIES + d, mask=d < HALF, other=0.0)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _store_rotated(first, second, cos, sin, to, inside, HALF: tl.constexpr):
+    """Store the two halves of rows, rotated, at `to` and HALF columns on."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    tl.store(to, (first * cos - second * sin).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (second * cos + first * sin).to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_queries(Q, ROTATED, row, cos, sin, d, G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr):
+    """The G heads of a group from row `row` on."""
+    r = tl.arange(0, GP)
+    at = (row + r)[:, None] * D + d[None, :]
+    inside = (r < G)[:, None] & (d < D // 2)[None, :]
+    first, second = tl.load(Q + at, mask=inside, other=0.0), tl.load(Q + at + D // 2, mask=inside, other=0.0)
+    _store_rotated(first, second, cos[None, :], sin[None, :], ROTATED + at, inside, D // 2)
+
+
+@triton.jit
+def _mean_of_last(RING, new, first, d, width, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, ROW: tl.constexpr):
+    """Mean of the ring's tokens from position `first` on, the last of which is `new`."""
+    n = tl.arange(0, BLOCK_P)
+    inside = (n < BLOCK - 1)[:, None] & (d < width)[None, :]
+    held = tl.load(RING + ((first + n) % BLOCK * ROW)[:, None] + d[None, :], mask=inside, other=0.0)
+    return ((tl.sum(held.to(tl.float32), 0) + new.to(tl.float32)) / BLOCK).to(new.dtype)
+
+
+@triton.jit
+def _decode_take(
+    Q, K, V, ROTATED, KC, VC, KS, VS, KW, VW, KO, VO, POSITION, FREQUENCIES, room, cmp_room, capacity,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, DVP: tl.constexpr,
+    GP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    MEAN: tl.constexpr,
+):  # fmt: skip
+    """Q [B,HQ,D] to ROTATED; K [B,3,HKV,D] and V [B,3,HKV,DV] into the cache's tensors, of one kv head."""
+    G: tl.constexpr = HQ // HKV
+    HALF: tl.constexpr = D // 2
+    b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
+    d, e = tl.arange(0, HP), tl.arange(0, DVP)
+    in_half, in_value = d < HALF, e < DV
+    t = tl.load(POSITION)
+    cos, sin = _angles(t, FREQUENCIES, d, HALF)
+    _rotate_queries(Q, ROTATED, b * HQ + h * G, cos, sin, d, G, D, GP)
+    fits, keep, keep_value = t < capacity, in_half & (d * 0 + t < capacity), in_value & (e * 0 + t < capacity)
+    ring, slot = (b * BLOCK * HKV + h), (t % BLOCK) * HKV
+    token, recent = (b * room + t) * HKV + h, (b * WINDOW + t % WINDOW) * HKV + h
+    given = b * 3 * HKV + h
+    first, second = tl.load(K + given * D + d, mask=in_half), tl.load(K + given * D + HALF + d, mask=in_half)
+    value = tl.load(V + given * DV + e, mask=in_value)
+    tl.store(KO + (ring + slot) * D + d, first, mask=keep)
+    tl.store(KO + (ring + slot) * D + HALF + d, second, mask=keep)
+    tl.store(VO + (ring + slot) * DV + e, value, mask=keep_value)
+    for branch in tl.static_range(1, 3):
+        row = given + branch * HKV
+        x, y = tl.load(K + row * D + d, mask=in_half), tl.load(K + row * D + HALF + d, mask=in_half)
+        to = (KS + token * D if branch == 1 else KW + recent * D) + d
+        _store_rotated(x, y, cos, sin, to, keep, HALF)
+        to = (VS + token * DV if branch == 1 else VW + recent * DV) + e
+        tl.store(to, tl.load(V + row * DV + e, mask=in_value), mask=keep_value)
+    start = t + 1 - BLOCK
+    if MEAN and (start >= 0) & (start % STRIDE == 0) & fits:
+        ROW: tl.constexpr = HKV * D
+        x = _mean_of_last(KO + ring * D, first, start, d, HALF, BLOCK, BLOCK_P, ROW)
+        y = _mean_of_last(KO + ring * D + HALF, second, start, d, HALF, BLOCK, BLOCK_P, ROW)
+        z = _mean_of_last(VO + ring * DV, value, start, e, DV, BLOCK, BLOCK_P, HKV * DV)
+        cos, sin = _angles(start, FREQUENCIES, d, HALF)
+        row = (b * cmp_room + start // STRIDE) * HKV + h
+        _store_rotated(x, y, cos, sin, KC + row * D + d, in_half, HALF)
+        tl.store(VC + row * DV + e, z, mask=in_value)
+
+
+@triton.jit
+def _decode_take_dense(
+    Q, K, V, ROTATED, KT, VT, POSITION, FREQUENCIES, room, capacity,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, DVP: tl.constexpr,
+    GP: tl.constexpr,
+):  # fmt: skip
+    """Q [B,HQ,D] to ROTATED; K [B,HKV,D], rotated, and V [B,HKV,DV] behind the tokens of KT and VT, of one kv head."""
+    G: tl.constexpr = HQ // HKV
+    HALF: tl.constexpr = D // 2
+    b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
+    d, e = tl.arange(0, HP), tl.arange(0, DVP)
+    in_half, in_value = d < HALF, e < DV
+    t = tl.load(POSITION)
+    cos, sin = _angles(t, FREQUENCIES, d, HALF)
+    _rotate_queries(Q, ROTATED, b * HQ + h * G, cos, sin, d, G, D, GP)
+    keep, keep_value = in_half & (d * 0 + t < capacity), in_value & (e * 0 + t < capacity)
+    row, token = b * HKV + h, (b * room + t) * HKV + h
+    x, y = tl.load(K + row * D + d, mask=in_half), tl.load(K + row * D + HALF + d, mask=in_half)
+    _store_rotated(x, y, cos, sin, KT + token * D + d, keep, HALF)
+    tl.store(VT + token * DV + e, tl.load(V + row * DV + e, mask=in_value), mask=keep_value)
+
+
+def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
+    """Take one token into the cache, without counting it; its rotated query [B,HQ,D].
+
+    A learned compression is left to the caller.
+
+    Args:
+        q: [B,HQ,D]. k, v: of the cmp, slc and win branches, [B,3,HKV,D] and [B,3,HKV,DV]; all unrotated, contiguous.
+    """
+    assert cache.position is not None
+    assert cache.frequencies is not None
+    config, rotated = cache.config, torch.empty_like(q)
+    pointers = dict(Q=q, K=k, V=v, ROTATED=rotated)
+    for name, held in (("C", "cmp"), ("S", "slc"), ("W", "win"), ("O", "open")):
+        pointers |= {f"K{name}": getattr(cache, f"k_{held}").buffer, f"V{name}": getattr(cache, f"v_{held}").buffer}
+    pointers |= dict(POSITION=cache.position, FREQUENCIES=cache.frequencies)
+    room, cmp_room = cache.k_slc.buffer.shape[1], cache.k_cmp.buffer.shape[1]
+    numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
+    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
+    constants = _sizes(q, v) | block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
+    launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _tile(q, v))
+    return rotated
+
+
+def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
+    """As `take`, of k [B,HKV,D] and v [B,HKV,DV]."""
+    assert cache.position is not None
+    assert cache.frequencies is not None
+    rotated = torch.empty_like(q)
+    pointers = dict(Q=q, K=k, V=v, ROTATED=rotated, KT=cache.k.buffer, VT=cache.v.buffer, POSITION=cache.position)
+    room = cache.k.buffer.shape[1]
+    numbers = dict(room=room, capacity=cache.capacity or room)
+    arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
+    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _sizes(q, v), _tile(q, v))
+    return rotated
+
+
+def _tile(q: Tensor, v: Tensor) -> Tile:
+    """One warp waits for no other, where a row leaves it registers enough."""
+    return Tile(warps=1 if max(q.shape[-1], v.shape[-1]) * q.itemsize <= 256 else 4)
+
+
+def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Of q [B,HQ,D] and v [..,HKV,DV]: halves of a head's columns, the heads of a group."""
+    (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
+    padding = dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
+    return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim) | padding

@@ -1,0 +1,172 @@
+# pyright: reportMissingImports=false
+"""Attention over spans of keys, backward towards queries: a tile of queries meets all keys that it sees.
+
+A program goes through the spans of all branches that it is given, so that the gradient of q is written once. For
+Hopper there is another kernel in span_queries_hopper.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plan import Part, Plan
+from ..runtime.launch import launch
+from ..runtime.tiles import Tile, arch, widest
+from ..shared import hopper
+from ..shared.ranges import (
+    compressed_keys,
+    initial_keys,
+    key_tiles,
+    load_rows,
+    load_stats,
+    local_keys,
+    shared_keys,
+    tile_of_rows,
+    window_keys,
+    within,
+)
+from . import backward_q_hopper as span_queries_hopper
+from .forward import constants, grid, numbers, pointers
+
+
+@triton.jit
+def _backward_tiles(
+    begin, end, first, shift, q, do, lse, delta, lo, length, dq, K, V, N, scale2,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq += ds k, without the scale, for every tile of keys in [begin, end); those before `first` lie `shift` away."""
+    n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
+    for i in tl.range(begin, end, BN):
+        j = tl.where(i < first, i + shift, i)
+        start = tl.cast(j, tl.int64) * HKV
+        k = load_rows(K + start * D, n, HKV * D, d, D, DP, j + n < N, MASKED)
+        v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, j + n < N, MASKED)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
+        if MASKED:
+            p = tl.where(within((j + n)[None, :], lo[:, None], length[:, None]), p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _backward_band(
+    q, do, dq, band, band0, band1, row, ok, K, V, STATS, N, scale2,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq += ds k over the keys in `band` of each row; band0 and band1 are those of the first and last row."""
+    lse, delta = load_stats(STATS, row, ok)
+    lo, length = band[0], band[1] - band[0]
+    a, b, c, d = key_tiles(band0[0], band1[0], band0[1], band1[1], BN)
+    dq = _backward_tiles(b, c, 0, 0, q, do, lse, delta, lo, length, dq, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, False)
+    return _backward_tiles(
+        c - (b - a), d, c, b - c, q, do, lse, delta, lo, length, dq, K, V, N, scale2, HKV, D, DV, DP, DVP, BN, True
+    )
+
+
+@triton.jit
+def _span_backward_q(
+    Q, DO, DQ, KC, VC, STATSC, KW, VW, STATSW, KS, VS, STATSS, S, NC, T, offset, skip, stride, scale2, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
+    INIT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """DQ = scale · Σ ds k over the branches that are on, for one tile of queries of one kv head.
+
+    Where keys are shared, STATSS are those of the SLC_ALONE, WIN_ALONE and BOTH, `stride` apart.
+    """
+    G: tl.constexpr = HQ // HKV
+    i, stop = tile_of_rows(S, skip, M // G)
+    kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
+    r, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
+    qi, h = r // G, r % G
+    t, t0, t1, ok = offset + i + qi, offset + i, offset + stop - 1, i + qi < stop
+    first_row = (b.to(tl.int64) * S + i) * HQ + kvh * G
+    row = qi * HQ + h
+    q = load_rows(Q + first_row * D, row, D, d, D, DP, ok, True)
+    do = load_rows(DO + first_row * DV, row, DV, dv, DV, DVP, ok, True)
+    STATSC, STATSW, STATSS = STATSC + first_row * 2, STATSW + first_row * 2, STATSS + first_row * 2
+    dq = tl.zeros([M, DP], tl.float32)
+    if CMP:
+        head = b.to(tl.int64) * NC * HKV + kvh
+        dq = _backward_band(
+            q, do, dq, compressed_keys(t, BLOCK, STRIDE), compressed_keys(t0, BLOCK, STRIDE),
+            compressed_keys(t1, BLOCK, STRIDE), row, ok, KC + head * D, VC + head * DV, STATSC, NC, scale2,
+            HKV, D, DV, DP, DVP, BN)  # fmt: skip
+    head = b.to(tl.int64) * T * HKV + kvh
+    KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
+    if SHARED:
+        for kind in tl.static_range(3):  # a loop would hold more registers
+            of_kind = STATSS + tl.cast(kind, tl.int64) * stride
+            dq = _backward_band(
+                q, do, dq, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+                shared_keys(t0, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+                shared_keys(t1, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
+                row, ok, KS, VS, of_kind, T, scale2, HKV, D, DV, DP, DVP, BN)  # fmt: skip
+    else:
+        if WIN:
+            dq = _backward_band(
+                q, do, dq, window_keys(t, WINDOW), window_keys(t0, WINDOW), window_keys(t1, WINDOW),
+                row, ok, KW, VW, STATSW, T, scale2, HKV, D, DV, DP, DVP, BN)  # fmt: skip
+        if SLC:
+            if INIT > 0:
+                dq = _backward_band(
+                    q, do, dq, initial_keys(t, INIT, CAUSAL), initial_keys(t0, INIT, CAUSAL),
+                    initial_keys(t1, INIT, CAUSAL), row, ok, KS, VS, STATSS, T, scale2,
+                    HKV, D, DV, DP, DVP, BN)  # fmt: skip
+            dq = _backward_band(
+                q, do, dq, local_keys(t, ALIGN, LOCAL, CAUSAL), local_keys(t0, ALIGN, LOCAL, CAUSAL),
+                local_keys(t1, ALIGN, LOCAL, CAUSAL), row, ok, KS, VS, STATSS, T, scale2,
+                HKV, D, DV, DP, DVP, BN)  # fmt: skip
+    at = DQ + first_row * D + row[:, None] * D + d[None, :]
+    tl.store(at, (dq * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+
+
+def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan: Plan) -> Tensor:
+    """Gradient [B,S,HQ,D] of q from all parts, in q's dtype.
+
+    Args:
+        do: gradient [B,S,HQ,DV] of the gated sum.
+        stats: from merge.prepare: of all parts in turn and, where keys are shared, of the last two as one.
+    """
+    dq = torch.empty_like(q)
+    rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
+    arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, plan)
+    arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
+    if hopper.attends_to_all(q, parts, plan, do):
+        tile = span_queries_hopper.TILE
+        span_queries_hopper.start(arguments, constants(q, parts, tile, plan))
+        return dq
+    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
+    launch(_span_backward_q, grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)
+    return dq
+
+
+def _are_long(parts: Sequence[Part]) -> bool:
+    """Whether compressed keys are so many that wider tiles pay, which start slower."""
+    return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
+
+
+def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
+    wide = widest(q, parts[0].v)
+    if q.itemsize == 4:
+        return Tile(16, 32, 8)
+    if wide > 128:
+        return Tile(32, 32, 8)
+    if arch(q) < 90:
+        return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
+    if wide <= 64:
+        return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
+    group = q.shape[2] // parts[0].k.shape[2]
+    if group > 1 and 128 % group == 0:
+        return Tile(128, 32, 8, 3, registers=128)  # spills with other groups, beyond what aot.py allows
+    masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # by columns, which takes registers
+    return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)

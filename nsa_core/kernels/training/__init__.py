@@ -1,0 +1,1 @@
+"""Kernels of the model around the attention: heads, SwiGLU, cross entropy."""

@@ -1,0 +1,70 @@
+# pyright: reportMissingImports=false
+"""Cross entropy of rows of logits and its gradient in one launch, which reads a row twice, the second time from cache.
+
+PyTorch's compiler makes three passes of it. The log-sum-exp of the first pass is Milakov and Gimelshein's
+(arXiv 1805.02867), a maximum and a sum for each number of the tile: nothing is reduced before the row ends.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.custom_op import operator
+from ..runtime.launch import launch
+from ..runtime.tiles import LOG2_E, Tile, power_of_two
+
+__all__ = ["cross_entropy"]
+
+_WIDEST = 8192  # logits of a tile
+
+
+@triton.jit
+def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
+    """LOSS [rows] and DLOGITS [rows,V] of one row, N logits at a time, in base 2."""
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    LOGITS += row * V
+    DLOGITS += row * V
+    m, l = tl.full([N], -1e30, tl.float32), tl.zeros([N], tl.float32)
+    for first in range(0, V, N):
+        x = tl.load(LOGITS + first + n, mask=first + n < V, other=float("-inf")).to(tl.float32) * log2e
+        more = x - m
+        e = tl.exp2(-tl.abs(more))  # of what is smaller, x or the maximum so far; the other one's is 1
+        l = tl.where(more > 0, l * e + 1, l + e)
+        m = tl.maximum(m, x)
+    top = tl.max(m, 0)
+    lse = top + tl.log2(tl.sum(l * tl.exp2(m - top), 0))
+    target = tl.load(TARGETS + row)
+    there = (target >= 0) & (target < V)
+    at_target = tl.load(LOGITS + target, mask=there, other=float("-inf")).to(tl.float32)
+    tl.store(LOSS + row, lse / log2e - at_target)
+    for first in range(0, V, N):
+        x = tl.load(LOGITS + first + n, mask=first + n < V, other=0.0).to(tl.float32) * log2e
+        p = tl.exp2(x - lse) - (first + n == target).to(tl.float32)
+        tl.store(DLOGITS + first + n, p.to(DLOGITS.dtype.element_ty), mask=first + n < V)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(logits)[target] of every row, float32 [R] [nat], and its gradient softmax - one-hot [R,V].
+
+    Args:
+        logits: [R,V].
+        targets: int64 [R]; a row whose target is none of 0 to V - 1 has an infinite loss.
+    """
+    return _operator(logits, targets)
+
+
+def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As `cross_entropy`, which is this as a compiler knows it."""
+    logits = logits.contiguous()
+    loss, dlogits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits)
+    width = logits.shape[1]
+    pointers = dict(LOGITS=logits, TARGETS=targets.contiguous(), LOSS=loss, DLOGITS=dlogits)
+    constants = dict(N=min(_WIDEST, power_of_two(width)))
+    launch(_cross_entropy, (len(logits),), pointers | dict(V=width, log2e=LOG2_E), constants, Tile(warps=16))
+    return loss, dlogits
+
+
+_operator = operator("cross_entropy")(forward)

@@ -1,0 +1,88 @@
+# pyright: reportMissingImports=false
+"""SwiGLU's gated product, silu(gate) · up (arXiv 2002.05202), of gate and up that one matrix product made.
+
+PyTorch's compiler writes the two halves of the gradient in one pass that reads all inputs for each half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.custom_op import operator
+from ..runtime.launch import launch
+from ..runtime.tiles import Tile, ceil_div
+
+__all__ = ["swiglu"]
+
+_TILE = Tile(warps=4)
+_PROGRAM = 1024  # numbers of a program
+
+
+@triton.jit
+def _swiglu(X, OUT, total, HIDDEN: tl.constexpr, N: tl.constexpr):
+    """OUT [rows,HIDDEN] of X [rows,2·HIDDEN]."""
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    at, inside = i // HIDDEN * (2 * HIDDEN) + i % HIDDEN, i < total
+    gate = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + at + HIDDEN, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + i, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(X, DOUT, DX, total, HIDDEN: tl.constexpr, N: tl.constexpr):
+    """DX [rows,2·HIDDEN] of X, from DOUT [rows,HIDDEN]."""
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    at, inside = i // HIDDEN * (2 * HIDDEN) + i % HIDDEN, i < total
+    gate = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + at + HIDDEN, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(DOUT + i, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    dgate = dout * up * share * (1 + gate * (1 - share))
+    tl.store(DX + at, dgate.to(DX.dtype.element_ty), mask=inside)
+    tl.store(DX + at + HIDDEN, (dout * gate * share).to(DX.dtype.element_ty), mask=inside)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype; differentiable, float32 within."""
+    return _operator(x)
+
+
+def forward(x: Tensor) -> Tensor:
+    """As `swiglu`, without a gradient."""
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    _run(_swiglu, {"X": x, "OUT": out}, out)
+    return out
+
+
+def backward(x: Tensor, dout: Tensor) -> Tensor:
+    """Gradient of x [..,2·hidden] from that of the result."""
+    x, dout = x.contiguous(), dout.contiguous()
+    dx = torch.empty_like(x)
+    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout)
+    return dx
+
+
+def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor) -> None:
+    total, hidden = halves.numel(), halves.shape[-1]
+    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, dict(HIDDEN=hidden, N=_PROGRAM), _TILE)
+
+
+_operator = operator("swiglu")(forward)
+_backward_operator = operator("swiglu_backward")(backward)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grad(ctx: Any, dout: Tensor) -> Tensor:
+    return _backward_operator(*ctx.saved_tensors, dout)
+
+
+_operator.register_autograd(_grad, setup_context=_keep)

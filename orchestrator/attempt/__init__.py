@@ -1,0 +1,1 @@
+"""One try at one point, from process to post-mortem."""

@@ -1,0 +1,169 @@
+"""A handle on one child process (orchestrator.attempt.worker): start it, talk to it, hear it, end all of its tree."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.settings import CHECKOUT
+
+_EXIT_GRACE_S = 10.0
+_REAP_S = 30.0
+OUTPUT_LIMIT = 1 << 20  # bytes of a point's stdout or stderr that are brought home (its end)
+
+
+class Child:
+    """One worker process in a session of its own."""
+
+    def __init__(self, *, threads: int, gpus: str | None = None) -> None:
+        """Start it.
+
+        Args:
+            threads: CPU threads for its numerical libraries.
+            gpus: its CUDA_VISIBLE_DEVICES; None keeps this process's (what Ray gave its task).
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
+        self._buffer = b""
+        self._offsets = {"stdout": 0, "stderr": 0}
+        self._events, events = os.pipe()
+        os.set_blocking(self._events, False)
+        with open(self._folder / "stdout", "wb") as out, open(self._folder / "stderr", "wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.attempt.worker", str(events)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                env=_environment(threads, gpus),
+                pass_fds=(events,),
+                start_new_session=True,
+            )
+        os.close(events)
+        # Should this process die, the guard's stdin ends, and it kills the group, whatever state the child is in.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", f"read -r _; kill -9 -{self.pid}"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Mapping[str, Any]) -> None:
+        """Give it a command. A child that died meanwhile does not read it; `alive` tells."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def events(self, timeout: float) -> list[dict[str, Any]]:
+        """The events that arrived; waits up to `timeout` seconds for the first."""
+        if not select.select([self._events], [], [], timeout)[0]:
+            return []
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._events, 1 << 16):
+                self._buffer += chunk
+            time.sleep(min(timeout, 0.05))  # end of file stays readable: do not spin until the process is gone
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def alive(self) -> bool:
+        """False once it ended. Does not reap, so that its process group cannot become somebody else's."""
+        if self._process.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def tree(self) -> list[psutil.Process]:
+        """The child and all that it started."""
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def new_output(self) -> dict[str, str]:
+        """What it printed since the last call: {"stdout.txt": ..., "stderr.txt": ...}, the empty one left out."""
+        found = {}
+        for name, offset in self._offsets.items():
+            path = self._folder / name
+            size = path.stat().st_size
+            self._offsets[name] = size
+            with path.open("rb") as file:
+                file.seek(max(offset, size - OUTPUT_LIMIT))
+                text = file.read(OUTPUT_LIMIT).decode(errors="replace")
+            if text:
+                found[f"{name}.txt"] = text
+        return found
+
+    def close(self) -> int | None:
+        """Let it leave by itself, then end what is left of its tree. Its exit code (minus the signal)."""
+        self.send({"type": "exit"})
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        while self.alive() and time.monotonic() < deadline:
+            self.events(0.1)
+        return self.kill()
+
+    def kill(self) -> int | None:
+        """Kill its group, and descendants that left the group, and wait until they are gone.
+
+        Its exit code; None if even SIGKILL did not end it.
+        """
+        if self._process.returncode is None:
+            strays = self.tree()
+            self._guard.kill()  # before the child is reaped and its group's number free for others
+            self._guard.wait()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for process in strays:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            deadline = time.monotonic() + _REAP_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
+            while any(_runs(process) for process in strays) and time.monotonic() < deadline:
+                time.sleep(0.01)  # a signal takes effect when its process is next scheduled
+        return self._process.returncode
+
+    def discard(self) -> None:
+        """Kill it and remove its files and descriptors. The handle is of no use afterwards."""
+        self.kill()
+        for process in (self._process, self._guard):
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        with contextlib.suppress(OSError):
+            os.close(self._events)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there and no zombie, which only waits to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _environment(threads: int, gpus: str | None) -> dict[str, str]:
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH")]))
+    env["PYTHONUNBUFFERED"] = "1"
+    env.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order: what we sample is what the child uses
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpus
+    return env

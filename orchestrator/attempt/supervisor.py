@@ -1,0 +1,315 @@
+"""The parent's side of the points that one worker slot measures: deadlines, diagnosis, classification.
+
+`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task, and needs neither disk
+nor database of the driver: everything worth keeping travels in the updates.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from jobs.measure.telemetry import Telemetry
+from jobs.point import Device, Machine, Point
+from jobs.spec import Deadlines
+from orchestrator.attempt import diagnostics
+from orchestrator.attempt import gpu_release as gpu
+from orchestrator.attempt.child import Child
+from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
+from orchestrator.states import PointState
+
+_POLL_S = 0.2
+_PROGRESS_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A point to be measured, and the how manieth try it is (from 1)."""
+
+    run_id: str
+    point_id: str
+    attempt: int
+    point: Point
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for all points of a run.
+
+    Attributes:
+        device: where they run.
+        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit of ours.
+        threads: CPU threads of a child.
+        warm: one child serves many points until one is not ok.
+    """
+
+    device: Device
+    deadlines: Deadlines
+    memory_bytes: int | None = None
+    threads: int = 1
+    warm: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A running point got further."""
+
+    run_id: str
+    point_id: str
+    at: datetime
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A point's attempt ended; `files` are its artifacts, whole: name -> text."""
+
+    outcome: OutcomeRecord
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+Update = StartRecord | Progress | Ended | EventRecord
+
+
+class ProbeError(RuntimeError):
+    """The machine could not be probed: what the child said."""
+
+
+def supervise(
+    assignments: Sequence[Assignment],
+    conditions: Conditions,
+    gpus: str | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[Update]:
+    """Measure points one after the other, each in a child process, and tell what happens.
+
+    Args:
+        gpus: the children's CUDA_VISIBLE_DEVICES; None keeps this process's.
+        stopped: asked several times a second; once true, the child is killed and the generator ends at once,
+            with no outcome for the point at hand.
+    """
+    slot = _Slot(conditions, gpus)
+    try:
+        for assignment in assignments:
+            if stopped():
+                return
+            child = slot.child()
+            yield StartRecord(
+                run_id=assignment.run_id,
+                point_id=assignment.point_id,
+                attempt=assignment.attempt,
+                node=socket.gethostname(),
+            )
+            ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped)
+            if ended is None:
+                return
+            yield ended
+            if not (conditions.warm and ended.outcome.state is PointState.OK) and (warning := slot.clear()):
+                yield _warning(assignment, warning)
+    finally:
+        slot.clear()
+
+
+def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machine:
+    """The machine as a point's process sees it (jobs.measure.machine.probe, run in a child).
+
+    Raises:
+        ProbeError: with the child's own words.
+    """
+    child = Child(threads=1, gpus=gpus)
+    try:
+        child.send({"type": "probe", "device": device})
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            alive = child.alive()
+            for event in child.events(_POLL_S):
+                if event["type"] == "machine":
+                    return Machine(**{k: v for k, v in event.items() if k != "type"})
+                if event["type"] == "failure":
+                    raise ProbeError(event["reason"].removeprefix("ValueError: "))
+            if not alive:
+                raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.new_output().get('stderr.txt')}")
+        raise ProbeError(f"no answer within {timeout_s:.0f} s")
+    finally:
+        child.discard()
+
+
+class _Slot:
+    """The child of a slot, started when needed, and its GPUs."""
+
+    def __init__(self, conditions: Conditions, gpus: str | None) -> None:
+        self._conditions = conditions
+        self._gpus = gpus
+        self._child: Child | None = None
+        self.gpu_ids = gpu.visible(gpus) if conditions.device == "cuda" else []
+        self._baseline = gpu.Baseline(None)
+
+    def child(self) -> Child:
+        """A living child: the warm one if there is one."""
+        if self._child is not None and not self._child.alive():
+            self.clear()
+        if self._child is None:
+            self._baseline = gpu.Baseline.take(self.gpu_ids)
+            self._child = Child(threads=self._conditions.threads, gpus=self._gpus)
+        return self._child
+
+    def clear(self) -> str | None:
+        """End the child and wait until its GPUs are free; what is in the way if they do not get free."""
+        if self._child is None:
+            return None
+        child, self._child = self._child, None
+        pids = {process.pid for process in child.tree()} | {child.pid}
+        child.discard()
+        return self._baseline.wait_free(pids)
+
+
+def _watch(
+    child: Child,
+    assignment: Assignment,
+    conditions: Conditions,
+    gpu_ids: Sequence[str],
+    stopped: Callable[[], bool],
+) -> Generator[Update, None, Ended | None]:
+    """Follow one point to its end. None: stopped before that."""
+    watch = _Watch(child, assignment, conditions)
+    telemetry = Telemetry(gpu_ids)
+    telemetry.start()
+    try:
+        child.send(watch.command())
+        while (ended := watch.step()) is None:
+            yield from watch.progress()
+            if stopped():
+                return None
+    finally:
+        sampled = telemetry.stop()
+    if conditions.device != "cuda":
+        return ended
+    ended = Ended(ended.outcome, {**ended.files, "telemetry.txt": sampled.text})
+    if ended.outcome.state is not PointState.OK:
+        return ended
+    metrics = tuple(MetricData(**vars(metric)) for metric in sampled.metrics)
+    known = {metric.name for metric in ended.outcome.metrics}
+    added = ended.outcome.metrics + tuple(m for m in metrics if m.name not in known)
+    return Ended(ended.outcome.model_copy(update={"metrics": added}), ended.files)
+
+
+class _Watch:
+    """One attempt at one point: what was heard of it, and what that means."""
+
+    def __init__(self, child: Child, assignment: Assignment, conditions: Conditions) -> None:
+        self._child = child
+        self._assignment = assignment
+        self._conditions = conditions
+        self._started_at = now()
+        self._start = time.monotonic()
+        self._last_sign: float | None = None  # of progress
+        self._phase = ""  # last heard
+        self._unsent: Progress | None = None
+        self._sent = ("", 0.0)  # phase and time of the last update
+        self._environment: dict[str, Any] = {}
+        self._oom_kills = diagnostics.oom_kills()
+        self._low_memory = False
+
+    def command(self) -> dict[str, Any]:
+        point = self._assignment.point
+        conditions = self._conditions
+        return {
+            "type": "run",
+            "kind": point.kind,
+            "config": dict(point.config),
+            "device": conditions.device,
+            "memory": conditions.memory_bytes,
+        }
+
+    def step(self) -> Ended | None:
+        """Listen for a moment; how the point ended, None while it goes on."""
+        alive = self._child.alive()  # asked before listening: what a dying child sent is still heard
+        for event in self._child.events(_POLL_S if alive else 0):
+            if event["type"] == "beat":
+                self._note(event)
+            elif event["type"] == "environment":
+                self._environment = event["environment"]
+            elif event["type"] == "result":
+                return self._result(event)
+            elif event["type"] == "failure":
+                return self._ended(PointState(event["state"]), event["reason"], event["files"])
+        if not alive:
+            return self._died()
+        self._low_memory = diagnostics.memory_exhausted()
+        return self._overdue()
+
+    def progress(self) -> Iterator[Progress]:
+        """What was heard since, at most about once a second unless the phase changed."""
+        sign = self._unsent
+        if sign is None:
+            return
+        phase, at = self._sent
+        if sign.phase == phase and time.monotonic() - at < _PROGRESS_INTERVAL_S:
+            return
+        self._unsent, self._sent = None, (sign.phase, time.monotonic())
+        yield sign
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self._last_sign, self._phase = time.monotonic(), event["phase"]
+        run_id, point_id = self._assignment.run_id, self._assignment.point_id
+        self._unsent = Progress(run_id, point_id, now(), event["phase"], event["done"], event["total"])
+
+    def _result(self, event: Mapping[str, Any]) -> Ended:
+        metrics = tuple(MetricData(**metric) for metric in event["metrics"])
+        self._environment |= event["environment"]
+        return self._ended(PointState.OK, None, event["files"], metrics=metrics, route=event["route"])
+
+    def _died(self) -> Ended:
+        code = self._child.kill()
+        reason = diagnostics.describe_exit(code)
+        if code == -9 and (diagnostics.oom_kills() > self._oom_kills or self._low_memory):
+            return self._ended(PointState.OOM, f"{reason} by the kernel, which was out of memory", {})
+        return self._ended(PointState.CRASH, reason, {})
+
+    def _overdue(self) -> Ended | None:
+        deadlines, clock = self._conditions.deadlines, time.monotonic()
+        silent = clock - (self._start if self._last_sign is None else self._last_sign)
+        if self._last_sign is None and silent > deadlines.startup_s:
+            return self._expired(PointState.HANG, f"no progress within the {deadlines.startup_s:g} s for start-up")
+        if self._last_sign is not None and silent > deadlines.heartbeat_s:
+            return self._expired(PointState.HANG, f"no progress for {deadlines.heartbeat_s:g} s {self._whereabouts()}")
+        if clock - self._start > deadlines.point_s:
+            told = self._whereabouts() if self._last_sign is not None else "before its first progress"
+            return self._expired(PointState.TIMEOUT, f"not done after {deadlines.point_s:g} s {told}")
+        return None
+
+    def _whereabouts(self) -> str:
+        """In which phase it was last heard of."""
+        return f"(last in phase {self._phase!r})"
+
+    def _expired(self, state: PointState, reason: str) -> Ended:
+        tree = self._child.tree()
+        files = diagnostics.snapshot(tree)
+        if tree:
+            diagnostics.request_stacks(tree[0])
+        if self._child.kill() is None:
+            reason += "; the process is stuck in the kernel and did not die of SIGKILL"
+        return self._ended(state, reason, files)
+
+    def _ended(self, state: PointState, reason: str | None, files: Mapping[str, str], **found: Any) -> Ended:
+        outcome = OutcomeRecord(
+            run_id=self._assignment.run_id,
+            point_id=self._assignment.point_id,
+            attempt=self._assignment.attempt,
+            state=state,
+            reason=reason,
+            started_at=self._started_at,
+            environment=self._environment,
+            **found,
+        )
+        return Ended(outcome, {**files, **self._child.new_output()})
+
+
+def _warning(assignment: Assignment, message: str) -> EventRecord:
+    return EventRecord(run_id=assignment.run_id, point_id=assignment.point_id, level="warning", message=message)

@@ -1,0 +1,1 @@
+"""The `nsa` command: what no job needs."""

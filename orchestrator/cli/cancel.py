@@ -1,0 +1,79 @@
+"""Cancelling a run from outside its driver."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cli.submission import SubmissionError, stop
+from orchestrator.errors import UserError
+from orchestrator.journal import NAME, Journal, JournalError
+from orchestrator.records import OutcomeRecord, Record, RunEndRecord
+from orchestrator.settings import Settings
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store, queries
+
+_REASON = "cancelled by nsa cancel"
+
+
+class CancelError(UserError):
+    """A run that cannot be cancelled from here. One line: field, value, fix."""
+
+
+def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
+    """Stop the run's Ray job; where the driver is gone already, mark what it left unfinished as cancelled.
+
+    Returns a line that says what was done.
+
+    Raises:
+        CancelError: the driver lives on this machine, out of the cluster's reach.
+    """
+    run = queries.run(store, run_id)
+    assert run is not None, "the caller looked the run up"
+    if run["state"] not in (RunState.PENDING, RunState.RUNNING):
+        return f"{run_id} has ended already: {run['state']}"
+    job = run["submission_id"]
+    try:
+        if job and stop(settings, str(job)):
+            return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
+    except SubmissionError as err:
+        gone = f"its job could not be asked to stop ({err})"
+    else:
+        gone = "its job has ended" if job else "it was not run as a Ray job"
+    left = _mark_cancelled(store, run)
+    return f"{gone}; marked {left} unfinished points of {run_id} as cancelled"
+
+
+def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
+    """Journal (where it is on this machine) and store what a driver that is gone could not."""
+    run_id = run["run_id"]
+    path = Path(run["artifacts"] or "") / NAME
+    try:
+        with Journal(path) if path.is_file() else nullcontext() as journal:  # its lock: no driver holds it
+            records = _unfinished(store, run_id)
+            if journal is not None:
+                journal.append(records)
+            store.apply_many(records)
+    except JournalError:
+        raise CancelError(
+            f"RUN: {run_id!r}: its driver is alive on this machine; interrupt it with Ctrl-C, or stop its Ray job"
+        ) from None
+    return len(records) - 1
+
+
+def _unfinished(store: Store, run_id: str) -> list[Record]:
+    outcomes = [
+        OutcomeRecord(
+            run_id=run_id, point_id=p["point_id"], attempt=_attempt(p), state=PointState.CANCELLED, reason=_REASON
+        )
+        for p in queries.points(store, run_id).to_dict("records")
+        if not PointState(p["state"]).ended
+    ]
+    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON)]
+
+
+def _attempt(point: dict[str, Any]) -> int:
+    """The one that does not take place: under way, or to come; 0 for a point that was never handed out."""
+    before = int(point["attempt"])
+    return before + 1 if before and point["state"] == PointState.PENDING else before

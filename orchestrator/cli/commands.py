@@ -1,0 +1,291 @@
+"""`nsa`: the command line. A thin layer: each command reads its arguments, calls one thing, and prints the result."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.errors import UserError
+from orchestrator.settings import Settings, load_settings
+from orchestrator.states import Origin, Result, RunState
+
+if TYPE_CHECKING:
+    from orchestrator.store import Store
+
+app = typer.Typer(
+    name="nsa",
+    help="Benchmarks of Native Sparse Attention: submit jobs, follow them, and judge their results.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+db = typer.Typer(help="The results database.", no_args_is_help=True)
+app.add_typer(db, name="db")
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
+]
+Runs = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
+]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+
+
+class Format(StrEnum):
+    """What a report can be written as."""
+
+    MD = "md"
+    HTML = "html"
+    CSV = "csv"
+    JSON = "json"
+
+
+def main() -> None:
+    """The `nsa` command. Exit codes: 0 done, 1 failed or NO-GO, 2 bad input, 3 UNKNOWN (gate)."""
+    from jobs.spec import SpecError
+
+    try:
+        app()
+    except (UserError, SpecError) as err:
+        for line in str(err).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def doctor() -> None:
+    """List the settings and check what a job needs; exit 1 if something is broken."""
+    from orchestrator.cli import console, doctor
+    from orchestrator.cli.doctor import Health
+
+    settings = load_settings()
+    console.settings(doctor.setting_rows(settings))
+    found = doctor.findings(settings)
+    console.findings(found)
+    raise typer.Exit(1 if any(f.health is Health.BROKEN for f in found) else 0)
+
+
+@app.command()
+def up(
+    num_cpus: Annotated[int | None, typer.Option(help="CPU cores Ray may use; default: all")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="GPUs Ray may use; default: all")] = None,
+) -> None:
+    """Start a local Ray cluster and the dashboard, with the database migrated."""
+    from orchestrator.cli import console, services
+    from orchestrator.store import upgrade
+
+    settings = load_settings()
+    upgrade(settings.database)
+    console.services(services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus))
+
+
+@app.command()
+def down() -> None:
+    """Stop what `nsa up` started."""
+    from orchestrator.cli import services
+
+    stopped = services.down(load_settings())
+    print(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running")
+
+
+@app.command()
+def status() -> None:
+    """Services, and the runs that have not ended."""
+    from orchestrator.cli import console, services
+    from orchestrator.store import queries
+
+    settings = load_settings()
+    console.services(services.status(settings))
+    if settings.no_database_yet:
+        print(f"no results yet: {settings.database} does not exist")
+        return
+    with _store(settings) as store:
+        console.runs(queries.runs(store, state="running"), title="Running")
+
+
+@app.command()
+def submit(
+    spec: Annotated[Path, typer.Argument(help="YAML spec, e.g. jobs/configs/demo.yaml")],
+    overrides: Overrides = None,
+    resume: Annotated[str | None, typer.Option(help="continue this run: measure only what it lacks")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
+    wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
+) -> None:
+    """Check a spec and submit it to the Ray cluster as a job."""
+    from orchestrator.cli import submission
+    from orchestrator.cli.lookup import find_run
+    from orchestrator.run import driver as run
+
+    settings = load_settings()
+    args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
+    if resume is not None:
+        with _store(settings) as store:
+            resume = find_run(store, resume)
+    if dry_run:
+        raise typer.Exit(run.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
+    run.check(args)
+    job = submission.submit(settings, spec, overrides or [], resume)
+    print(f"submitted {job}")
+    if wait:
+        for text in submission.follow(settings, job):
+            print(text, end="", flush=True)
+        raise typer.Exit(0 if submission.job_status(settings, job) == "SUCCEEDED" else 1)
+
+
+@app.command()
+def runs(
+    kind: Annotated[str | None, typer.Option(help="only this job kind")] = None,
+    state: Annotated[RunState | None, typer.Option(help="only this state")] = None,
+    origin: Annotated[Origin | None, typer.Option(help="only these")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="most to show")] = 20,
+) -> None:
+    """List runs, newest first."""
+    from orchestrator.cli import console
+    from orchestrator.store import queries
+
+    with _store() as store:
+        console.runs(queries.runs(store, kind=kind, state=state, origin=origin, limit=limit), title="Runs")
+
+
+@app.command()
+def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
+    """A run with its points, or one point with its metrics."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_point, find_run
+    from orchestrator.store import queries
+
+    with _store() as store:
+        run_id = find_run(store, run)
+        if point is None:
+            console.run(queries.run(store, run_id), queries.points(store, run_id), queries.events(store, run_id))
+        else:
+            row = find_point(store, run_id, point)
+            point_id = row["point_id"]
+            console.point(row, queries.metrics(store, point_id), queries.artifacts(store, point_id))
+
+
+@app.command()
+def logs(
+    run: Run,
+    point: Annotated[int | None, typer.Option(help="index of a point: its stdout, stderr and dumps")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep following the job")] = False,
+) -> None:
+    """The log of a run's Ray job, or the text artifacts of one point."""
+    from orchestrator.cli import console, submission
+    from orchestrator.cli.lookup import find_point, find_run, submission_of
+    from orchestrator.store import queries
+
+    settings = load_settings()
+    with _store(settings) as store:
+        run_id = find_run(store, run)
+        if point is not None:
+            console.artifacts(queries.artifacts(store, find_point(store, run_id, point)["point_id"]))
+            return
+        job = submission_of(store, run_id)
+    texts = submission.follow(settings, job) if follow else [submission.log(settings, job)]
+    for text in texts:
+        print(text, end="", flush=True)
+
+
+@app.command()
+def cancel(run: Run) -> None:
+    """Stop a run: its remaining points end as cancelled."""
+    from orchestrator.cli.cancel import cancel_run
+    from orchestrator.cli.lookup import find_run
+
+    settings = load_settings()
+    with _store(settings) as store:
+        print(cancel_run(settings, store, find_run(store, run)))
+
+
+@app.command()
+def report(
+    runs: Runs = None,
+    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
+    out: Annotated[
+        Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
+    ] = None,
+) -> None:
+    """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
+    from orchestrator import report as reports
+    from orchestrator.cli.lookup import find_runs
+
+    with _store() as store:
+        run_ids = find_runs(store, runs)
+        if out is None:
+            print(reports.report(store, run_ids, format=format.value))
+        else:
+            reports.write_report(store, run_ids, out)
+            print(f"wrote {out}")
+
+
+@app.command()
+def gate(
+    runs: Runs = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="only this target")] = None,
+) -> None:
+    """Judge stored results, with reasons. Exit 0: all targets GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
+    from orchestrator import summary
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_runs
+    from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
+
+    settings = load_settings()
+    rules = load_gates(gates or settings.gates).only(target)
+    with _store(settings) as store:
+        verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
+        if not (runs or gates or target):  # the standing rules on all that is stored: what v_gate shows
+            save_verdicts(store, None, verdicts)
+    summary.print_verdicts(verdicts, console.out)
+    results = {v.result for v in verdicts}
+    raise typer.Exit(1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0)
+
+
+@app.command("import")
+def import_(files: Annotated[list[Path], typer.Argument(help="journal.jsonl, or CSV of reported results")]) -> None:
+    """Store journals of runs made elsewhere, or results that others report."""
+    from orchestrator.store import importer
+
+    with _store(create=True) as store:
+        for path in files:
+            print(importer.import_file(store, path))
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="file to write: .csv or .json")],
+    runs: Runs = None,
+) -> None:
+    """Write the stored results of runs, one row a metric."""
+    from orchestrator.cli.lookup import find_runs
+    from orchestrator.store import exporter
+
+    with _store() as store:
+        print(exporter.export(store, out, find_runs(store, runs)))
+
+
+@db.command("upgrade")
+def db_upgrade() -> None:
+    """Create the database's tables and views, or bring them up to date."""
+    from orchestrator.database_url import hide_password
+    from orchestrator.store import upgrade
+
+    settings = load_settings()
+    upgrade(settings.database)
+    print(f"{hide_password(settings.database)} is up to date")
+
+
+def _store(settings: Settings | None = None, *, create: bool = False) -> Store:
+    from orchestrator.store import Store
+
+    return Store.open((settings or load_settings()).database, create=create)

@@ -1,0 +1,130 @@
+"""What the commands print: rich tables of rows that the queries return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.cli.doctor import Finding, Health, SettingRow
+from orchestrator.cli.services import ServiceStatus
+from orchestrator.summary import wide_console
+
+_COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
+_COLOUR |= {"missing": "yellow", "broken": "red"}
+
+out = wide_console()
+
+
+def settings(rows: Sequence[SettingRow]) -> None:
+    table = _table("Settings", "variable", "value", "source", "meaning")
+    for row in rows:
+        table.add_row(row.variable, row.value, row.source, row.meaning)
+    out.print(table)
+
+
+def findings(found: Sequence[Finding]) -> None:
+    table = _table("Checks", "check", "state", "detail", "to mend it")
+    for f in found:
+        table.add_row(f.name, _state(f.health), f.detail, "" if f.health is Health.OK else f.fix)
+    out.print(table)
+
+
+def services(rows: Sequence[ServiceStatus]) -> None:
+    table = _table("Services", "service", "address", "state", "pid")
+    for s in rows:
+        state = "ok" if s.healthy else "not running" if s.pid is None else "starting"
+        table.add_row(s.name, s.url, _state(state), str(s.pid or ("started elsewhere" if s.healthy else "")))
+    out.print(table)
+
+
+def runs(frame: pd.DataFrame, *, title: str) -> None:
+    table = _table(title, "run", "kind", "origin", "state", "points", "ok", "failed", "created (UTC)")
+    for row in frame.to_dict("records"):
+        table.add_row(
+            row["run_id"], row["kind"], row["origin"], _state(row["state"]), _text(row["points"]), _text(row["ok"]),
+            _text(row["failed"]), _time(row["created_at"]),
+        )  # fmt: skip
+    out.print(table if len(frame) else f"{title}: none")
+
+
+def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFrame) -> None:
+    if row is None:
+        return
+    fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_dirty", "code_hash", "submission_id")
+    _fields(row, (*fields, "host", "artifacts"))
+    table = _table("Points", "#", "label", "state", "progress", "reason")
+    for p in points.to_dict("records"):
+        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
+    out.print(table)
+    for event in events.to_dict("records"):
+        out.print(f"{_time(event['at'])} {event['level']}: {event['message']}", markup=False)
+
+
+def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
+    _fields(
+        row, ("point_id", "label", "state", "reason", "attempt", "key", "started_at", "ended_at", "route", "config")
+    )
+    table = _table("Metrics", "metric", "value", "unit", "p10", "p90", "95 % interval", "n", "method")
+    for m in metrics.to_dict("records"):
+        interval = "" if pd.isna(m["ci_low"]) else f"{m['ci_low']:.4g} .. {m['ci_high']:.4g}"
+        table.add_row(
+            m["name"], f"{m['value']:.5g}", m["unit"], _text(m["p10"]), _text(m["p90"]), interval,
+            str(max(1, len(m["samples"] or ()))), m["method"],
+        )  # fmt: skip
+    out.print(table if len(metrics) else "no metrics: only points that are ok have any")
+    for name in files["name"] if len(files) else ():
+        out.print(f"artifact: {name}", markup=False)
+
+
+def artifacts(files: pd.DataFrame) -> None:
+    for f in files.to_dict("records"):
+        out.rule(Text(f["name"] + (" (its end)" if f["truncated"] else "")))
+        out.print(f["content"] or f"not stored as text; see {f['path']}", markup=False)
+    if files.empty:
+        out.print("this point has no artifacts")
+
+
+class _Plain(Table):
+    """A table whose cells are shown as they are: what a run printed is no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def _table(title: str | None, *columns: str) -> Table:
+    table = _Plain(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
+    width = max(map(len, names))
+    for name in names:
+        if row.get(name) is not None and not (isinstance(row[name], float) and pd.isna(row[name])):
+            out.print(f"{name:<{width}}  {row[name]}", markup=False)
+
+
+def _state(state: str) -> Text:
+    return Text(str(state), style=_COLOUR.get(str(state), "red"))
+
+
+def _progress(p: Mapping[str, Any]) -> str:
+    if p["state"] != "running" or pd.isna(p["phase"]):
+        return ""
+    return f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and pd.isna(value)):
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _time(value: Any) -> str:
+    return "" if pd.isna(value) else f"{value:%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,199 @@
+"""What `nsa doctor` looks at: settings with where each came from, and whether each part a user needs is there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from orchestrator.database_url import hide_password
+from orchestrator.settings import Settings
+
+
+class Health(StrEnum):
+    """`MISSING` is something optional that is not there; `BROKEN` needs mending before a job can run."""
+
+    OK = "ok"
+    MISSING = "missing"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what it is, how it stands, and what to do where it does not stand well."""
+
+    name: str
+    health: Health
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One setting: its environment variable, effective value (passwords masked), source and meaning."""
+
+    variable: str
+    value: str
+    source: str
+    meaning: str
+
+
+def setting_rows(settings: Settings) -> list[SettingRow]:
+    """Every setting, in the order of `Settings`."""
+    effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
+    return [
+        SettingRow(
+            variable=f"NSA_{name.upper()}",
+            value=effective.get(name) or str(getattr(settings, name)),
+            source=_source(f"NSA_{name.upper()}", name in settings.model_fields_set),
+            meaning=field.description or "",
+        )
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def findings(settings: Settings) -> list[Finding]:
+    """Look at everything; a check that fails is a finding, never an exception."""
+    checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
+    checks += [_ray, _database, _artifacts, _pyspy, _dashboard]
+    return [check(settings) for check in checks]
+
+
+def _source(variable: str, given: bool) -> str:
+    if variable in os.environ:
+        return "environment"
+    return ".env" if given else "default"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python(_: Settings) -> Finding:
+    return Finding("python", Health.OK, f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _torch(_: Settings) -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", Health.BROKEN, "not installed", "make env")
+    return Finding("torch", Health.OK, version)
+
+
+def _gpu(_: Settings) -> Finding:
+    try:
+        import torch
+
+        count = torch.cuda.device_count()
+        names = {torch.cuda.get_device_name(i) for i in range(count)}
+    except (ImportError, RuntimeError) as err:
+        return Finding("gpu", Health.BROKEN, str(err).splitlines()[0], "check the driver with nvidia-smi")
+    if not count:
+        return Finding("gpu", Health.MISSING, "no CUDA device here; jobs run on the CPU or on the cluster's workers")
+    return Finding("gpu", Health.OK, f"{count} × {', '.join(sorted(names))}")
+
+
+def _triton(_: Settings) -> Finding:
+    return _optional("triton", "pip install '.[gpu]'")
+
+
+def _dense(_: Settings) -> Finding:
+    usable = [name for name, reason in _dense_kernels().items() if reason is None]
+    if not usable:
+        return Finding("dense", Health.MISSING, "no fused kernel for half precision here", "make env")
+    return Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")
+
+
+def _flash_attn_4(_: Settings) -> Finding:
+    return _flash("flash-attn-4")
+
+
+def _flash_attn_2(_: Settings) -> Finding:
+    return _flash("flash-attn-2")
+
+
+def _flash(kernel: str) -> Finding:
+    reason = _dense_kernels().get(kernel, "PyTorch is not installed")
+    if reason is None:
+        return Finding(kernel, Health.OK, "dense attention and the window branch can take it")
+    return Finding(kernel, Health.MISSING, f"{reason}; PyTorch's own kernels serve meanwhile")
+
+
+def _dense_kernels() -> Mapping[str, str | None]:
+    """Those of dense attention, with the reason why one cannot run here."""
+    try:
+        import torch
+
+        from nsa_core.backends.dense import available_kernels
+    except ImportError:
+        return {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return available_kernels(device, torch.bfloat16, 64)
+
+
+def _optional(package: str, fix: str) -> Finding:
+    version = _version(package)
+    return Finding(package, Health.OK, version) if version else Finding(package, Health.MISSING, "not installed", fix)
+
+
+def _ray(settings: Settings) -> Finding:
+    from orchestrator.cli.services import answers
+
+    version, url = _version("ray"), settings.ray_dashboard
+    if version is None:
+        return Finding("ray", Health.BROKEN, "not installed", "make env")
+    if not answers(f"{url.rstrip('/')}/api/version"):
+        return Finding(
+            "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
+        )
+    return Finding("ray", Health.OK, f"{version}; cluster at {url}")
+
+
+def _database(settings: Settings) -> Finding:
+    from orchestrator.store import Store, StoreError
+
+    try:
+        store = Store.open(settings.database, create=False, readonly=True)
+        store.close()
+    except StoreError as err:
+        health = Health.MISSING if settings.no_database_yet else Health.BROKEN
+        return Finding("database", health, str(err), "nsa db upgrade")
+    return Finding("database", Health.OK, hide_password(settings.database))
+
+
+def _artifacts(settings: Settings) -> Finding:
+    folder = settings.artifacts_dir
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        return Finding(
+            "artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder"
+        )
+    free = shutil.disk_usage(existing).free / 2**30
+    return Finding("artifacts", Health.OK, f"{folder}, {free:.0f} GiB free")
+
+
+def _pyspy(_: Settings) -> Finding:
+    beside = Path(sys.executable).with_name("py-spy")
+    if beside.exists() or shutil.which("py-spy"):
+        return Finding("py-spy", Health.OK, _version("py-spy") or "")
+    return Finding("py-spy", Health.MISSING, "not installed: a hang leaves no stack dump", "pip install py-spy")
+
+
+def _dashboard(settings: Settings) -> Finding:
+    from orchestrator.cli.services import answers
+
+    url = f"http://127.0.0.1:{settings.dashboard_port}"
+    if importlib.util.find_spec("streamlit") is None:
+        return Finding("dashboard", Health.BROKEN, "streamlit is not installed", "make env")
+    if not answers(f"{url}/_stcore/health"):
+        return Finding("dashboard", Health.MISSING, f"not running at {url}", "nsa up")
+    return Finding("dashboard", Health.OK, url)

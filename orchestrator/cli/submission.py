@@ -1,0 +1,93 @@
+"""Ray's job submission, for `nsa submit`, `logs` and `cancel`: what `ray job submit` does, with provenance added."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from orchestrator.cli.services import answers
+from orchestrator.errors import UserError
+from orchestrator.provenance import git_state
+from orchestrator.settings import CHECKOUT, Settings
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+T = TypeVar("T")
+
+
+class SubmissionError(UserError):
+    """The cluster cannot be reached or does not know the job. One line: field, value, fix."""
+
+
+def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume: str | None = None) -> str:
+    """Submit `python -m jobs SPEC` with the checkout as working directory; returns Ray's submission id.
+
+    Raises:
+        SubmissionError: no cluster answers, or the spec lies outside the checkout.
+    """
+    path = spec.resolve()
+    if not path.is_relative_to(CHECKOUT):
+        raise SubmissionError(
+            f"spec: {str(spec)!r} lies outside {CHECKOUT}, which is what travels; copy it into the checkout"
+        )
+    args = ["python", "-m", "jobs", str(path.relative_to(CHECKOUT))]
+    for item in overrides:
+        args += ["--set", item]
+    args += ["--resume", resume] if resume else []
+    commit, dirty = git_state(CHECKOUT)
+    env = {"NSA_GIT_COMMIT": commit or "", "NSA_GIT_DIRTY": str(int(bool(dirty)))} if commit else {}
+    runtime_env = {"working_dir": str(CHECKOUT), "env_vars": env}
+    return _client(settings).submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env)
+
+
+def follow(settings: Settings, submission_id: str) -> Iterator[str]:
+    """The job's log as it grows, until the job ends."""
+    client = _client(settings)
+    stream = _known(lambda: client.tail_job_logs(submission_id), submission_id)
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(stream))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.close()
+
+
+def log(settings: Settings, submission_id: str) -> str:
+    """The job's log so far."""
+    return _known(lambda: _client(settings).get_job_logs(submission_id), submission_id)
+
+
+def job_status(settings: Settings, submission_id: str) -> JobStatus:
+    """What Ray says of the job."""
+    return _known(lambda: _client(settings).get_job_status(submission_id), submission_id)
+
+
+def stop(settings: Settings, submission_id: str) -> bool:
+    """Ask Ray to stop the job: its driver marks what is left as cancelled. False if it had ended already."""
+    return _known(lambda: _client(settings).stop_job(submission_id), submission_id)
+
+
+def _client(settings: Settings) -> JobSubmissionClient:
+    if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
+        raise SubmissionError(
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r} does not answer; start a cluster with `nsa up`, "
+            "or run without one: python -m jobs SPEC --local"
+        )
+    from ray.job_submission import JobSubmissionClient
+
+    return JobSubmissionClient(settings.ray_dashboard)
+
+
+def _known(call: Callable[[], T], submission_id: str) -> T:
+    try:
+        return call()
+    except RuntimeError as err:
+        reason = str(err).splitlines()[0]
+        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` shows those there are") from None

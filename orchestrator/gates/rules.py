@@ -1,0 +1,311 @@
+"""Go/no-go rules as data: YAML in, validated targets out. How they are judged: orchestrator.gates.verdicts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from orchestrator.errors import UserError
+from orchestrator.states import FAILED, PointState
+
+DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
+# Two figures for one throughput may differ by this share before they contradict each other.
+_AGREES = 0.15
+_TEXTS = ("implementation", "workload", "pass", "dtype", "device", "gpu", "job", "run_name")
+_NUMBERS = ("seq_len", "batch", "query_heads", "kv_heads", "head_dim", "layers")
+_SHAPE = ("seq_len", "workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "dtype", "device", "gpu")
+
+
+class GatesError(UserError):
+    """Rules that cannot be used. One line a mistake: field, value, fix."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Range(_Strict):
+    """Bounds, both included."""
+
+    at_least: int = 0
+    at_most: int | None = None
+
+
+Row = Mapping[str, Any]
+Texts = str | tuple[str, ...]
+Numbers = int | tuple[int, ...]
+
+
+class Where(_Strict):
+    """Which points count; everything named must hold. Texts may be patterns ("*H100*") and lists (any of them)."""
+
+    implementation: Texts | None = None
+    workload: Texts | None = None
+    pass_: Texts | None = Field(None, alias="pass")
+    dtype: Texts | None = None
+    device: Texts | None = None
+    gpu: Texts | None = None
+    job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
+    run_name: Texts | None = None
+    seq_len: Numbers | Range | None = None
+    batch: Numbers | None = None
+    query_heads: Numbers | None = None
+    kv_heads: Numbers | None = None
+    head_dim: Numbers | None = None
+    layers: Numbers | None = None
+
+    def matches(self, row: Row) -> bool:
+        """Whether a row counts; its columns as in the views v_metrics and v_points."""
+        texts = all(_is_like(row["kind" if name == "job" else name], self._wanted(name)) for name in _TEXTS)
+        return texts and all(_is_among(row[name], self._wanted(name)) for name in _NUMBERS)
+
+    def _wanted(self, name: str) -> Any:
+        return getattr(self, "pass_" if name == "pass" else name)
+
+    def __str__(self) -> str:
+        """In words, for reasons."""
+        parts = []
+        for name, value in self.model_dump(by_alias=True, exclude_none=True).items():
+            if isinstance(value, dict):
+                low, high = value["at_least"], value.get("at_most")
+                parts.append(f"S >= {low:,}" if high is None else f"S {low:,} to {high:,}")
+            else:
+                shown = value if isinstance(value, list | tuple) else [value]
+                parts.append(f"{name.replace('seq_len', 'S')} {' or '.join(str(each) for each in shown)}")
+        return ", ".join(parts) or "any point"
+
+
+_ANY = Where.model_validate({})
+
+
+class _Rule(_Strict):
+    """What every rule has. `measure` says how to get the evidence where there is none."""
+
+    rule: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str = Field(min_length=1)
+    measure: str = Field(min_length=1)
+    where: Where = _ANY
+
+
+class _Bounded(_Rule):
+    at_most: float | None = None
+    at_least: float | Literal["plan"] | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError("give either at_most or at_least")
+        return self
+
+
+class ExponentRule(_Bounded):
+    """The fitted exponent of every matching series; the worst one counts."""
+
+    kind: Literal["exponent"]
+    metric: str
+    min_lengths: int = Field(3, ge=3)
+
+
+class MetricRule(_Bounded):
+    """A metric of every matching point, the worst one counts. `every`: each of them must have it."""
+
+    kind: Literal["metric"]
+    metric: str
+    unit: str
+    absolute: bool = False
+    every: bool = False
+    min_points: int = Field(1, ge=1)
+
+
+class Side(_Strict):
+    """One side of a ratio. A batch is divided out of times and memory."""
+
+    metric: str
+    where: Where = _ANY
+
+
+class RatioRule(_Bounded):
+    """numerator / denominator over points that are alike in `same`, the worst pair counts.
+
+    `every`: each matching point of the numerator's run must have its pair.
+    """
+
+    kind: Literal["ratio"]
+    numerator: Side
+    denominator: Side
+    same: tuple[str, ...] = _SHAPE
+    every: bool = False
+    min_points: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _known_columns(self) -> Self:
+        unknown = set(self.same) - {*_SHAPE, "batch", "point_id", "implementation"}
+        if unknown:
+            raise ValueError(f"same: unknown column {sorted(unknown)[0]!r}; use some of {', '.join(_SHAPE)}")
+        return self
+
+
+class StatesRule(_Rule):
+    """No matching point may be in one of these states."""
+
+    kind: Literal["states"]
+    none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
+    min_points: int = Field(1, ge=1)
+
+
+Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discriminator="kind")]
+
+
+class Plan(_Strict):
+    """A planned training run; what throughput it needs follows from it, and a figure beside it must agree."""
+
+    steps: int = Field(gt=0)
+    tokens_per_step: int = Field(gt=0)
+    hours: float = Field(gt=0)
+    tokens_per_second: float | None = Field(None, gt=0)
+
+    @property
+    def needed(self) -> float:
+        """Tokens per second."""
+        return self.steps * self.tokens_per_step / (self.hours * 3600)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        stated = self.tokens_per_second
+        if stated is not None and abs(stated - self.needed) > _AGREES * self.needed:
+            raise ValueError(
+                f"tokens_per_second: {stated:g} contradicts {self.steps:,} steps of {self.tokens_per_step:,} tokens in"
+                f" {self.hours:g} h, which need {self.needed:,.0f} tok/s; correct one of them"
+            )
+        return self
+
+
+class Target(_Strict):
+    """What is to be decided: GO only if every rule holds."""
+
+    name: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str = Field(min_length=1)
+    plan: Plan | None = None
+    rules: tuple[Rule, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.rules:
+            raise ValueError("rules: is empty; without a rule nothing would be decided")
+        names = [rule.rule for rule in self.rules]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"rules: {sorted(double)[0]!r} comes twice; give each rule its own name")
+        if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
+            raise ValueError("at_least: 'plan' needs a plan; add steps, tokens_per_step and hours to the target")
+        return self
+
+
+class Gates(_Strict):
+    """All targets."""
+
+    targets: tuple[Target, ...]
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets: is empty; add one")
+        names = [target.name for target in self.targets]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"targets: {sorted(double)[0]!r} comes twice; give each target its own name")
+        return self
+
+    def only(self, target: str | None) -> Gates:
+        """These rules with one target left; all of them for None. Raises GatesError for an unknown one."""
+        chosen = tuple(each for each in self.targets if target in (None, each.name))
+        if not chosen:
+            known = ", ".join(each.name for each in self.targets)
+            raise GatesError(f"target: {target!r} is unknown; use one of {known}")
+        return Gates(targets=chosen)
+
+
+def load_gates(path: Path | None = None) -> Gates:
+    """Read and validate the rules at `path`; None: the project's own.
+
+    Raises:
+        GatesError: the file is missing or no YAML, a key is unknown, a value wrong, or a plan contradicts itself.
+    """
+    path = path or DEFAULT_GATES
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as err:
+        raise GatesError(f"gates: '{path}' cannot be read ({err.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        raise GatesError(f"gates: '{path}' is not YAML ({' '.join(str(err).split())}); mend its syntax") from None
+    if not isinstance(data, dict):
+        raise GatesError(f"gates: '{path}' holds no mapping; start it with 'targets:'")
+    try:
+        return Gates.model_validate(data)
+    except ValidationError as err:
+        raise GatesError("\n".join(_describe(err, data))) from None
+
+
+def _is_like(text: str | None, patterns: Texts | None) -> bool:
+    if patterns is None:
+        return True
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    return text is not None and any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def _is_among(number: float | None, wanted: Numbers | Range | None) -> bool:
+    match wanted:
+        case None:
+            return True
+        case Range(at_least=low, at_most=high):
+            return number is not None and low <= number and (high is None or number <= high)
+        case int():
+            return number == wanted
+        case _:
+            return number in wanted
+
+
+def _describe(err: ValidationError, data: Any) -> list[str]:
+    """One line a field: where (targets and rules by their names), the value, what is wrong."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    for error in err.errors(include_url=False):
+        field = ".".join(_path(error["loc"], data, keep_last=error["type"] == "missing")) or "gates"
+        lines[field].append(_wrong(error))
+    return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
+
+
+def _wrong(error: Any) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return f"unknown key (value {error['input']!r}); remove it or correct its spelling"
+        case "missing":
+            return "missing; add it"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return "kind is unknown or missing; use exponent, metric, ratio or states"
+        case "value_error":
+            return message
+        case _:
+            return f"{error['input']!r}: {message}"
+
+
+def _path(location: tuple, data: Any, *, keep_last: bool) -> list[str]:
+    """The keys that lead to a mistake as the file has them, without pydantic's names of union members."""
+    path = []
+    member = False  # whether the next part names the member of the union of rules, which is no key
+    for part in location:
+        if member:
+            member = False
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+            named = data if isinstance(data, dict) else {}
+            member = "kind" in named
+            path.append(str(named.get("rule") or named.get("name") or part))
+        elif isinstance(data, dict) and part in data:
+            data = data[part]
+            path.append(str(part))
+    return [*path, str(location[-1])] if keep_last else path

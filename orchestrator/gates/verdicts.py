@@ -1,0 +1,328 @@
+"""Go/no-go: rules judged on stored measurements.
+
+A rule looks at the newest run that holds evidence for it (of the runs given, or of all), never at reported figures.
+GO: it holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pandas as pd
+from sqlalchemy import insert
+
+from orchestrator.analysis import Fit, scaling_fits
+from orchestrator.gates.rules import (
+    ExponentRule,
+    Gates,
+    GatesError,
+    MetricRule,
+    Plan,
+    RatioRule,
+    Row,
+    Rule,
+    StatesRule,
+    Target,
+    Where,
+    load_gates,
+)
+from orchestrator.records import now
+from orchestrator.states import Origin, PointState, Result
+from orchestrator.store import Store, queries
+from orchestrator.store.models import Verdict
+
+__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
+
+
+@dataclass(frozen=True)
+class RuleVerdict:
+    """One rule, judged.
+
+    Attributes:
+        rule, title: its name and what it asks.
+        value, unit: the worst value found; None where nothing was.
+        comparison, bound: "<=" or ">=", and what it was held against.
+        margin: how far the value is on the good side of the bound, in the unit; negative: on the bad side.
+        reason: in words: what was found where, or what is missing and how to measure it.
+        evidence: the points that it rests on.
+    """
+
+    rule: str
+    title: str
+    result: Result
+    reason: str
+    value: float | None = None
+    unit: str = "1"
+    comparison: str | None = None
+    bound: float | None = None
+    margin: float | None = None
+    evidence: list[str] = field(default_factory=list)
+
+    @property
+    def limit(self) -> str:
+        """The bound in words: "<= 1.15"."""
+        if self.bound is None:
+            return ""
+        return f"{self.comparison} {self.bound:.6g}" + ("" if self.unit == "1" else f" {self.unit}")
+
+
+@dataclass(frozen=True)
+class TargetVerdict:
+    """A target, judged: NO-GO if one rule fails, else UNKNOWN if one lacks evidence, else GO."""
+
+    name: str
+    title: str
+    result: Result
+    rules: list[RuleVerdict]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one measured run holds: a row a number, a row a point."""
+
+    run_id: str
+    metrics: list[Row]
+    points: list[Row]
+
+    def of(self, metric: str, *filters: Where) -> list[Row]:
+        """The rows of a metric that match all filters."""
+        rows = [row for row in self.metrics if row["metric"] == metric]
+        return [row for row in rows if all(each.matches(row) for each in filters)]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A value that may be the worst, the points that it rests on, what it is in words; of a fit its interval."""
+
+    value: float
+    points: list[str]
+    what: str
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a run holds for a rule; `lacking`: why that is incomplete."""
+
+    candidates: list[_Candidate]
+    lacking: str = ""
+    unit: str = "1"
+
+
+def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
+    """Judge every target on the measured runs (of `run_ids`, or all). Raises StoreUnavailable."""
+    runs = _runs(store, run_ids)
+    return [_target(target, runs) for target in gates.targets]
+
+
+def _runs(store: Store, run_ids: Sequence[str] | None) -> list[_Run]:
+    """The measured runs, newest first.
+
+    A point that failed may have told no GPU; its run's GPU stands in, so that a rule about one GPU sees the failure.
+    """
+    found = queries.runs(store, origin=Origin.MEASURED, limit=None)
+    cards = {row["run_id"]: row["gpu"] for row in _rows(found) if run_ids is None or row["run_id"] in run_ids}
+    metrics: dict[str, list[Row]] = defaultdict(list)
+    for row in _rows(queries.measurements(store, run_ids=list(cards))):
+        metrics[row["run_id"]].append(row)
+    points: dict[str, list[Row]] = defaultdict(list)
+    for row in _rows(queries.states(store, run_ids=list(cards))):
+        points[row["run_id"]].append({**row, "gpu": row["gpu"] or cards[row["run_id"]]})
+    return [_Run(run_id, metrics[run_id], points[run_id]) for run_id in cards]
+
+
+def _rows(frame: pd.DataFrame) -> list[Row]:
+    """A frame's rows with None for what is missing, so that equal shapes compare equal."""
+    return [
+        {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]
+
+
+def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
+    """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest."""
+    at = now()
+    rows = [
+        {
+            "evaluated_at": at,
+            "run_id": run_id,
+            "target": target.name,
+            "target_title": target.title,
+            "target_result": target.result,
+            "position": position,
+            **{name: getattr(rule, name) for name in RuleVerdict.__dataclass_fields__},
+        }
+        for target in verdicts
+        for position, rule in enumerate(target.rules)
+    ]
+    if rows:
+        with store.session(writes=True) as session:
+            session.execute(insert(Verdict), rows)
+
+
+def _target(target: Target, runs: list[_Run]) -> TargetVerdict:
+    rules = [_judge(rule, target.plan, runs) for rule in target.rules]
+    results = {rule.result for rule in rules}
+    worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
+    return TargetVerdict(target.name, target.title, worst, rules)
+
+
+def _judge(rule: Rule, plan: Plan | None, runs: list[_Run]) -> RuleVerdict:
+    match rule:
+        case StatesRule():
+            return _judge_states(rule, runs)
+        case ExponentRule():
+            return _judge_bounded(rule, plan, runs, lambda run: _exponents(rule, run))
+        case MetricRule():
+            return _judge_bounded(rule, plan, runs, lambda run: _metrics(rule, run))
+        case RatioRule():
+            return _judge_bounded(rule, plan, runs, lambda run: _ratios(rule, run))
+
+
+def _judge_bounded(
+    rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None, runs: list[_Run], find: Callable[[_Run], _Found]
+) -> RuleVerdict:
+    """The worst candidate of the newest run that has any, against the bound."""
+    comparison, bound = _bound(rule, plan)
+    unit = rule.unit if isinstance(rule, MetricRule) else "1"
+    verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
+    run, found = next(((run, each) for run in runs if (each := find(run)).candidates), (None, _Found([])))
+    if run is None:
+        return replace(verdict, reason=f"not measured: {_wanted(rule)}; {rule.measure}")
+    if found.unit != unit:
+        return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
+    worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
+    margin = bound - worst.value if comparison == "<=" else worst.value - bound
+    lacking = f"{found.lacking}: {rule.measure}" if found.lacking else _undecided(found.candidates, comparison, bound)
+    result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
+    reason = f"{worst.what}; run {run.run_id}" + (f"; {lacking}" if lacking else "")
+    return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+
+
+def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> str:
+    """Why the fits do not decide: an interval that reaches past the bound; "" where none does."""
+    for low, high in (each.interval for each in candidates if each.interval):
+        if high > bound if comparison == "<=" else low < bound:
+            return f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths"
+    return ""
+
+
+def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None) -> tuple[str, float]:
+    if rule.at_most is not None:
+        return "<=", rule.at_most
+    if rule.at_least == "plan":
+        assert plan is not None, "validated with the target"
+        return ">=", plan.needed
+    assert rule.at_least is not None, "validated with the rule"
+    return ">=", rule.at_least
+
+
+def _wanted(rule: ExponentRule | MetricRule | RatioRule) -> str:
+    match rule:
+        case ExponentRule():
+            return f"{rule.metric} at {rule.min_lengths} or more lengths ({rule.where})"
+        case MetricRule():
+            return f"{rule.metric} ({rule.where})"
+        case RatioRule(numerator=above, denominator=below):
+            if above.where == below.where:
+                return f"{above.metric} with {below.metric} ({rule.where})"
+            return f"{above.metric} of {above.where} beside {below.metric} of {below.where} ({rule.where})"
+
+
+def _exponents(rule: ExponentRule, run: _Run) -> _Found:
+    rows = run.of(rule.metric, rule.where)
+    fits = scaling_fits(pd.DataFrame(rows)) if rows else []
+    fits = [fit for fit in fits if len(fit.lengths) >= rule.min_lengths]
+    return _Found(
+        [
+            _Candidate(fit.exponent, list(fit.point_ids), _growth(fit, len(fits)), (fit.ci_low, fit.ci_high))
+            for fit in fits
+        ]
+    )
+
+
+def _growth(fit: Fit, number: int) -> str:
+    return (
+        f"{fit.implementation} {fit.pass_}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
+        f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
+        + _more(number, "series")
+    )
+
+
+def _metrics(rule: MetricRule, run: _Run) -> _Found:
+    rows = run.of(rule.metric, rule.where)
+    candidates = []
+    for row in rows:
+        value = abs(row["value"]) if rule.absolute else row["value"]
+        what = f"{row['label']}: {rule.metric} {row['value']:.6g} {row['unit']}" + _more(len(rows), "points")
+        candidates.append(_Candidate(value, [row["point_id"]], what))
+    unit = rows[0]["unit"] if rows else rule.unit
+    return _Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, rule.where), unit)
+
+
+def _ratios(rule: RatioRule, run: _Run) -> _Found:
+    above, below = rule.numerator, rule.denominator
+    under: dict[tuple, list[Row]] = defaultdict(list)
+    for row in run.of(below.metric, rule.where, below.where):
+        if row["per_sequence"] > 0:
+            under[tuple(row[name] for name in rule.same)].append(row)
+    pairs = [
+        (top, bottom)
+        for top in run.of(above.metric, rule.where, above.where)
+        for bottom in under[tuple(top[name] for name in rule.same)]
+    ]
+    candidates = []
+    for top, bottom in pairs:
+        what = f"{top['label']}: {above.metric} {top['per_sequence']:.4g} against {bottom['per_sequence']:.4g}"
+        what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
+        points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
+        ratio = top["per_sequence"] / bottom["per_sequence"]
+        candidates.append(_Candidate(ratio, points, what + _more(len(pairs), "pairs")))
+    return _Found(candidates, _lacking(rule, run, {top["point_id"] for top, _ in pairs}, rule.where, above.where))
+
+
+def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:
+    """What the evidence of this run still lacks; "" where it is complete."""
+    if len(have) < rule.min_points:
+        return f"only {len(have)} of at least {rule.min_points} points"
+    if not rule.every:
+        return ""
+    points = [point for point in run.points if all(each.matches(point) for each in filters)]
+    # A point that failed says nothing of the value either; only what was never to be measured is left out.
+    without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
+    if not without:
+        return ""
+    return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
+
+
+def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
+    verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
+    matching = ((run, [point for point in run.points if rule.where.matches(point)]) for run in runs)
+    run, points = next(((run, points) for run, points in matching if points), (None, []))
+    if run is None:
+        return replace(verdict, reason=f"not measured: no points ({rule.where}); {rule.measure}")
+    bad = [point for point in points if point["state"] in rule.none_of]
+    # Skipped points prove nothing and were not to; cancelled ones were, so they leave the question open.
+    due = [point for point in points if point["state"] != PointState.SKIPPED]
+    ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
+    wanted = max(len(due), rule.min_points)
+    reason = f"{len(bad)} of {len(points)} points ended {', '.join(rule.none_of)}"
+    if bad:
+        reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
+    elif len(ended) < wanted:
+        reason += f"; {len(ended)} of {wanted} were run to their end: {rule.measure}"
+    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < wanted else Result.GO
+    return replace(
+        verdict,
+        result=result,
+        value=float(len(bad)),
+        margin=0.0 - len(bad),
+        reason=f"{reason}; run {run.run_id}",
+        evidence=[point["point_id"] for point in bad or ended],
+    )
+
+
+def _more(number: int, what: str) -> str:
+    return f", the worst of {number} {what}" if number > 1 else ""

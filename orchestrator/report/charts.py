@@ -1,0 +1,347 @@
+"""Charts from data frames, shared by the dashboard and the reports. Imports altair and pandas only.
+
+Text and grid take their colour from whoever shows the chart (Streamlit's theme, or a report's); only series and guides
+are coloured here. Reported results are hollow and dashed, measured ones filled and solid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from orchestrator.report import series
+from orchestrator.report.series import BLUE, GREY
+
+Row = dict[str, Any]
+_FIT = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How a metric is shown. `guides`: slopes on log-log axes, and what each means."""
+
+    title: str
+    short: str
+    unit: str
+    guides: tuple[tuple[float, str], ...] = ((1.0, "~ S"), (2.0, "~ S²"))
+
+    @property
+    def grows(self) -> bool:
+        return self.guides[-1][0] > 0
+
+
+_RATE = ((0.0, "linear"), (-1.0, "S²"))
+_STEP_RATE = ((0.0, "constant"), (-1.0, "~ 1/S"))  # of decoding: a step makes as many tokens at every S
+QUANTITIES = {
+    "time": Quantity("Time", "time", "ms"),
+    "throughput": Quantity("Throughput", "throughput", "tok/s", _RATE),
+    "peak_extra_memory": Quantity("Peak memory beyond inputs", "extra memory", "MiB"),
+    "peak_memory": Quantity("Peak memory allocated", "allocated memory", "MiB"),
+    "peak_reserved": Quantity("Peak memory reserved", "reserved memory", "MiB"),
+}
+_SHORT = {name: quantity.short for name, quantity in QUANTITIES.items()}
+
+
+def scaling_chart(
+    rows: pd.DataFrame, fits: Sequence[Any] | pd.DataFrame, metric: str, *, height: int = 340
+) -> alt.LayerChart:
+    """`metric` per sequence against sequence length, log-log: points with intervals, fitted lines, guide slopes.
+
+    Args:
+        rows: rows of `v_scaling`; other metrics are left out.
+        fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
+        metric: one of QUANTITIES.
+        height: of the plot, in pixels.
+
+    Raises:
+        ValueError: no row has this metric (and a positive length and value).
+    """
+    points = _points(rows, metric)
+    if not points:
+        raise ValueError(f"metric: {metric!r} has no rows to draw")
+    lines = _lines(points, _fits(fits))
+    _name(points, lines)
+    ordered = {point["series"]: point for point in sorted(points, key=_order)}
+    domain, implementations = list(ordered), [point["implementation"] for point in ordered.values()]
+    quantity = _quantity(points, metric)
+    x, y = _length_axis(points), _value_axis(points, quantity)
+    columns = 2 if max(map(len, domain)) < 30 else 1
+    color = alt.Color(
+        "series:N",
+        scale=alt.Scale(domain=domain, range=series.colors(implementations)),
+        legend=alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=420, symbolSize=90),
+    )
+    interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
+    layers = [
+        *_guides(points, quantity, x, y),
+        *_fit_lines(points, lines, x, y, color),
+        interval.encode(x=x, y=_at(y, "low:Q"), y2="high:Q", color=color),
+        *_marks(points, quantity, x, y, color),
+    ]
+    return _layered(layers).resolve_scale(shape="independent").properties(height=height)
+
+
+def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) -> alt.LayerChart:
+    """Each fitted exponent with its 95 % interval, beside the lines of linear (1) and quadratic (2) growth.
+
+    Raises:
+        ValueError: there is no fit.
+    """
+    rows = _fits(fits)
+    if not rows:
+        raise ValueError("fits: there is none to draw")
+    names = series.labels(rows, _SHORT)
+    frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
+    frame["series"] = [names[series.key(row)] for row in rows]
+    frame["color"] = [series.color(row["implementation"]) for row in rows]
+    # An interval of few points can be wider than any plot: the axis follows the exponents, and the interval is cut.
+    domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
+    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
+    x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
+    axis = alt.Axis(labelLimit=320, ticks=False, domain=False)
+    y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
+    color = alt.Color("color:N", scale=None)
+    marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "r2")]
+    layers = [
+        alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
+        alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
+        alt.Chart(frame)
+        .mark_rule(strokeWidth=3, clip=True)
+        .encode(x=_at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
+        alt.Chart(frame)
+        .mark_point(filled=True, size=90, opacity=1)
+        .encode(x=x, y=y, color=color, tooltip=["series:N", *tooltip]),
+    ]
+    room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
+    return _layered(layers).properties(height=alt.Step(row_height), padding=room)
+
+
+def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
+    """Every timed repeat in the order taken: drift, outliers and warm-up show at once."""
+    frame = pd.DataFrame({"repeat": range(1, len(samples) + 1), "value": list(samples)})
+    return (
+        alt.Chart(frame)
+        .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
+        .encode(
+            x=alt.X(
+                "repeat:Q",
+                title="repeat",
+                scale=alt.Scale(zero=False, nice=False),
+                axis=alt.Axis(tickMinStep=1, format="d", grid=False),
+            ),
+            y=alt.Y("value:Q", title=unit, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
+            tooltip=["repeat:Q", alt.Tooltip("value:Q", format=",.4~g", title=unit)],
+        )
+        .properties(height=height)
+    )
+
+
+def length_label(length: float) -> str:
+    """A sequence length as people say it: 512, 1K, 64K, 1M; others in full."""
+    length = int(length)
+    for size, suffix in ((2**20, "M"), (2**10, "K")):
+        if length >= size and length % (size // 2) == 0:
+            return f"{length / size:g}{suffix}"
+    return f"{length:,}"
+
+
+def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
+    """The rows of `metric` that a log axis can show, with `y`, `low`, `high` per sequence and their series' key."""
+    points = []
+    for row in rows.to_dict("records"):
+        if row["metric"] != metric or not (row["seq_len"] > 0 and row["per_sequence"] > 0):
+            continue
+        share = row["per_sequence"] / row["value"]
+        bounds = (row["ci_low"], row["ci_high"])
+        low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: none was taken
+        shown = {"y": row["per_sequence"], "low": low, "high": high, "length": length_label(row["seq_len"])}
+        points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})
+    return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
+
+
+def _quantity(points: list[Row], metric: str) -> Quantity:
+    decodes = metric == "throughput" and any(point["pass"] == "decode" for point in points)
+    return replace(QUANTITIES[metric], guides=_STEP_RATE) if decodes else QUANTITIES[metric]
+
+
+def _fits(fits: Sequence[Any] | pd.DataFrame) -> list[Row]:
+    """Fits as plain rows: what names their series, and their numbers."""
+    if isinstance(fits, pd.DataFrame):
+        return [{str(name): value for name, value in row.items()} for row in fits.to_dict("records")]
+    names = (*series.IDENTITY, "run_name", *_FIT)
+    return [{name: getattr(fit, "pass_" if name == "pass" else name) for name in names} for fit in fits]
+
+
+def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
+    """The two ends of each fitted line of the points' series."""
+    by_key = {series.key(fit): fit for fit in fits}
+    lines = []
+    for key in dict.fromkeys(point["key"] for point in points):
+        if key not in by_key:
+            continue
+        own, fit = [point for point in points if point["key"] == key], by_key[key]
+        for length in (own[0]["seq_len"], own[-1]["seq_len"]):
+            value = 10 ** fit["coefficient"] * length ** fit["exponent"]
+            end = {"exponent": fit["exponent"], "origin": own[0]["origin"], "seq_len": length, "y": value}
+            lines.append({"key": key, **end})
+    return lines
+
+
+def _name(points: list[Row], lines: list[Row]) -> None:
+    """Give points and lines the name that the legend shows: what tells the series from the others, its exponent."""
+    names = series.labels(points, _SHORT)
+    exponents = {line["key"]: f"  ~ S^{line['exponent']:.2f}" for line in lines}
+    for row in (*points, *lines):
+        row["series"] = names[row["key"]] + exponents.get(row["key"], "")
+
+
+def _order(point: Row) -> tuple[str, str, str]:
+    return str(point["origin"]), str(point["implementation"]), point["series"]
+
+
+def _length_axis(points: list[Row]) -> alt.X:
+    lengths = [point["seq_len"] for point in points]
+    first, last = math.floor(math.log2(min(lengths))), math.ceil(math.log2(max(lengths)))
+    label = (
+        "datum.value >= 1048576 ? datum.value / 1048576 + 'M' :"
+        " datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value"
+    )
+    left, right = 2**0.25, 2**0.5  # room for the points, and for the names of the guides
+    values = [2**k for k in range(first, last + 1, 1 if last - first <= 9 else 2)]
+    return alt.X(
+        "seq_len:Q",
+        title="sequence length S [tokens]",
+        scale=alt.Scale(type="log", base=2, domain=[min(lengths) / left, max(lengths) * right], nice=False),
+        axis=alt.Axis(values=values, labelExpr=label, gridOpacity=0.35),
+    )
+
+
+def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
+    anchor = _anchor(points, quantity)
+    low = min([anchor, *(min(point["low"], point["y"]) for point in points)]) / 1.5
+    high = max([anchor, *(max(point["high"], point["y"]) for point in points)]) * 1.5
+    batched = any(point["y"] != point["value"] for point in points)
+    title = f"{quantity.title} per sequence" if batched else quantity.title
+    if quantity.unit == "MiB":
+        title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)
+        label = (
+            "datum.value >= 1024 ? format(datum.value / 1024, ',') + ' GiB' : "
+            "datum.value >= 1 ? datum.value + ' MiB' : datum.value * 1024 + ' KiB'"
+        )
+    elif quantity.unit == "ms":
+        title, ticks = f"{title} [s, ms, µs]", _decimal_ticks(low, high)
+        label = (
+            "datum.value >= 1000 ? format(datum.value / 1000, ',') + ' s' : "
+            "datum.value >= 1 ? datum.value + ' ms' : round(datum.value * 1000) + ' µs'"
+        )
+    else:
+        title, ticks, label = f"{title} [{quantity.unit}]", _decimal_ticks(low, high), "format(datum.value, ',')"
+    scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    return alt.Y("y:Q", title=title, scale=scale, axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35))
+
+
+def _binary_ticks(low: float, high: float) -> list[float]:
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, math.ceil((last - first) / 7))
+    return [2.0**k for k in range(first - first % step, last + 1, step) if 2.0**k >= low]
+
+
+def _decimal_ticks(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    mantissas = (1,) if last - first > 4 else (1, 3) if last - first > 2 else (1, 2, 5)
+    ticks = (m * 10.0**k for k in range(first, last + 1) for m in mantissas)
+    return [float(f"{tick:.3g}") for tick in ticks if low <= tick <= high]
+
+
+def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Lines of the quantity's guide slopes, from beside the first point outwards, so that they cover no series."""
+    lengths, values = [point["seq_len"] for point in points], [point["y"] for point in points]
+    first, last = min(lengths), max(lengths)
+    if first == last:
+        return []
+    anchor = _anchor(points, quantity)
+    low, high = min(anchor, *values) / 1.25, max(anchor, *values) * 1.25
+    ends, labels = [], []
+    for slope, text in quantity.guides:
+        stop = _within(anchor, slope, last / first, low, high)
+        ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
+        labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
+    line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
+    text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", align="left", dx=5)
+    return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
+
+
+def _anchor(points: list[Row], quantity: Quantity) -> float:
+    """Where the guides begin, at the shortest length: below what grows, above what falls."""
+    first = min(point["seq_len"] for point in points)
+    start = [point["y"] for point in points if point["seq_len"] == first]
+    return min(start) / 1.6 if quantity.grows else max(start) * 1.4
+
+
+def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
+    """How far (as a factor of the length) a line of `slope` from `anchor` stays inside the plot."""
+    if slope == 0:
+        return ratio
+    edge = high if slope > 0 else low
+    return max(1.0, min(ratio, (edge / anchor) ** (1 / slope)))
+
+
+def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
+    """Fitted lines (dashed where reported); a thin line through the points of a series without a fit."""
+    fitted = {line["key"] for line in lines}
+    drawn: list[tuple[list[Row], dict[str, Any]]] = [
+        ([line for line in lines if line["origin"] != "reported"], {"strokeWidth": 2.5}),
+        ([line for line in lines if line["origin"] == "reported"], {"strokeWidth": 2.5, "strokeDash": [7, 4]}),
+        ([point for point in points if point["key"] not in fitted], {"strokeWidth": 1}),
+    ]
+    return [
+        alt.Chart(pd.DataFrame(rows)).mark_line(**style).encode(x=x, y=y, color=color, detail="key:N")
+        for rows, style in drawn
+        if rows
+    ]
+
+
+def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
+    """The points: measured ones are filled circles, reported ones hollow diamonds."""
+    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
+    texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
+    texts |= {
+        "dtype": "dtype",
+        "device": "device",
+        "gpu": "GPU",
+        "origin": "origin",
+        "source": "source",
+        "run_id": "run",
+    }
+    tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
+    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
+    styles: list[tuple[list[Row], dict[str, Any]]] = [
+        ([point for point in points if point["origin"] != "reported"], {"filled": True, "shape": "circle"}),
+        ([point for point in points if point["origin"] == "reported"], {"filled": False, "shape": "diamond"}),
+    ]
+    return [
+        alt.Chart(pd.DataFrame(rows))
+        .mark_point(size=80, opacity=1, strokeWidth=2, **style)
+        .encode(x=x, y=y, color=color, tooltip=tooltip)
+        for rows, style in styles
+        if rows
+    ]
+
+
+def _at(axis: Any, field: str) -> Any:
+    """The same axis for another field."""
+    other = axis.copy()
+    other.shorthand = field
+    return other
+
+
+def _layered(layers: list[alt.Chart]) -> alt.LayerChart:
+    chart = alt.layer(*layers)
+    assert isinstance(chart, alt.LayerChart), "no layer is faceted"
+    return chart

@@ -1,0 +1,1 @@
+"""Drives one run: driver, plan, scheduler, executors, recorder, progress."""

@@ -1,0 +1,169 @@
+"""What a run is going to measure: all points of a new one, the missing ones of one that is taken up again."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from jobs.point import Machine, Point
+from orchestrator import journal
+from orchestrator.attempt.supervisor import Assignment
+from orchestrator.errors import UserError
+from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
+from orchestrator.states import PointState
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class PlanError(UserError):
+    """A run that cannot be planned. One line a mistake: field, value, fix."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to record at the beginning, what to measure, and what is settled already (state -> number of points)."""
+
+    run: RunRecord
+    records: list[Record]
+    assignments: list[Assignment]
+    settled: Counter[PointState]
+    labels: dict[str, str]  # of all points, by id
+
+
+@dataclass(frozen=True)
+class PointHistory:
+    """What a journal says of a point."""
+
+    key: str
+    label: str
+    state: PointState
+    attempt: int = 0
+
+
+@dataclass
+class History:
+    """What a journal adds up to."""
+
+    run: RunRecord
+    points: dict[str, PointHistory] = field(default_factory=dict)
+
+
+def new_run_id(name: str) -> str:
+    """An id that sorts by time: 20260131-235959-<name>-<4 hex digits>."""
+    return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+
+
+def new_plan(run: RunRecord, points: Sequence[Point], machine: Machine) -> Plan:
+    """The plan of a run that begins."""
+    plan = Plan(run, [run], [], Counter(), _labels(run, points))
+    for index, point in enumerate(points):
+        _add(plan, index, point, point.key(run.code_hash or "", machine), attempt=1)
+    return plan
+
+
+def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old: History, *, again: bool) -> Plan:
+    """The plan of a run that is taken up again: points that ended under the same key stay as they are.
+
+    Args:
+        again: measure points that failed once more, too.
+
+    Raises:
+        PlanError: the points of the run are others than those of the spec on this machine.
+    """
+    labels = _labels(run, points)
+    if labels != {point_id: before.label for point_id, before in old.points.items()}:
+        raise PlanError(
+            f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
+        )
+    plan = Plan(run, [run], [], Counter(), labels)
+    for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
+        before, key = old.points[point_id], point.key(run.code_hash or "", machine)
+        if before.key == key and _settled(before.state, point, again):
+            plan.settled[before.state] += 1
+            continue
+        if before.state is PointState.RUNNING:
+            plan.records.append(_lost(run.run_id, point_id, before.attempt))
+        _add(plan, index, point, key, attempt=before.attempt + 1)
+    return plan
+
+
+def read_history(run_id: str, folder: Path) -> History:
+    """What the journal of a run in the artifacts folder says.
+
+    Raises:
+        PlanError: there is no such run. JournalError: the journal is damaged.
+    """
+    path = folder / run_id / journal.NAME
+    if not _RUN_ID.fullmatch(run_id) or not path.is_file():
+        known = sorted(entry.parent.name for entry in folder.glob(f"*/{journal.NAME}"))[-3:]
+        runs = f"the latest are {', '.join(known)}" if known else "there is none yet"
+        raise PlanError(f"--resume: {run_id!r}: no such run in {folder}; {runs}; give one of them")
+    found = history(journal.read(path))
+    if found is None:
+        raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
+    return found
+
+
+def history(records: Iterable[Record]) -> History | None:
+    """What the records of a run add up to, in their order; None where there is none."""
+    begun, *rest = [*records] or [None]
+    if not isinstance(begun, RunRecord):
+        return None
+    found = History(begun)
+    for record in rest:
+        if isinstance(record, RunRecord):
+            found.run = record
+        elif isinstance(record, PointRecord):
+            before = found.points.get(record.point_id)
+            attempt = before.attempt if before else 0
+            found.points[record.point_id] = PointHistory(record.key, record.label, record.state, attempt)
+        elif isinstance(record, StartRecord):
+            before = found.points[record.point_id]
+            found.points[record.point_id] = replace(before, state=PointState.RUNNING, attempt=record.attempt)
+        elif isinstance(record, OutcomeRecord):
+            before = found.points[record.point_id]
+            found.points[record.point_id] = replace(before, state=record.state, attempt=record.attempt)
+    return found
+
+
+def _labels(run: RunRecord, points: Sequence[Point]) -> dict[str, str]:
+    return {f"{run.run_id}/{index}": point.label for index, point in enumerate(points)}
+
+
+def _settled(state: PointState, point: Point, again: bool) -> bool:
+    if state in (PointState.LOST, PointState.CANCELLED) or not state.ended:
+        return False
+    if state is PointState.SKIPPED:
+        return point.skip_reason is not None
+    return state is PointState.OK or not again
+
+
+def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
+    state = PointState.PENDING if point.skip_reason is None else PointState.SKIPPED
+    record = PointRecord(
+        run_id=plan.run.run_id,
+        point_id=f"{plan.run.run_id}/{index}",
+        index=index,
+        attempt=attempt - 1,
+        key=key,
+        label=point.label,
+        config=dict(point.config),
+        axes=asdict(point.axes),
+        estimate_bytes=point.estimate_bytes,
+        state=state,
+        reason=point.skip_reason,
+    )
+    plan.records.append(record)
+    if state is PointState.PENDING:
+        plan.assignments.append(Assignment(record.run_id, record.point_id, attempt, point))
+    else:
+        plan.settled[state] += 1
+
+
+def _lost(run_id: str, point_id: str, attempt: int) -> OutcomeRecord:
+    reason = "the run's driver ended before this attempt did"
+    return OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.LOST, reason=reason)

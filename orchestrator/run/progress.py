@@ -1,0 +1,115 @@
+"""What is shown while a run goes on: a progress bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from orchestrator.attempt.supervisor import Progress as Sign
+from orchestrator.records import MetricData, OutcomeRecord, StartRecord
+from orchestrator.states import PointState
+
+_SHOWN = ("time", "throughput", "bytes_read", "peak_extra_memory", "loss", "heldout_loss")
+_STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}
+_SIGN_OF_LIFE_S = 30.0
+
+
+def watcher(labels: Mapping[str, str], settled: int, stream: TextIO | None = None) -> LogWatcher:
+    """The display for `stream` (None: stdout): labels of all points by id, of which `settled` need no measuring."""
+    out = stream or sys.stdout
+    return TerminalWatcher(labels, settled, out) if out.isatty() else LogWatcher(labels, settled, out)
+
+
+class LogWatcher:
+    """A line when a point ends, and now and then one that says what is running."""
+
+    def __init__(self, labels: Mapping[str, str], settled: int, stream: TextIO) -> None:
+        self._labels = labels
+        self._done = settled
+        self._stream = stream
+        self._begun: dict[str, float] = {}
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> LogWatcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def started(self, record: StartRecord) -> None:
+        self._begun[record.point_id] = time.monotonic()
+
+    def progress(self, sign: Sign) -> None:
+        if time.monotonic() - self._last_line >= _SIGN_OF_LIFE_S:
+            self.tell(f"running {self._labels[sign.point_id]}: {_where(sign)}")
+
+    def ended(self, outcome: OutcomeRecord) -> None:
+        self._done += 1
+        seconds = time.monotonic() - self._begun.pop(outcome.point_id, time.monotonic())
+        told = _headline(outcome.metrics) if outcome.state is PointState.OK else outcome.reason
+        count = f"[{self._done}/{len(self._labels)}]"
+        self._line(
+            f"{count} {outcome.state:<9} {self._labels[outcome.point_id]}: {told} ({seconds:.1f} s)", outcome.state
+        )
+
+    def tell(self, message: str) -> None:
+        self._line(message, None)
+
+    def _line(self, text: str, state: PointState | None) -> None:
+        self._last_line = time.monotonic()
+        print(text, file=self._stream, flush=True)
+
+
+class TerminalWatcher(LogWatcher):
+    """The same lines above a bar for the run and one for each running point."""
+
+    def __init__(self, labels: Mapping[str, str], settled: int, stream: TextIO) -> None:
+        super().__init__(labels, settled, stream)
+        self._bars = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=Console(file=stream, highlight=False), transient=True,
+        )  # fmt: skip
+        self._run = self._bars.add_task("points", total=len(labels), completed=settled)
+        self._points: dict[str, TaskID] = {}
+
+    def __enter__(self) -> TerminalWatcher:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def started(self, record: StartRecord) -> None:
+        super().started(record)
+        self._points[record.point_id] = self._bars.add_task(escape(self._labels[record.point_id]), total=None)
+
+    def progress(self, sign: Sign) -> None:
+        if (task := self._points.get(sign.point_id)) is not None:
+            description = escape(f"{self._labels[sign.point_id]}: {sign.phase}")
+            self._bars.update(task, description=description, completed=sign.done, total=sign.total or None)
+
+    def ended(self, outcome: OutcomeRecord) -> None:
+        super().ended(outcome)
+        if (task := self._points.pop(outcome.point_id, None)) is not None:
+            self._bars.remove_task(task)
+        self._bars.update(self._run, completed=self._done)
+
+    def _line(self, text: str, state: PointState | None) -> None:
+        style = "" if state is None else _STYLE.get(state, "red")
+        self._bars.console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _headline(metrics: tuple[MetricData, ...]) -> str:
+    by_name = {metric.name: metric for metric in metrics}
+    shown = [by_name[name] for name in _SHOWN if name in by_name] or list(metrics[:1])
+    return ", ".join(f"{m.name} {m.value:.4g} {m.unit}" for m in shown) or "done"
+
+
+def _where(sign: Sign) -> str:
+    return f"{sign.phase} {sign.done}/{sign.total}" if sign.total else sign.phase

@@ -1,0 +1,255 @@
+"""Ray: the cluster, what it has, and points as its tasks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jobs.point import Machine
+from jobs.spec import JobSpec, Resources
+from orchestrator.attempt import supervisor
+from orchestrator.attempt.supervisor import Assignment, Conditions, ProbeError, Update
+from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
+from orchestrator.settings import CHECKOUT, Settings
+from orchestrator.states import PointState
+
+_REACH_S = 5.0
+_CANCEL_S = 1.5
+_PATIENCE_S = 15.0
+_PULSE_S = 5.0
+_GONE_S = 30.0  # below the 60 s after which Ray itself ends a driver whose head is gone, without a word from us
+_ACCELERATOR = "accelerator_type:"
+
+
+class RayExecutor:
+    """Measures on a Ray cluster: a streaming task a batch, scheduled with the GPUs and cores of one point."""
+
+    def __init__(self, spec: JobSpec, settings: Settings) -> None:
+        """Connect, and check that some node has what a point needs.
+
+        Raises:
+            ExecutorError: no cluster answers, or none of its nodes can run a point.
+        """
+        self._spec = spec
+        _connect(settings)
+        self._nodes = _nodes()
+        check_resources(spec, self._nodes)
+        self._task: Any = None
+        self._gpus: str | None = None
+        self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
+        self._pulse = _Pulse()
+
+    def probe(self) -> Machine:
+        import ray
+
+        asked = self._spec.resources.num_gpus
+        has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
+        gpus = asked if asked is not None else float(has_gpu and self._spec.device != "cpu")
+        task: Any = ray.remote(max_retries=0, max_calls=0)(supervisor.probe)  # pyright: ignore[reportCallIssue]
+        answer = task.options(**self._placement(gpus)).remote(self._spec.device, None if gpus else "")
+        try:
+            with _gone():
+                if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
+                    print("waiting for the cluster to have room for a point", file=sys.stderr, flush=True)
+                return ray.get(answer)
+        except ProbeError as err:
+            raise ExecutorError(str(err).splitlines()[-1]) from None
+
+    def slots(self, machine: Machine) -> int:
+        import ray
+
+        gpus, asked = gpus_per_point(self._spec, machine), self._spec.resources
+        # max_calls=0: the task's process never touches the GPU itself (its children do), so Ray need not replace it.
+        remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
+        self._task = remote(supervisor.supervise).options(**self._placement(gpus))
+        self._gpus = None if gpus else ""
+        room = sum(_room(node, asked, gpus) for node in self._nodes)
+        return max(1, min(room, asked.workers or room))
+
+    def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        with _gone():
+            self._live[self._task.remote(assignments, conditions, self._gpus)] = batch
+
+    def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
+        import ray
+
+        self._pulse.check()
+        if not self._live:
+            time.sleep(timeout)
+            return []
+        with _gone():
+            ready, _ = ray.wait(list(self._live), num_returns=1, timeout=timeout)
+        return [(self._live[stream], self._next(stream)) for stream in ready]
+
+    def cancel(self) -> None:
+        """The tasks are interrupted and end their children; those that do not in time lose them with their process."""
+        import ray
+
+        for stream in self._live:
+            ray.cancel(stream)
+        deadline = time.monotonic() + _CANCEL_S
+        while self._live and time.monotonic() < deadline:
+            for batch, update in self.poll(0.1):
+                if isinstance(update, BatchEnded):
+                    self._live = {stream: b for stream, b in self._live.items() if b != batch}
+
+    def _next(self, stream: Any) -> Update | BatchEnded:
+        import ray
+
+        try:
+            update: Any = ray.get(next(stream))
+            return update
+        except StopIteration:
+            end = BatchEnded()
+        except Exception as err:
+            end = _batch_ended(err)
+        self._live.pop(stream, None)
+        return end
+
+    def _placement(self, gpus: float) -> dict[str, Any]:
+        asked = self._spec.resources
+        options: dict[str, Any] = {"num_cpus": asked.num_cpus, "num_gpus": gpus}
+        if asked.accelerator_type:
+            options["accelerator_type"] = asked.accelerator_type
+        return options
+
+
+class _Pulse:
+    """Whether the cluster's head still answers."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._address = ray.get_runtime_context().gcs_address
+        self._heard = self._looked = time.monotonic()
+
+    def check(self) -> None:
+        """Look now and then. Raises ExecutorGone when the head has been silent for long."""
+        clock = time.monotonic()
+        if clock - self._looked < _PULSE_S:
+            return
+        self._looked = clock
+        if _listens(self._address):
+            self._heard = clock
+        elif clock - self._heard > _GONE_S:
+            raise ExecutorGone(f"the Ray cluster went away: its head at {self._address} does not answer")
+
+
+def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Does one of the nodes (their Ray resources) have what a point needs? Else its task would wait for ever.
+
+    Raises:
+        ExecutorError: naming what lacks, and what there is.
+    """
+    asked, errors = spec.resources, []
+    types = sorted(
+        {name.removeprefix(_ACCELERATOR) for node in nodes for name in node if name.startswith(_ACCELERATOR)}
+    )
+    if asked.accelerator_type and asked.accelerator_type not in types:
+        have = f"has {', '.join(types)}" if types else "has no accelerators"
+        errors.append(
+            f"resources.accelerator_type: {asked.accelerator_type!r}: the cluster {have}; name one it has, or none"
+        )
+    gpus = asked.num_gpus if asked.num_gpus is not None else float(spec.device == "cuda")
+    fixes = {"num_gpus": "start a worker that has (nsa up on a GPU host) or ask for fewer", "num_cpus": "ask for fewer"}
+    for field, resource, need in (("num_gpus", "GPU", gpus), ("num_cpus", "CPU", asked.num_cpus)):
+        most = max((node.get(resource, 0) for node in nodes), default=0)
+        if need > most:
+            errors.append(f"resources.{field}: {need:g}: no node of the cluster has more than {most:g}; {fixes[field]}")
+    if not errors and not any(_room(node, asked, gpus) for node in nodes):
+        errors.append(
+            f"resources: {gpus:g} GPUs of type {asked.accelerator_type or 'any'} with {asked.num_cpus:g} CPU cores: "
+            "no single node has them all; ask for less"
+        )
+    if errors:
+        raise ExecutorError("\n".join(errors))
+
+
+def ray_address(settings: Settings) -> str:
+    """The cluster to use: that of the Ray job we are part of, then NSA_RAY_ADDRESS, RAY_ADDRESS, the local one."""
+    inherited = os.environ.get("RAY_ADDRESS", "")
+    if inherited.startswith("http"):  # the job server's, of use to `ray job` alone
+        inherited = ""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
+        return inherited
+    return settings.ray_address or inherited or "auto"
+
+
+def _connect(settings: Settings) -> None:
+    import ray
+
+    address = ray_address(settings)
+    if address.startswith("ray://"):
+        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
+    unreachable = ExecutorError(
+        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
+    )
+    if address != "auto" and not _listens(address):
+        raise unreachable
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # there the job's working_dir reaches the workers
+    env = None if in_job else {"working_dir": str(CHECKOUT)}
+    try:
+        ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise unreachable from None
+    except Exception as err:  # versions that differ, a token that is wrong: whatever Ray says is the reason
+        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _nodes() -> list[dict[str, float]]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _room(node: Mapping[str, float], asked: Resources, gpus: float) -> int:
+    """How many points fit on a node at a time."""
+    if asked.accelerator_type and not node.get(_ACCELERATOR + asked.accelerator_type):
+        return 0
+    room = node.get("CPU", 0) / asked.num_cpus
+    return int(min(room, node.get("GPU", 0) / gpus) + 1e-9) if gpus else int(room)
+
+
+def _batch_ended(err: Exception) -> BatchEnded:
+    from ray import exceptions
+
+    if isinstance(err, exceptions.OutOfMemoryError):  # Ray's memory monitor ended the task before the kernel did
+        return BatchEnded(PointState.OOM, f"ended by Ray, the node was nearly out of memory: {_line(err)}")
+    if isinstance(err, exceptions.TaskCancelledError):
+        return BatchEnded(PointState.CANCELLED, "its task was cancelled")
+    if isinstance(err, exceptions.RayTaskError):  # a bug of ours: what it is about, not Ray's framing
+        return BatchEnded(PointState.LOST, f"the supervisor failed: {type(err.cause).__name__}: {_line(err.cause)}")
+    return BatchEnded(PointState.LOST, f"{type(err).__name__}: {_line(err)}")
+
+
+@contextmanager
+def _gone() -> Iterator[None]:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        yield
+    except RayTaskError as err:
+        raise err.cause from None
+    except (RayError, ConnectionError) as err:
+        raise ExecutorGone(f"the Ray cluster went away: {_line(err)}") from None
+
+
+def _line(err: Exception) -> str:
+    """An exception's message on one line, not all of it, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(err).split()))[:300]

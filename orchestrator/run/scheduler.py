@@ -1,0 +1,153 @@
+"""Points to executors, updates to records: hands out, retries what got lost, cancels, and never waits for one point."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator import artifacts
+from orchestrator.attempt.supervisor import Assignment, Conditions, Ended, Progress, Update
+from orchestrator.records import EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
+from orchestrator.run.executor import BatchEnded, Executor
+from orchestrator.run.recorder import Recorder
+from orchestrator.states import PointState, RunState
+
+_POLL_S = 0.2
+
+
+class Watcher(Protocol):
+    """Whoever is shown what happens while it happens."""
+
+    def started(self, record: StartRecord) -> None: ...
+    def progress(self, sign: Progress) -> None: ...
+    def ended(self, outcome: OutcomeRecord) -> None: ...
+    def tell(self, message: str) -> None: ...
+
+
+class Scheduler:
+    """Measures the points of one run.
+
+    Args:
+        folder: the run's folder, for artifacts.
+        retries: how often a lost point is handed out again.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        recorder: Recorder,
+        watcher: Watcher,
+        folder: Path,
+        conditions: Conditions,
+        *,
+        slots: int,
+        retries: int,
+    ) -> None:
+        self._executor = executor
+        self._recorder = recorder
+        self._watcher = watcher
+        self._folder = folder
+        self._conditions = conditions
+        self._slots = slots
+        self._retries = retries
+        self._queue: deque[Assignment] = deque()
+        self._batches: dict[int, dict[str, Assignment]] = {}  # what each batch has still to bring, by point id
+        self._handed_out = 0
+        self._lost: Counter[str] = Counter()
+        self.states: Counter[PointState] = Counter()
+
+    def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
+        """Measure everything, or until `stopped` gives a reason to cancel; the run's end is recorded, too."""
+        self._queue.extend(assignments)
+        while self._queue or self._batches:
+            if reason := stopped():
+                self._cancel(run_id, reason)
+                return RunState.CANCELLED
+            while self._queue and len(self._batches) < self._slots:
+                self._hand_out()
+            for batch, update in self._executor.poll(_POLL_S):
+                # Whoever stops the driver may have stopped its children, too: what ends badly then is cancelled.
+                if not stopped() or (isinstance(update, Ended) and update.outcome.state is PointState.OK):
+                    self._take(batch, update)
+        self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
+        return RunState.DONE
+
+    def give_up(self, run_id: str, reason: str) -> None:
+        """Record that the run cannot go on: nothing stays `running` that nobody follows any more."""
+        self._end(run_id, RunState.FAILED, PointState.LOST, reason)
+
+    def _hand_out(self) -> None:
+        size = 1
+        if self._conditions.warm:  # one slot gets all; several get ever smaller shares, so that they end together
+            size = math.ceil(len(self._queue) / (1 if self._slots == 1 else 2 * self._slots))
+        taken = [self._queue.popleft() for _ in range(size)]
+        self._handed_out += 1
+        self._batches[self._handed_out] = {a.point_id: a for a in taken}
+        self._executor.submit(self._handed_out, taken, self._conditions)
+
+    def _take(self, batch: int, update: Update | BatchEnded) -> None:
+        if isinstance(update, StartRecord):
+            self._recorder.write([update])
+            self._watcher.started(update)
+        elif isinstance(update, Progress):
+            self._recorder.progress(update)
+            self._watcher.progress(update)
+        elif isinstance(update, Ended):
+            self._ended(update, self._batches[batch].pop(update.outcome.point_id))
+        elif isinstance(update, EventRecord):
+            self._recorder.write([update])
+            self._watcher.tell(f"{update.level}: {update.message}")
+        else:
+            self._batch_ended(self._batches.pop(batch), update)
+
+    def _ended(self, ended: Ended, assignment: Assignment) -> None:
+        outcome = ended.outcome
+        index = int(assignment.point_id.rpartition("/")[2])
+        files = artifacts.save(self._folder, index, outcome.attempt, ended.files)
+        outcome = outcome.model_copy(update={"artifacts": files})
+        self._recorder.write([outcome])
+        self.states[outcome.state] += 1
+        self._watcher.ended(outcome)
+
+    def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
+        """Settle the first point that the batch still owed; the others had not begun and are handed out as they are."""
+        if not left:
+            return
+        first, *others = left.values()
+        self._queue.extendleft(reversed(others))
+        state = end.state or PointState.LOST
+        reason = end.reason or "its supervisor ended without an outcome"
+        outcome = OutcomeRecord(
+            run_id=first.run_id, point_id=first.point_id, attempt=first.attempt, state=state, reason=reason
+        )
+        if state is not PointState.LOST or self._lost[first.point_id] >= self._retries:
+            self._ended(Ended(outcome), first)
+            return
+        self._lost[first.point_id] += 1
+        message = f"{first.point.label}: attempt {first.attempt} got lost ({reason}); handed out again"
+        event = EventRecord(run_id=first.run_id, point_id=first.point_id, level="warning", message=message)
+        self._recorder.write([outcome, event])
+        self._watcher.tell(f"{event.level}: {message}")
+        self._queue.append(replace(first, attempt=first.attempt + 1))
+
+    def _cancel(self, run_id: str, reason: str) -> None:
+        """Recorded before the processes are ended: whoever stops a job does not wait for long."""
+        left = self._end(run_id, RunState.CANCELLED, PointState.CANCELLED, reason)
+        self._executor.cancel()
+        self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
+
+    def _end(self, run_id: str, run: RunState, point: PointState, reason: str) -> int:
+        """End the run, and as `point` what it still owes; how many points that are."""
+        left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
+        outcomes = [
+            OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)
+            for a in left
+        ]
+        records: list[Record] = [*outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
+        self._recorder.write(records)
+        self.states[point] += len(left)
+        return len(left)

@@ -1,0 +1,263 @@
+"""Every way in which a point can end, with real child processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from jobs.measure.telemetry import TelemetrySummary
+from jobs.point import Metric
+from jobs.spec import Deadlines
+from orchestrator.attempt import diagnostics, supervisor
+from orchestrator.attempt import gpu_release as gpu
+from orchestrator.attempt.child import Child
+from orchestrator.attempt.supervisor import Assignment, Conditions, Ended, Progress, probe, supervise
+from orchestrator.records import EventRecord, StartRecord
+from orchestrator.states import PointState
+
+STRICT = Conditions("cpu", Deadlines(startup_s=20, heartbeat_s=1, point_s=4))
+
+
+@pytest.fixture
+def measure(snippet_kind) -> Callable[..., list]:
+    """Runs pieces of code as points; all updates."""
+
+    def run(*codes: str, conditions: Conditions = STRICT, **options) -> list:
+        assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
+        return list(supervise(assignments, conditions, **options))
+
+    return run
+
+
+def ended(updates: list) -> list[Ended]:
+    return [update for update in updates if isinstance(update, Ended)]
+
+
+def states(updates: list) -> list[PointState]:
+    return [e.outcome.state for e in ended(updates)]
+
+
+def test_a_point_that_ends_well(measure) -> None:
+    updates = measure("beat('timing', 1, 2); print('said'); value = 2.5; files = {'a.txt': 'text'}")
+    assert isinstance(updates[0], StartRecord)
+    assert isinstance(updates[-1], Ended)
+    outcome, files = updates[-1].outcome, updates[-1].files
+    assert (outcome.state, outcome.reason, outcome.attempt) == (PointState.OK, None, 1)
+    assert [(m.name, m.value, m.unit) for m in outcome.metrics] == [("time", 2.5, "ms")]
+    assert outcome.route == {"all": "snippet"}
+    assert outcome.environment["threads"] == "1"
+    assert files == {"a.txt": "text", "stdout.txt": "said\n"}
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", PointState.CRASH, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), 11)", PointState.CRASH, "killed by SIGSEGV"),
+        ("os._exit(0)", PointState.CRASH, "exited with code 0 and no result"),
+        ("sys.exit(3)", PointState.CRASH, "exited with code 3 and no result"),
+        ("raise ValueError('wrong')", PointState.ERROR, "ValueError: wrong"),
+        ("raise MemoryError", PointState.OOM, "MemoryError"),
+        ("import time\nbeat('first')\ntime.sleep(60)", PointState.HANG, "no progress for 1 s (last in phase 'first')"),
+        (
+            "import time\nwhile True: beat('again'); time.sleep(0.1)",
+            PointState.TIMEOUT,
+            "not done after 4 s (last in phase 'again')",
+        ),
+    ],
+)
+def test_a_point_that_fails_has_its_own_state_and_no_numbers(measure, code, state, reason) -> None:
+    [end] = ended(measure(code))
+    assert (end.outcome.state, end.outcome.reason) == (state, reason)
+    assert end.outcome.metrics == ()
+
+
+def test_slow_is_no_hang(measure) -> None:
+    slow = "import time\nfor i in range(15): beat('slow', i, 15); time.sleep(0.2)"  # three heartbeat deadlines long
+    updates = measure(slow)
+    assert states(updates) == [PointState.OK]
+    signs = [update for update in updates if isinstance(update, Progress)]
+    assert 2 <= len(signs) <= 5  # about one a second is told, not fifteen
+    assert [sign.done for sign in signs] == sorted(sign.done for sign in signs)
+
+
+def test_silence_from_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=1.5, heartbeat_s=60, point_s=60))
+    [end] = ended(measure("import time; time.sleep(60)", conditions=conditions))
+    assert end.outcome.state is PointState.HANG
+    assert "start-up" in str(end.outcome.reason)
+
+
+def test_a_memory_limit_is_enforced(measure) -> None:
+    conditions = dataclasses.replace(STRICT, memory_bytes=100 << 20)
+    updates = measure("kept = bytearray(50 << 20)", "kept = bytearray(150 << 20)", conditions=conditions)
+    assert states(updates) == [PointState.OK, PointState.OOM]
+
+
+HANG_WITH_A_FAMILY = """
+import subprocess, time
+def stuck_here():
+    time.sleep(600)
+near = subprocess.Popen([sys.executable, '-c', 'import time\\ndef waiting_too(): time.sleep(600)\\nwaiting_too()'])
+far = subprocess.Popen(['sleep', '600'], start_new_session=True)
+print(near.pid, far.pid, flush=True)
+time.sleep(0.5)
+beat('on')
+stuck_here()
+"""
+
+
+def test_a_hang_leaves_the_stacks_of_its_whole_tree_and_no_process(measure) -> None:
+    [end] = ended(measure(HANG_WITH_A_FAMILY))
+    assert end.outcome.state is PointState.HANG
+    assert "stuck_here" in end.files["stacks.txt"]
+    assert "waiting_too" in end.files["stacks.txt"]
+    assert "stuck_here" in end.files["stderr.txt"]  # its own account, for hosts where py-spy may not attach
+    assert "memory: " in end.files["memory.txt"]
+    for pid in end.files["stdout.txt"].split():
+        assert f"pid {pid} " in end.files["processes.txt"]
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_child_is_waited_for_with_all_that_it_started(monkeypatch) -> None:
+    """A signal takes effect when its process is scheduled next, which on a busy host is later."""
+    kill = psutil.Process.kill
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.5, kill, [process]).start())
+    child = Child(threads=1)
+    try:
+        stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        monkeypatch.setattr(Child, "tree", lambda child: [psutil.Process(stray.pid)])
+        child.kill()
+        assert not _alive(stray.pid)
+    finally:
+        stray.kill()
+        stray.wait()
+        child.discard()
+
+
+def test_what_a_point_leaves_running_ends_with_it(measure) -> None:
+    [end] = ended(measure("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)"))
+    assert end.outcome.state is PointState.OK
+    assert not _alive(int(end.files["stdout.txt"]))
+
+
+def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
+    codes = ["print('a')", "print('b')", "raise ValueError", "pass", "os._exit(1)", "pass"]
+    ends = ended(measure(*codes, conditions=dataclasses.replace(STRICT, warm=True)))
+    pids = [end.outcome.environment.get("pid") for end in ends]
+    assert [e.outcome.state for e in ends] == ["ok", "ok", "error", "ok", "crash", "ok"]
+    assert pids[0] == pids[1] != pids[3] != pids[5]
+    assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point its own
+
+
+def test_a_process_for_each_point_otherwise(measure) -> None:
+    ends = ended(measure("pass", "pass"))
+    assert len({end.outcome.environment["pid"] for end in ends}) == 2
+
+
+def test_gpus_are_those_that_were_given(measure) -> None:
+    [end] = ended(measure("pass", gpus="1,3"))
+    assert end.outcome.environment["gpus"] == "1,3"
+
+
+def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(measure, monkeypatch) -> None:
+    counts = iter([7])
+    monkeypatch.setattr(diagnostics, "oom_kills", lambda: next(counts, 8))
+    [end] = ended(measure("os.kill(os.getpid(), 9)"))
+    assert end.outcome.state is PointState.OOM
+
+
+def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path, monkeypatch) -> None:
+    (tmp_path / "memory.events").write_text("low 0\noom 4\noom_kill 2\noom_group_kill 0\n")
+    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    paths = [tmp_path / "memory.events", tmp_path / "memory.oom_control", tmp_path / "missing"]
+    monkeypatch.setattr(diagnostics, "_oom_counters", lambda: iter(paths))
+    assert diagnostics.oom_kills() == 5
+
+
+def test_a_stop_ends_the_child_at_once_and_without_an_outcome(measure) -> None:
+    begin = time.monotonic()
+    heard: list = []
+    updates = measure(
+        "import time\nbeat('on', os.getpid())\ntime.sleep(60)",
+        conditions=Conditions("cpu", Deadlines()),
+        stopped=lambda: time.monotonic() - begin > 1.5,
+    )
+    heard += [update for update in updates if isinstance(update, Progress)]
+    assert ended(updates) == []
+    assert time.monotonic() - begin < 10
+    assert not _alive(heard[0].done)
+
+
+def test_closing_the_generator_ends_the_child(snippet_kind) -> None:
+    task = Assignment("r", "r/0", 1, snippet_kind.point("import time\nbeat('on', os.getpid())\ntime.sleep(60)"))
+    updates = supervise([task], STRICT)
+    sign = next(update for update in updates if isinstance(update, Progress))
+    updates.close()  # type: ignore[attr-defined]  # what a cancelled Ray task does
+    assert not _alive(sign.done)
+
+
+def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
+    class Fake:
+        def __init__(self, gpu_ids) -> None:
+            assert list(gpu_ids) == ["0"]
+
+        def start(self) -> None: ...
+
+        def stop(self) -> TelemetrySummary:
+            return TelemetrySummary((Metric("gpu_utilization", "%", 50.0), Metric("time", "ms", 0.0)), "sampled\n")
+
+    monkeypatch.setattr(supervisor, "Telemetry", Fake)
+    cuda = dataclasses.replace(STRICT, device="cuda")
+    good, bad = ended(measure("pass", "raise ValueError", conditions=cuda, gpus="0"))
+    assert {m.name: m.value for m in good.outcome.metrics} == {"time": 1.0, "gpu_utilization": 50.0}
+    assert good.files["telemetry.txt"] == bad.files["telemetry.txt"] == "sampled\n"
+    assert bad.outcome.metrics == ()
+
+
+def test_a_gpu_that_does_not_get_free_is_told(measure, monkeypatch) -> None:
+    monkeypatch.setattr(gpu.Baseline, "wait_free", lambda self, pids: "GPU 0 still lists process 1")
+    updates = measure("pass", conditions=dataclasses.replace(STRICT, device="cuda"), gpus="0")
+    [event] = [update for update in updates if isinstance(update, EventRecord)]
+    assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
+
+
+def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch) -> None:
+    used = iter([1 << 30, 5 << 30, 5 << 30, 1 << 30])
+    listed = iter([[77], [], [], []])
+
+    class Session:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(gpu.nvml, "session", Session)
+    monkeypatch.setattr(gpu.nvml, "handle", lambda gpu_id: gpu_id)
+    monkeypatch.setattr(gpu.nvml, "compute_pids", lambda device: next(listed))
+    monkeypatch.setattr(gpu, "_used", lambda gpu_id: next(used))
+    assert gpu.Baseline.take(["0"]).wait_free({77}) is None
+    assert list(listed) == []  # listed once, then too much memory twice, then free
+
+
+def test_probing_asks_a_child() -> None:
+    machine = probe("cpu")
+    assert machine.device == "cpu"
+    assert machine.memory_bytes > 0
+    assert "torch" in machine.fingerprint
+
+
+def test_probing_for_a_gpu_that_is_not_there_says_so() -> None:
+    with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
+        probe("cuda", gpus="")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,162 @@
+"""The child process: its memory limit, its manners towards the parent, what it makes of an exception."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.attempt.worker import BEAT_INTERVAL_S, Events, classify, run_point
+from orchestrator.states import PointState
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str, timeout: float = 60) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def events_of(read: int) -> list[dict]:
+    return [json.loads(line) for line in os.read(read, 1 << 20).splitlines()]
+
+
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    yield read, Events(write)
+    os.close(read)
+    os.close(write)
+
+
+def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> None:
+    told = python(
+        """
+        from orchestrator.worker import memory_limit
+        before = bytearray(300 << 20)                      # in use already: not the point's
+        with memory_limit("cpu", 200 << 20):
+            within = bytearray(100 << 20)
+            try:
+                beyond = bytearray(150 << 20)
+            except MemoryError:
+                print("refused")
+        after = bytearray(400 << 20)
+        print("free again")
+        """
+    )
+    assert told.split("\n")[:2] == ["refused", "free again"]
+
+
+def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
+    told = python(
+        """
+        import torch
+        from orchestrator.worker import classify, memory_limit
+        try:
+            with memory_limit("cpu", 200 << 20):
+                torch.ones(100 << 20)
+        except RuntimeError as err:
+            print(classify(err))
+        """
+    )
+    assert told.strip() == "oom"
+
+
+def test_no_limit_without_one() -> None:
+    assert "RLIM" not in python(
+        """
+        import resource
+        from orchestrator.worker import memory_limit
+        with memory_limit("cpu", None):
+            if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY: print("RLIM")
+        """
+    )
+
+
+def test_what_is_out_of_memory() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch's."""
+
+    def raised_from(cause: Exception) -> Exception:
+        err = ValueError("while measuring")
+        err.__cause__ = cause
+        return err
+
+    assert classify(MemoryError()) is PointState.OOM
+    assert classify(OutOfMemoryError("CUDA out of memory")) is PointState.OOM
+    assert classify(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ...")) is PointState.OOM
+    assert classify(raised_from(MemoryError())) is PointState.OOM
+    assert classify(RuntimeError("shapes do not match")) is PointState.ERROR
+    assert classify(raised_from(KeyError("x"))) is PointState.ERROR
+    assert classify(ValueError("CUDA out of memory")) is PointState.ERROR  # its words alone say nothing
+
+
+def test_beats_of_a_phase_are_thinned_but_a_new_phase_is_told(pipe) -> None:
+    read, events = pipe
+    for done in range(100):
+        events.beat("timing", done, 100)
+    events.beat("memory")
+    time.sleep(BEAT_INTERVAL_S)
+    events.beat("memory", 1, 2)
+    assert [(e["phase"], e["done"]) for e in events_of(read)] == [("timing", 0), ("memory", 0), ("memory", 1)]
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
+def test_a_number_that_is_none_is_an_error(pipe, value: str, snippet_kind) -> None:
+    command = {"kind": "snippet", "config": {"code": f"value = {value}"}, "device": "cpu", "memory": None}
+    event = run_point(command, pipe[1])
+    assert event["state"] == PointState.ERROR
+    assert "not finite" in event["reason"]
+
+
+def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> None:
+    command = {"kind": "snippet", "config": {"code": "raise KeyError('missing')"}, "device": "cpu", "memory": None}
+    event = run_point(command, pipe[1])
+    assert (event["state"], event["reason"]) == (PointState.ERROR, "KeyError: 'missing'")
+    assert "Traceback" in event["files"]["traceback.txt"]
+
+
+PARENT = """
+    import sys, time
+    from orchestrator.child import Child
+    child = Child(threads=1)
+    while not child.events(0.2): pass
+    child.send({"type": "run", "kind": "snippet", "device": "cpu", "memory": None, "config": {"code": sys.argv[1]}})
+    while not (told := [e for e in child.events(0.2) if e["type"] == "beat"]): pass
+    print(child.pid, told[0]["done"], flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "unable to act"])
+def test_a_child_does_not_outlive_its_parent(stopped: bool, kinds_path: dict[str, str]) -> None:
+    code = """import subprocess, time
+other = subprocess.Popen(['sleep', '600'])
+beat('on', other.pid)
+time.sleep(600)"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), code],
+        cwd=ROOT,
+        env=os.environ | kinds_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child, grandchild = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+    if stopped:  # as one stuck in a driver call: its thread cannot see the end of stdin
+        child.send_signal(signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs([child, grandchild], timeout=10)[1] == []

@@ -1,0 +1,293 @@
+"""`nsa` as a user meets it: what it prints, its exit codes, and that bad input is one line and no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from nsa_core.backends.dense import Host
+from orchestrator import journal
+from orchestrator.cli import commands as cli
+from orchestrator.cli import doctor
+from orchestrator.database_url import hide_password
+from orchestrator.journal import Journal
+from orchestrator.records import RunRecord, StartRecord
+from orchestrator.run import plan
+from orchestrator.settings import Settings
+from orchestrator.states import PointState
+from orchestrator.store import Store, queries
+
+DEMO = Path(__file__).resolve().parents[2] / "jobs" / "configs" / "demo.yaml"
+RUN = "20261120-120000-demo-abcd"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Nsa = Callable[..., Done]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # where nothing answers
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+@pytest.fixture
+def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
+    def call(*args: str) -> Done:
+        monkeypatch.setattr("sys.argv", ["nsa", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return Done(int(ended.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def results(home: Path, sweep: Callable[..., list]) -> None:
+    """A stored sweep with one point that hung."""
+    laws = {"chunked": 1.02, "naive": 1.95, "dense": 1.5}
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep(RUN, laws=laws, failures={PointState.HANG: "no progress for 120 s"}))
+
+
+@pytest.mark.usefixtures("results")
+class TestWithResults:
+    def test_runs_lists_the_run_with_its_counts(self, nsa: Nsa) -> None:
+        done = nsa("runs")
+        assert done.code == 0
+        row = next(line for line in done.out.splitlines() if RUN in line)
+        assert row.split()[1:4] == ["scaling", "measured", "done"]
+
+    def test_show_lists_points_with_states_and_reasons(self, nsa: Nsa) -> None:
+        out = nsa("show", "last").out
+        assert "no progress for 120 s" in out
+        assert out.count(" ok ") >= 12
+
+    def test_show_point_prints_metrics_with_units(self, nsa: Nsa) -> None:
+        out = nsa("show", RUN, "--point", "0").out
+        assert "peak_extra_memory" in out
+        assert "MiB" in out
+
+    def test_a_run_is_found_by_a_unique_beginning(self, nsa: Nsa) -> None:
+        assert nsa("show", "20261120").code == 0
+
+    def test_an_ambiguous_beginning_names_the_candidates(self, nsa: Nsa, home: Path) -> None:
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply(RunRecord(run_id="20261120-130000-b-0000", name="b", kind="scaling", spec={}, spec_hash="0"))
+        done = nsa("show", "20261120")
+        assert done.code == 2
+        assert RUN in done.err
+        assert "20261120-130000-b-0000" in done.err
+
+    def test_gate_says_unknown_or_worse_with_reasons(self, nsa: Nsa) -> None:
+        done = nsa("gate")
+        assert done.code in (1, 3)  # a hang in the sweep is no GO
+        assert "UNKNOWN" in done.out  # the GPU rules have no evidence here
+
+    def test_report_prints_exponents(self, nsa: Nsa) -> None:
+        out = nsa("report", "last").out
+        assert "1.95" in out
+        assert "1.02" in out
+
+    def test_report_writes_html(self, nsa: Nsa, tmp_path: Path) -> None:
+        assert nsa("report", "--out", str(tmp_path / "r.html")).code == 0
+        assert "<html" in (tmp_path / "r.html").read_text()
+
+    def test_export_writes_rows(self, nsa: Nsa, tmp_path: Path) -> None:
+        assert nsa("export", "--out", str(tmp_path / "r.csv")).code == 0
+        rows = pd.read_csv(tmp_path / "r.csv")
+        assert (rows["metric"] == "peak_extra_memory").sum() == 12  # 3 implementations, 4 lengths
+        assert nsa("export", "--out", str(tmp_path / "r.json")).code == 0
+        assert json.loads((tmp_path / "r.json").read_text())[0]["run_id"] == RUN
+
+    def test_cancel_of_an_ended_run_says_so(self, nsa: Nsa) -> None:
+        assert "has ended already: done" in nsa("cancel", "last").out
+
+    def test_cancel_marks_what_a_dead_driver_left(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+        unfinished = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply_many(unfinished)
+        assert "marked 4 unfinished points" in nsa("cancel", "r2").out
+        out = nsa("show", "r2").out
+        assert out.count("cancelled by nsa cancel") == 4
+
+    def test_cancel_leaves_a_living_driver_alone(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+        path = self.unfinished(home, sweep)
+        with Journal(path):
+            done = nsa("cancel", "r2")
+        assert (done.code, "its driver is alive" in done.err) == (2, True)
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            assert set(queries.points(store, "r2")["state"]) == {"pending"}
+
+    def test_cancel_is_journalled_so_that_resuming_and_importing_agree(
+        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
+    ) -> None:
+        path = self.unfinished(home, sweep)
+        assert "marked 4 unfinished points" in nsa("cancel", "r2").out
+        found = plan.history(journal.read(path))
+        assert found is not None
+        assert {(point.state, point.attempt) for point in found.points.values()} == {(PointState.CANCELLED, 0)}
+        assert nsa("import", str(path)).code == 0
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
+            begun = StartRecord(run_id="r2", point_id="r2/0", attempt=1)
+            store.apply(begun)  # a resumed run's first attempt shows at once
+            assert queries.points(store, "r2")["state"].tolist() == ["running"] + ["cancelled"] * 3
+
+    @staticmethod
+    def unfinished(home: Path, sweep: Callable[..., list]) -> Path:
+        """The journal of a stored run whose driver died before its first point."""
+        path = home / "artifacts" / "r2" / "journal.jsonl"
+        records = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+        records[0] = records[0].model_copy(update={"artifacts": str(path.parent)})
+        with Journal(path) as kept, Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            kept.append(records)
+            store.apply_many(records)
+        return path
+
+    def test_logs_of_a_local_run_explain_themselves(self, nsa: Nsa) -> None:
+        done = nsa("logs", "last")
+        assert done.code == 2
+        assert "--point" in done.err
+
+    def test_logs_of_a_point_print_its_output(self, nsa: Nsa) -> None:
+        done = nsa("logs", "last", "--point", "0")
+        assert done.code == 0
+        assert "stdout.txt" in done.out
+
+
+BAD = {
+    "unknown key": ["submit", "{spec}", "--set", "lenghts=[512]", "--dry-run"],
+    "negative length": ["submit", "{spec}", "--set", "lengths=[-512]", "--dry-run"],
+    "stride that does not divide": ["submit", "{spec}", "--set", "nsa.cmp_stride=7", "--dry-run"],
+    "impossible backend": ["submit", "{spec}", "--set", "implementations=[magic]", "--dry-run"],
+    "missing file": ["submit", "missing.yaml"],
+    "no cluster": ["submit", "{spec}"],
+    "unknown run": ["show", "no-such-run"],
+    "empty run": ["cancel", ""],
+    "unknown run to resume": ["submit", "{spec}", "--resume", "no-such-run"],
+    "unknown run to resume, dry": ["submit", "{spec}", "--resume", "no-such-run", "--dry-run"],
+    "backend that cannot run on the spec's device": ["submit", "{spec}", "--set", "implementations=[triton]"],
+    "missing journal": ["import", "missing.jsonl"],
+    "missing gates": ["gate", "--gates", "missing.yaml"],
+    "unknown suffix": ["report", "last", "--out", "report.docx"],
+}
+
+
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(nsa: Nsa, args: list[str]) -> None:
+    done = nsa(*(arg.format(spec=DEMO) for arg in args))
+    assert done.code == 2
+    lines = done.err.strip().splitlines()
+    assert all(line.startswith("error: ") for line in lines), done.err
+    assert "Traceback" not in done.err + done.out
+
+
+def test_a_wrong_database_url_is_one_line_without_the_password(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DATABASE_URL", "mysql://me:secret@host/db")
+    done = nsa("runs")
+    assert done.code == 2
+    assert done.err.startswith("error: NSA_DATABASE_URL")
+    assert "secret" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_a_password_with_an_unescaped_at_sign_is_hidden_whole() -> None:
+    assert hide_password("postgresql://me:s3cr@et@host/db down") == "postgresql://me:***@host/db down"
+
+
+def test_an_unknown_state_is_refused(nsa: Nsa) -> None:
+    done = nsa("runs", "--state", "finished")
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert "cancelled" in done.err  # what there is
+
+
+def test_a_wrong_setting_names_its_variable(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DASHBOARD_PORT", "eighty")
+    done = nsa("status")
+    assert done.code == 2
+    assert done.err.startswith("error: NSA_DASHBOARD_PORT: 'eighty'")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NSA_DATABASE_URL", "mysql://a/b"),
+        ("NSA_GATES", "missing.yaml"),
+        ("NSA_RAY_DASHBOARD", "garbage"),
+        ("NSA_ARTIFACTS", __file__),
+        ("NSA_HOME", __file__),
+    ],
+)
+def test_nothing_is_submitted_with_a_setting_that_cannot_work(
+    nsa: Nsa, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("orchestrator.cli.submission.submit", lambda *_: pytest.fail("submitted"))
+    done = nsa("submit", str(DEMO))
+    assert done.code == 2
+    assert done.err.startswith((f"error: {variable}", "error: gates"))
+    assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("results")
+def test_what_a_point_said_is_shown_as_it_is(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    said = "RuntimeError: [enforce fail] bad tensor [/tmp/x] shape [3, 4] [red]"
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep("r3", laws={"chunked": 1.0}, failures={PointState.ERROR: said}))
+    assert said in nsa("show", "r3").out
+
+
+def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> None:
+    done = nsa("doctor")
+    assert f"NSA_HOME           {home}" in done.out.replace(" " * 20, " " * 11) or str(home) in done.out
+    for name in ("NSA_DATABASE_URL", "NSA_RAY_DASHBOARD", "NSA_ARTIFACTS", "NSA_DASHBOARD_PORT", "NSA_GATES"):
+        assert name in done.out
+    assert "environment" in done.out
+    assert "nsa db upgrade" in done.out  # no database yet, and how to make one
+
+
+def test_doctor_says_which_dense_kernels_are_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked_at() -> dict[str, doctor.Finding]:
+        return {finding.name: finding for finding in doctor.findings(Settings())}
+
+    found = looked_at()
+    assert found["dense"].detail == "kernels for half precision: sdpa-flash"
+    assert found["flash-attn-4"].health is doctor.Health.MISSING
+    assert "it runs on cuda, not on the cpu" in found["flash-attn-4"].detail
+    hopper = Host.described("9.0", {"flash-attn-4": "4.0"})
+    monkeypatch.setattr("nsa_core.backends._providers.here", lambda device: hopper)
+    found = looked_at()
+    assert found["dense"].detail.endswith(": sdpa-cudnn, sdpa-flash, flash-attn-4, torch-varlen")
+    assert found["flash-attn-4"].health is doctor.Health.OK
+    assert "not installed on the GPU host: pip install flash-attn;" in found["flash-attn-2"].detail
+
+
+def test_db_upgrade_makes_a_database_that_status_reads(nsa: Nsa, home: Path) -> None:
+    assert nsa("db", "upgrade").code == 0
+    assert (home / "nsa.db").exists()
+    assert nsa("status").code == 0
+
+
+def test_queries_before_any_run_say_what_to_do(nsa: Nsa) -> None:
+    done = nsa("runs")
+    assert done.code == 2
+    assert "nsa db upgrade" in done.err or "run a job" in done.err

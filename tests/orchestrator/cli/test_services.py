@@ -1,0 +1,67 @@
+"""`nsa up` and `nsa down` on private ports: real processes, and only those started here are stopped."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import services
+from orchestrator.cli.services import ServiceError
+from orchestrator.settings import Settings
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    made = Settings(home=tmp_path, ray_dashboard=f"http://127.0.0.1:{free_port()}", dashboard_port=free_port())
+    yield made
+    services.down(made)
+
+
+@pytest.mark.ray
+def test_up_answers_and_down_leaves_nothing(settings: Settings) -> None:
+    up = services.up(settings, num_cpus=1)
+    assert [s.healthy for s in up] == [True, True]
+    again = services.up(settings, num_cpus=1)
+    assert [s.pid for s in again] == [s.pid for s in up]  # a second `up` starts nothing
+    assert services.down(settings) == ["dashboard", "ray"]
+    assert not any(s.healthy or s.pid for s in services.status(settings))
+    assert services.down(settings) == []
+
+
+def test_a_taken_port_is_named_and_its_owner_left_alone(settings: Settings) -> None:
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", int(settings.ray_dashboard.rpartition(":")[2])), Stranger)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(ServiceError, match="NSA_RAY_DASHBOARD"):
+            services.up(settings)
+        assert services.down(settings) == []
+        assert services.answers(settings.ray_dashboard)
+    finally:
+        server.shutdown()
+
+
+def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
+    import json
+    import os
+
+    (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
+    assert services.status(settings)[0].pid is None
+    assert services.down(settings) == []  # and this test goes on

@@ -1,0 +1,165 @@
+"""The charts: what they draw, that what failed is not drawn, and that they render."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import pandas as pd
+import pytest
+import vl_convert
+
+from orchestrator.analysis import fits_frame, scaling_fits
+from orchestrator.report import charts
+from orchestrator.report.series import IMPLEMENTATION_COLORS, colors
+from orchestrator.store import Store, queries
+
+
+@pytest.fixture
+def rows(complete: str) -> pd.DataFrame:
+    with Store.open(complete, create=False, readonly=True) as store:
+        return queries.scaling(store)
+
+
+def measured(rows: pd.DataFrame, pass_: str = "forward+backward") -> pd.DataFrame:
+    return rows[(rows["origin"] == "measured") & (rows["pass"] == pass_)]
+
+
+def series(chart: alt.LayerChart) -> list[str]:
+    """The names in a chart's legend."""
+    found: list[str] = []
+    for layer in _encodings(chart.to_dict()):
+        found += layer.get("color", {}).get("scale", {}).get("domain", [])
+    return list(dict.fromkeys(found))
+
+
+def _encodings(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = [encoding for layer in spec.get("layer", []) for encoding in _encodings(layer)]
+    return [*inner, *([spec["encoding"]] if "encoding" in spec else [])]
+
+
+def drawn(chart: alt.LayerChart) -> pd.DataFrame:
+    """Every datum of a chart that belongs to a point."""
+    sets = chart.to_dict()["datasets"].values()
+    return pd.DataFrame([row for rows in sets for row in rows if "point_id" in row]).drop_duplicates("point_id")
+
+
+def test_fitted_exponents_are_in_the_legend(rows: pd.DataFrame):
+    chosen = measured(rows)
+    names = series(charts.scaling_chart(chosen, scaling_fits(chosen), "peak_extra_memory"))
+    assert [name.split(" ")[0] for name in names] == ["chunked", "dense", "naive"]
+    exponents = {name.split(" ")[0]: float(name.split("^")[1]) for name in names}
+    assert exponents["chunked"] == pytest.approx(1, abs=0.05)
+    assert exponents["naive"] == pytest.approx(2, abs=0.05)
+
+
+def test_fits_may_come_as_objects_or_as_a_frame(rows: pd.DataFrame):
+    chosen = measured(rows)
+    fits = scaling_fits(chosen)
+    from_objects = charts.scaling_chart(chosen, fits, "time").to_dict()
+    assert from_objects["layer"] == charts.scaling_chart(chosen, fits_frame(fits), "time").to_dict()["layer"]
+
+
+def test_only_the_metric_asked_for_is_drawn(rows: pd.DataFrame):
+    chosen = measured(rows)
+    points = drawn(charts.scaling_chart(chosen, [], "throughput"))
+    assert len(points) == 12
+    assert set(points["metric"]) == {"throughput"}
+
+
+def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame):
+    chosen = measured(rows)
+    chosen.loc[(chosen["metric"] == "time") & (chosen["seq_len"] == 512), ["value", "per_sequence"]] = 0.0
+    assert set(drawn(charts.scaling_chart(chosen, [], "time"))["seq_len"]) == {1024, 2048, 4096}
+
+
+def test_series_are_named_by_what_tells_them_apart(rows: pd.DataFrame):
+    chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
+    assert series(charts.scaling_chart(chosen, [], "time")) == ["chunked · forward", "chunked · forward+backward"]
+
+
+def test_reported_points_have_another_shape_and_dashed_lines(rows: pd.DataFrame):
+    reported = (rows["run_id"].str.startswith("reported-002")) & (rows["implementation"] == "nsa-vibe")
+    both = rows[reported & (rows["metric"] == "peak_memory")]
+    both = pd.concat([both, measured(rows).query("metric == 'peak_extra_memory'").assign(metric="peak_memory")])
+    chart = charts.scaling_chart(both, scaling_fits(both), "peak_memory")
+    assert any(name.startswith("nsa-vibe (reported)") for name in series(chart))
+    marks = [layer["mark"] for layer in _leaves(chart.to_dict())]
+    assert {mark["shape"] for mark in marks if mark["type"] == "point"} == {"circle", "diamond"}
+    assert any(mark["type"] == "line" and mark.get("strokeDash") == [7, 4] for mark in marks)
+
+
+def _leaves(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [leaf for layer in spec["layer"] for leaf in _leaves(layer)] if "layer" in spec else [spec]
+
+
+def test_intervals_follow_the_values_when_shown_per_sequence(rows: pd.DataFrame):
+    chosen = measured(rows).query("metric == 'time' and implementation == 'dense'").copy()
+    whole = drawn(charts.scaling_chart(chosen, [], "time"))
+    chosen["batch"], chosen["per_sequence"] = 2, chosen["value"] / 2
+    halved = drawn(charts.scaling_chart(chosen, [], "time"))
+    assert (halved["high"] * 2).tolist() == pytest.approx(whole["high"].tolist())
+
+
+def test_throughput_is_of_the_whole_batch(rows: pd.DataFrame):
+    chosen = measured(rows).copy()
+    chosen["batch"] = 2
+    chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as the views have it; a rate is not divided
+    titles = {
+        metric: {
+            encoding["y"].get("title") for encoding in _encodings(charts.scaling_chart(chosen, [], metric).to_dict())
+        }
+        for metric in ("time", "throughput")
+    }
+    assert titles == {"time": {"Time per sequence [s, ms, µs]"}, "throughput": {"Throughput [tok/s]"}}
+
+
+@pytest.mark.parametrize(("pass_", "guides"), [("forward", {"linear", "S²"}), ("decode", {"constant", "~ 1/S"})])
+def test_a_steps_throughput_has_guides_of_its_own(rows: pd.DataFrame, pass_: str, guides: set[str]):
+    """A pass over S tokens at a constant rate took linear time; a step makes one token, however long that takes."""
+    chart = charts.scaling_chart(measured(rows).assign(**{"pass": pass_}), [], "throughput").to_dict()
+    assert {row["guide"] for data in chart["datasets"].values() for row in data if "guide" in row} == guides
+
+
+@pytest.mark.parametrize("metric", charts.QUANTITIES)
+def test_charts_render(rows: pd.DataFrame, metric: str):
+    chosen = rows.assign(metric=metric)
+    chart = charts.scaling_chart(chosen[chosen["origin"] == "measured"].drop_duplicates("point_id"), [], metric)
+    svg = vl_convert.vegalite_to_svg(chart.to_json())
+    assert "4K" in svg
+    assert "sequence length S" in svg
+
+
+def test_the_exponent_chart_renders(rows: pd.DataFrame):
+    svg = vl_convert.vegalite_to_svg(charts.exponent_chart(scaling_fits(measured(rows))).to_json())
+    assert "linear" in svg
+    assert "chunked · time" in svg
+
+
+def test_the_samples_chart_renders():
+    assert "repeat" in vl_convert.vegalite_to_svg(charts.samples_chart([3.0, 3.1, 2.9], "ms").to_json())
+
+
+def test_nothing_to_draw_is_said(rows: pd.DataFrame):
+    with pytest.raises(ValueError, match="no rows"):
+        charts.scaling_chart(rows[:0], [], "time")
+    with pytest.raises(ValueError, match="none to draw"):
+        charts.exponent_chart([])
+
+
+@pytest.mark.parametrize(
+    ("length", "label"), [(128, "128"), (512, "512"), (1024, "1K"), (1536, "1.5K"), (65536, "64K"), (1000, "1,000")]
+)
+def test_lengths_read_as_people_say_them(length: int, label: str):
+    assert charts.length_label(length) == label
+
+
+def test_an_implementation_keeps_its_colour_beside_others():
+    twice = ["chunked", "chunked", "naive", "dense, PyTorch cuDNN", "other"]
+    found = colors(twice)
+    assert [found[0], found[2], found[3]] == [IMPLEMENTATION_COLORS[name] for name in ("chunked", "naive", "dense")]
+    assert len(set(found)) == 5
+
+
+def test_the_series_of_a_bench_have_a_colour_each():
+    assert len(set(colors([name for name in ("dense", "dense-sdpa-flash", "triton") for _ in range(3)]))) == 9

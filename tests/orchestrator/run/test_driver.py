@@ -1,0 +1,379 @@
+"""The driver as a whole, on this machine: bad input, a sweep with every failure, resuming, cancelling."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs.point import Machine
+from orchestrator import journal
+from orchestrator.journal import Journal
+from orchestrator.records import OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
+from orchestrator.run import driver as run
+from orchestrator.run.executor import ExecutorGone, LocalExecutor
+from orchestrator.states import PointState
+from orchestrator.store import Store, StoreUnavailable, importer, queries
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = """
+kind: snippet
+name: test
+codes: {codes}
+retries: 0
+resources: {{workers: {workers}}}
+isolation: {isolation}
+deadlines: {{startup_s: 20, heartbeat_s: 1.5, point_s: 4}}
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NSA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def spec(tmp_path: Path):
+    """Writes a spec whose points run `codes`."""
+
+    def write(*codes: str, workers: int = 1, isolation: str = "process") -> Path:
+        path = tmp_path / "spec.yaml"
+        path.write_text(SPEC.format(codes=list(codes), workers=workers, isolation=isolation))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves the two seconds that importing torch in a child takes."""
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: Machine("cpu", "test", 8 << 30, {"torch": "0"}))
+
+
+def start(*args: str | Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    """`python -m jobs` as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def only_run(home: Path) -> str:
+    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
+    return path.parent.name
+
+
+def records(home: Path) -> list:
+    return list(journal.read(home / "artifacts" / only_run(home) / journal.NAME))
+
+
+def stored(home: Path, run_id: str):
+    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        row = queries.run(store, run_id)
+        assert row is not None
+        return row, queries.points(store, run_id)
+
+
+# Bad input
+
+
+def text(workers: int = 1, isolation: str = "process", more: str = "") -> str:
+    return SPEC.format(codes=["pass"], workers=workers, isolation=isolation) + more
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry", "real"])
+@pytest.mark.parametrize(
+    ("text", "env", "fields"),
+    [
+        (text(workers=0), {}, ["resources.workers: 0"]),
+        (text(isolation="cold", more="lenghts: [1]\n"), {}, ["isolation: 'cold'", "lenghts"]),
+        ("kind: nonsense\n", {}, ["kind: 'nonsense'"]),
+        (None, {}, ["spec: "]),
+        (text(), {"NSA_DATABASE_URL": "mysql://x/y"}, ["NSA_DATABASE_URL"]),
+        ("kind: nonsense\n", {"NSA_DATABASE_URL": "sqlite://"}, ["NSA_DATABASE_URL", "kind"]),
+        (text(), {"NSA_DASHBOARD_PORT": "x"}, ["NSA_DASHBOARD_PORT"]),
+        (text(), {"NSA_GATES": "missing.yaml"}, ["gates: 'missing.yaml'"]),
+    ],
+)
+def test_every_mistake_is_a_line_and_nothing_is_made(
+    home, tmp_path, capsys, monkeypatch, quick_probe, text, env, fields, dry
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "spec.yaml"
+    if text:
+        path.write_text(text)
+    assert run.main([str(path), "--local", *(["--dry-run"] if dry else [])]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(fields)
+    for line, field in zip(lines, fields, strict=True):
+        assert re.match(rf"error: {re.escape(field)}", line), line
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "arguments: SPEC is missing"),
+        (["--bogus"], "arguments: "),
+        (["--resume", "nope"], "--resume: 'nope': no such run"),
+        (["--resume", "../../etc"], "--resume: '../../etc': no such run"),
+        (["x.yaml", "--retry-failed"], "arguments: --retry-failed"),
+        (["x.yaml", "--resume", "nope"], "spec: 'x.yaml' cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_told(home, capsys, args, message) -> None:
+    assert run.main([*args, "--local"]) == 2
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"error: {message}")
+    assert not home.exists()
+
+
+def test_more_than_this_machine_has_is_told(home, spec, capsys, snippet_kind) -> None:
+    args = [str(spec("pass")), "--local"]
+    for setting in ("resources.num_cpus=4096", "resources.num_gpus=64", "resources.accelerator_type=H100"):
+        args += ["--set", setting]
+    assert run.main(args) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in errors] == [
+        "resources.num_cpus",
+        "resources.num_gpus",
+        "resources.accelerator_type",
+    ]
+    assert not home.exists()
+
+
+def test_no_cluster_says_what_to_do(home, spec, capsys, monkeypatch, snippet_kind) -> None:
+    monkeypatch.setenv("NSA_RAY_ADDRESS", "127.0.0.1:1")
+    assert run.main([str(spec("pass"))]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: NSA_RAY_ADDRESS: '127.0.0.1:1': no Ray cluster answers")
+    assert "nsa up" in line
+    assert "--local" in line
+    assert not home.exists()
+
+
+def test_a_dry_run_lists_the_points_and_makes_nothing(home, capsys) -> None:
+    assert run.main(["jobs/configs/drill.yaml", "--dry-run", "--set", "behaviours=[ok, skip]"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^ +0  ok$", told, re.MULTILINE)
+    assert re.search(r"^ +1  skip  skipped: skipped on purpose$", told, re.MULTILINE)
+    assert not home.exists()
+
+
+# A sweep
+
+
+def test_each_failure_has_its_state_and_the_rest_completes(home, capsys) -> None:
+    """With the real drill, real torch, and two points at a time."""
+    settings = ["behaviours=[ok, crash, hang, oom, raise, timeout, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
+    settings += ["deadlines={startup_s: 60, heartbeat_s: 3, point_s: 25}", "isolation=warm"]
+    args = [item for setting in settings for item in ("--set", setting)]
+    assert run.main(["jobs/configs/drill.yaml", "--local", *args]) == 1
+    told = capsys.readouterr().out
+    run_row, points = stored(home, only_run(home))
+    assert run_row["state"] == "done"
+    expected = ["ok", "crash", "hang", "oom", "error", "timeout", "ok", "skipped", "ok"]
+    assert list(points["state"]) == expected
+    assert all(reason for state, reason in zip(points["state"], points["reason"], strict=True) if state != "ok")
+    for state, count in Counter(expected).items():
+        assert re.search(rf"^{state} +{count} *$", told, re.MULTILINE), told
+    outcomes = [r for r in records(home) if isinstance(r, OutcomeRecord)]
+    assert {o.state for o in outcomes if o.metrics} == {PointState.OK}
+    [hang] = [o for o in outcomes if o.state is PointState.HANG]
+    stacks = next(a for a in hang.artifacts if a.name == "stacks.txt")
+    assert "_hang" in str(stacks.content)
+    assert (home / "artifacts" / only_run(home) / stacks.path).read_text() == stacks.content
+    assert all(o.environment["packages"]["torch"] for o in outcomes)  # known of those that never came back, too
+    assert "run " + only_run(home) in told
+
+
+def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
+    monkeypatch.setenv("NSA_GIT_COMMIT", "c0ffee")
+    monkeypatch.setenv("NSA_GIT_DIRTY", "1")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    begun = records(home)[0]
+    assert (begun.git_commit, begun.git_dirty, begun.submission_id) == ("c0ffee", True, "raysubmit_1")
+    assert len(begun.spec_hash) == len(begun.code_hash) == 16
+    assert re.fullmatch(r"\d{8}-\d{6}-test-[0-9a-f]{4}", begun.run_id)
+
+
+def test_without_sqlalchemy_the_journal_alone_is_written_and_imports_complete(
+    home, spec, capsys, monkeypatch, quick_probe
+):
+    with monkeypatch.context() as patch:
+        for name in [
+            n for n in sys.modules if n.split(".")[0] in ("sqlalchemy", "alembic") or "orchestrator.store" in n
+        ]:
+            patch.delitem(sys.modules, name)
+        for name in ("sqlalchemy", "alembic"):
+            patch.setitem(sys.modules, name, None)
+        assert run.main([str(spec("value = 3.0", "raise ValueError")), "--local"]) == 1
+    assert not (home / "nsa.db").exists()
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "nsa import" in line]
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        importer.import_file(store, Path(told.split()[-1]))
+        assert list(queries.points(store, only_run(home))["state"]) == ["ok", "error"]
+
+
+# Taking a run up again
+
+MARK = "open({0!r}, 'a').write('{1}\\n')"  # which points were measured, and how often
+
+
+def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp_path, kinds_path) -> None:
+    log = tmp_path / "measured"
+    codes = [MARK.format(str(log), i) + f"; value = {i}.5" for i in range(4)]
+    codes[1] += "; raise ValueError('settled, too')"
+    codes[2] = (
+        f"if not os.path.exists({str(tmp_path / 'second')!r}): import time; beat('on', os.getpid()); time.sleep(600)\n"
+        + codes[2]
+    )
+    path = spec(*codes)
+    text = path.read_text().replace("heartbeat_s: 1.5, point_s: 4", "heartbeat_s: 60, point_s: 600")
+    path.write_text(text)
+    driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
+    child = _child_in_third_point(driver, home)
+    driver.kill()
+    driver.wait()
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+    journal_path = home / "artifacts" / only_run(home) / journal.NAME
+    with journal_path.open("a") as file:
+        file.write('{"v":1,"run_id":"torn')  # as if it had died while writing
+    assert Counter(log.read_text().split()) == {"0": 1, "1": 1}
+
+    (tmp_path / "second").touch()
+    # In a process of its own again: a key is of the machine as the real probe sees it.
+    again = start("--local", "--resume", only_run(home), env={**kinds_path, "NSA_HOME": str(home)})
+    told, _ = again.communicate()
+    assert again.returncode == 1
+
+    assert Counter(log.read_text().split()) == {"0": 1, "1": 1, "2": 1, "3": 1}
+    kept = records(home)
+    outcomes = [(r.point_id.rpartition("/")[2], r.attempt, r.state) for r in kept if isinstance(r, OutcomeRecord)]
+    assert outcomes == [("0", 1, "ok"), ("1", 1, "error"), ("2", 1, "lost"), ("2", 2, "ok"), ("3", 1, "ok")]
+    assert [r.resumed for r in kept if isinstance(r, RunRecord)] == [0, 1]
+    row, points = stored(home, only_run(home))
+    assert row["state"] == "done"
+    assert list(points["state"]) == ["ok", "error", "ok", "ok"]
+    assert list(points["attempt"]) == [1, 1, 2, 1]
+    assert "settled: 1 error, 1 ok" in told
+
+
+def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.Process:
+    """The worker process, once the driver says that two points have ended and the journal that a third one is on."""
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("[2/4]"):
+            break
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        begun = any(isinstance(r, StartRecord) and r.point_id.endswith("/2") for r in records(home))
+        for process in psutil.Process(driver.pid).children() if begun else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the child of the point before, just ending
+                if "orchestrator.attempt.worker" in " ".join(process.cmdline()):
+                    return process
+        time.sleep(0.05)
+    raise AssertionError("no third point")
+
+
+def test_failed_points_are_measured_again_when_asked(home, spec, tmp_path, quick_probe) -> None:
+    path = spec("pass", f"if not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError")
+    assert run.main([str(path), "--local"]) == 1
+    (tmp_path / "mended").touch()
+    assert run.main([str(path), "--local", "--resume", only_run(home)]) == 1
+    assert run.main([str(path), "--local", "--resume", only_run(home), "--retry-failed"]) == 0
+    starts = Counter(r.point_id[-1] for r in records(home) if isinstance(r, StartRecord))
+    assert starts == {"0": 1, "1": 2}
+
+
+def test_points_of_other_code_are_measured_again(home, spec, quick_probe, monkeypatch) -> None:
+    path = spec("pass", "pass")
+    assert run.main([str(path), "--local"]) == 0
+    monkeypatch.setattr(run.provenance, "code_hash", lambda: "0" * 16)
+    assert run.main([str(path), "--local", "--resume", only_run(home)]) == 0
+    assert Counter(r.attempt for r in records(home) if isinstance(r, OutcomeRecord)) == {1: 2, 2: 2}
+    _, points = stored(home, only_run(home))
+    assert list(points["state"]) == ["ok", "ok"]
+
+
+def test_a_run_is_not_resumed_with_another_spec(home, spec, capsys, quick_probe) -> None:
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    assert run.main([str(spec("pass", "pass")), "--local", "--resume", only_run(home)]) == 2
+    assert "its spec differs" in capsys.readouterr().err
+
+
+def test_a_run_that_another_driver_measures_is_left_alone(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    """Before the wait for a free slot: the other driver may be what it waits for, and changes what is to be done."""
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    before = records(home)
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: pytest.fail("waited for a slot"))
+    with Journal(home / "artifacts" / only_run(home) / journal.NAME):
+        assert run.main(["--local", "--resume", only_run(home)]) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+    assert records(home) == before
+
+
+# Ending early
+
+
+def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    def gone(self: LocalExecutor, timeout: float) -> list:
+        raise ExecutorGone("the cluster went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalExecutor, "poll", gone)
+        assert run.main([str(spec("value = 1.0", "pass")), "--local"]) == 1
+    row, points = stored(home, only_run(home))
+    assert (row["state"], list(points["state"])) == ("failed", ["lost", "lost"])
+    assert f"--resume {only_run(home)}" in capsys.readouterr().out
+    assert run.main(["--local", "--resume", only_run(home)]) == 0
+    row, points = stored(home, only_run(home))
+    assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
+
+
+def test_a_verdict_that_cannot_be_given_does_not_fail_the_run(home, spec, capsys, quick_probe, monkeypatch) -> None:
+    def away(*_: object) -> None:
+        raise StoreUnavailable("NSA_DATABASE_URL: cannot be reached")
+
+    monkeypatch.setattr(run.summary, "print_evaluation", away)
+    assert run.main([str(spec("pass")), "--local"]) == 0
+    assert "judge later: nsa gate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_driver_marks_what_is_left_as_cancelled(home, spec, kinds_path, number) -> None:
+    path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
+    path.write_text(path.read_text().replace("point_s: 4", "point_s: 600"))
+    driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
+    assert driver.stdout is not None
+    while not driver.stdout.readline().startswith("[1/3]"):
+        assert driver.poll() is None
+    time.sleep(1.5)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    asked = time.monotonic()
+    driver.send_signal(number)
+    assert driver.wait(timeout=20) == 130
+    assert time.monotonic() - asked < 3  # Ray's patience with a job that it stops
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    end = records(home)[-1]
+    assert isinstance(end, RunEndRecord)
+    assert (end.state, end.reason) == ("cancelled", number.name)
+    row, points = stored(home, only_run(home))
+    assert row["state"] == "cancelled"
+    assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
+    assert len([r for r in records(home) if isinstance(r, PointRecord)]) == 3

@@ -1,0 +1,178 @@
+"""What the scheduler makes of updates: retries, batches, cancellation. The executor is a script."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jobs.point import Point
+from jobs.spec import Deadlines
+from orchestrator import journal
+from orchestrator.attempt.supervisor import Assignment, Conditions, Ended
+from orchestrator.journal import Journal
+from orchestrator.records import EventRecord, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.run.executor import BatchEnded
+from orchestrator.run.recorder import Recorder
+from orchestrator.run.scheduler import Scheduler
+from orchestrator.states import PointState, RunState
+
+LOST = BatchEnded(PointState.LOST, "the node went away")
+
+
+class Script:
+    """An executor that does with each point's attempts what it was told: a state, LOST or "silent"."""
+
+    def __init__(self, fates: dict[str, list] | None = None) -> None:
+        self.fates = fates or {}
+        self.batches: list[list[str]] = []
+        self.most_at_a_time = 0
+        self.cancelled = False
+        self._updates: deque = deque()
+        self._running: set[int] = set()
+
+    def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        self.batches.append([a.point_id for a in assignments])
+        self._running.add(batch)
+        self.most_at_a_time = max(self.most_at_a_time, len(self._running))
+        for a in assignments:
+            fate = self.fates.get(a.point_id, [PointState.OK]).pop(0)
+            self._updates.append((batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt)))
+            if isinstance(fate, BatchEnded):
+                self._updates.append((batch, fate))
+                return
+            if fate == "silent":
+                return
+            outcome = OutcomeRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, state=fate)
+            self._updates.append((batch, Ended(outcome, {"stdout.txt": f"{a.point_id} {a.attempt}"})))
+        self._updates.append((batch, BatchEnded()))
+
+    def poll(self, timeout: float) -> list:
+        if not self._updates:
+            return []
+        batch, update = self._updates.popleft()
+        if isinstance(update, BatchEnded):
+            self._running.discard(batch)
+        return [(batch, update)]
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Silent:
+    """Shows nothing."""
+
+    def started(self, record: object) -> None: ...
+    def progress(self, sign: object) -> None: ...
+    def ended(self, outcome: object) -> None: ...
+    def tell(self, message: str) -> None: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None):
+        path = tmp_path / journal.NAME
+        conditions = Conditions("cpu", Deadlines(), warm=warm)
+        with Journal(path) as book:
+            recorder = Recorder("r", book, None, print)
+            scheduler = Scheduler(executor, recorder, Silent(), tmp_path, conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
+            state = scheduler.run(
+                "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
+            )
+        return state, scheduler.states, list(journal.read(path))
+
+    return run
+
+
+def outcomes(records) -> list[tuple[str, int, PointState]]:
+    return [(r.point_id, r.attempt, r.state) for r in records if isinstance(r, OutcomeRecord)]
+
+
+def test_every_point_ends_whatever_happens_to_the_others(run) -> None:
+    fates = {"r/1": [PointState.HANG], "r/2": [PointState.CRASH]}
+    state, states, records = run(Script(fates), 4)
+    assert state is RunState.DONE
+    assert states == {PointState.OK: 2, PointState.HANG: 1, PointState.CRASH: 1}
+    assert [state for _, _, state in outcomes(records)] == ["ok", "hang", "crash", "ok"]
+    assert isinstance(records[-1], RunEndRecord)
+
+
+def test_a_lost_point_is_handed_out_again(run, tmp_path) -> None:
+    _, states, records = run(Script({"r/0": [LOST, PointState.OK]}), 2)
+    assert states == {PointState.OK: 2}
+    assert outcomes(records) == [("r/0", 1, "lost"), ("r/1", 1, "ok"), ("r/0", 2, "ok")]
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert "p0: attempt 1 got lost (the node went away)" in event.message
+    assert (tmp_path / "0000/2/stdout.txt").read_text() == "r/0 2"
+
+
+def test_a_point_that_stays_lost_ends_so(run) -> None:
+    _, states, records = run(Script({"r/0": [LOST, LOST, LOST]}), 1, retries=2)
+    assert states == {PointState.LOST: 1}
+    assert outcomes(records) == [("r/0", 1, "lost"), ("r/0", 2, "lost"), ("r/0", 3, "lost")]
+
+
+def test_failures_of_the_point_itself_are_not_retried(run) -> None:
+    fates = {"r/0": [PointState.OOM], "r/1": [BatchEnded(PointState.OOM, "ended by Ray")]}
+    _, states, records = run(Script(fates), 2, retries=5)
+    assert states == {PointState.OOM: 2}
+    assert len(outcomes(records)) == 2
+
+
+def test_the_rest_of_a_lost_batch_is_handed_out_as_if_it_had_not_been(run) -> None:
+    executor = Script({"r/1": [LOST, PointState.OK]})
+    _, states, records = run(executor, 4, warm=True)
+    assert states == {PointState.OK: 4}
+    expected = ["r/0 1 ok", "r/1 1 lost", "r/2 1 ok", "r/3 1 ok", "r/1 2 ok"]
+    assert [" ".join(map(str, outcome)) for outcome in outcomes(records)] == expected
+    assert executor.batches == [["r/0", "r/1", "r/2", "r/3"], ["r/2", "r/3", "r/1"]]
+
+
+def test_a_batch_that_ends_without_a_word_counts_as_lost(run) -> None:
+    _, states, _ = run(Script({"r/0": [BatchEnded(), BatchEnded()]}), 1)
+    assert states == {PointState.LOST: 1}
+
+
+def test_slots_bound_what_runs_at_a_time(run) -> None:
+    executor = Script()
+    run(executor, 7, slots=3)
+    assert executor.most_at_a_time == 3
+    assert executor.batches == [[f"r/{i}"] for i in range(7)]
+
+
+def test_warm_slots_get_shrinking_shares(run) -> None:
+    executor = Script()
+    run(executor, 12, warm=True, slots=2)
+    sizes = [len(batch) for batch in executor.batches]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1], sum(sizes)) == (3, 1, 12)
+
+
+def test_cancelling_marks_what_is_left_and_ends_the_executor(run) -> None:
+    executor = Script({"r/1": ["silent"]})
+    state, states, records = run(
+        executor, 4, stopped=lambda: "SIGTERM" if len(executor.batches) == 2 and not executor._updates else None
+    )
+    assert state is RunState.CANCELLED
+    assert executor.cancelled
+    assert states == {PointState.OK: 1, PointState.CANCELLED: 3}
+    assert [(p, s) for p, _, s in outcomes(records)][1:] == [(f"r/{i}", "cancelled") for i in (1, 2, 3)]
+    assert (records[-1].type, records[-1].state, records[-1].reason) == ("run_end", "cancelled", "SIGTERM")
+
+
+def test_what_ends_badly_because_all_was_stopped_is_cancelled(run) -> None:
+    signals: list[str] = []
+
+    class Stopped(Script):
+        def poll(self, timeout: float) -> list:
+            """The signal that ends the point reaches the driver, too, while it waits for updates."""
+            updates = super().poll(timeout)
+            signals.extend("SIGTERM" for _, update in updates if isinstance(update, Ended))
+            return updates
+
+    fates = {"r/0": [PointState.CRASH]}
+    _, states, records = run(Stopped(fates), 1, stopped=lambda: signals[0] if signals else None)
+    assert states == {PointState.CANCELLED: 1}
+    assert outcomes(records) == [("r/0", 1, "cancelled")]
