@@ -17,7 +17,7 @@ import streamlit as st
 from dashboard import help_pages
 from orchestrator import analysis
 from orchestrator.errors import UserError
-from orchestrator.gates import verdicts as gates
+from orchestrator.gates import verdicts as judging
 from orchestrator.settings import Settings, load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -51,9 +51,9 @@ def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
 
 
 @_read
-def verdicts(store: Store) -> list[gates.TargetVerdict]:
+def verdicts(store: Store) -> list[judging.TargetVerdict]:
     """Every target judged on what is stored now. Raises GatesError when the rules cannot be read."""
-    return gates.evaluate(store, gates.load_gates(load_settings().gates))
+    return judging.evaluate(store, judging.load_gates(load_settings().gates))
 
 
 @_read

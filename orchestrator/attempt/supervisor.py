@@ -9,72 +9,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from jobs.measure.telemetry import Telemetry
-from jobs.point import Device, Machine, Point
-from jobs.spec import Deadlines
-from orchestrator.attempt import diagnostics
-from orchestrator.attempt import gpu_release as gpu
+from jobs.point import Machine
+from orchestrator.attempt import diagnostics, gpu_release
 from orchestrator.attempt.child import Child
+from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 from orchestrator.states import PointState
 
 _POLL_S = 0.2
 _PROGRESS_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A point to be measured, and the how manieth try it is (from 1)."""
-
-    run_id: str
-    point_id: str
-    attempt: int
-    point: Point
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What holds for all points of a run.
-
-    Attributes:
-        device: where they run.
-        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit of ours.
-        threads: CPU threads of a child.
-        warm: one child serves many points until one is not ok.
-    """
-
-    device: Device
-    deadlines: Deadlines
-    memory_bytes: int | None = None
-    threads: int = 1
-    warm: bool = False
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A running point got further."""
-
-    run_id: str
-    point_id: str
-    at: datetime
-    phase: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A point's attempt ended; `files` are its artifacts, whole: name -> text."""
-
-    outcome: OutcomeRecord
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
-Update = StartRecord | Progress | Ended | EventRecord
 
 
 class ProbeError(RuntimeError):
@@ -147,15 +93,15 @@ class _Slot:
         self._conditions = conditions
         self._gpus = gpus
         self._child: Child | None = None
-        self.gpu_ids = gpu.visible(gpus) if conditions.device == "cuda" else []
-        self._baseline = gpu.Baseline(None)
+        self.gpu_ids = gpu_release.visible(gpus) if conditions.device == "cuda" else []
+        self._baseline = gpu_release.Baseline(None)
 
     def child(self) -> Child:
         """A living child: the warm one if there is one."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
-            self._baseline = gpu.Baseline.take(self.gpu_ids)
+            self._baseline = gpu_release.Baseline.take(self.gpu_ids)
             self._child = Child(threads=self._conditions.threads, gpus=self._gpus)
         return self._child
 

@@ -121,7 +121,7 @@ def submit(
     """Check a spec and submit it to the Ray cluster as a job."""
     from orchestrator.cli import submission
     from orchestrator.cli.lookup import find_run
-    from orchestrator.run import driver as run
+    from orchestrator.run import driver
 
     settings = load_settings()
     args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
@@ -129,8 +129,8 @@ def submit(
         with _store(settings) as store:
             resume = find_run(store, resume)
     if dry_run:
-        raise typer.Exit(run.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
-    run.check(args)
+        raise typer.Exit(driver.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
+    driver.check(args)
     job = submission.submit(settings, spec, overrides or [], resume)
     print(f"submitted {job}")
     if wait:

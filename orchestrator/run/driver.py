@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, NoReturn
 from jobs.point import Machine
 from jobs.spec import JobSpec, SpecError, load_spec, parse_spec
 from orchestrator import provenance, summary
-from orchestrator.attempt.supervisor import Conditions
 from orchestrator.database_url import StoreError, check_url, hide_password
 from orchestrator.errors import UserError
 from orchestrator.gates.rules import load_gates
 from orchestrator.journal import NAME, Journal
+from orchestrator.messages import Conditions
 from orchestrator.records import PointRecord, RunRecord
 from orchestrator.run import plan
-from orchestrator.run.executor import Executor, ExecutorGone, LocalExecutor
+from orchestrator.run.executor import Executor, ExecutorGone
+from orchestrator.run.local import LocalExecutor
 from orchestrator.run.progress import LogWatcher, watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jobs.point import Machine, Point
 from orchestrator import journal
-from orchestrator.attempt.supervisor import Assignment
 from orchestrator.errors import UserError
+from orchestrator.messages import Assignment
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
 from orchestrator.states import PointState
 

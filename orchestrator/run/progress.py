@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from orchestrator.attempt.supervisor import Progress as Sign
+from orchestrator.messages import Progress as Sign
 from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 

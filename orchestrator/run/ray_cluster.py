@@ -15,7 +15,8 @@ from typing import Any
 from jobs.point import Machine
 from jobs.spec import JobSpec, Resources
 from orchestrator.attempt import supervisor
-from orchestrator.attempt.supervisor import Assignment, Conditions, ProbeError, Update
+from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.messages import Assignment, Conditions, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.settings import CHECKOUT, Settings
 from orchestrator.states import PointState

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from orchestrator.attempt.supervisor import Progress
 from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.journal import Journal
+from orchestrator.messages import Progress
 from orchestrator.records import EventRecord, Record
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator import artifacts
-from orchestrator.attempt.supervisor import Assignment, Conditions, Ended, Progress, Update
+from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
 from orchestrator.records import EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded, Executor
 from orchestrator.run.recorder import Recorder

@@ -11,8 +11,7 @@ from sqlalchemy.orm import Session
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
-from orchestrator.store import reported_layouts as tables
-from orchestrator.store import writer
+from orchestrator.store import reported_layouts, writer
 from orchestrator.store.models import Run
 from orchestrator.store.reported import ReportedRun, Row
 from orchestrator.store.store import Store
@@ -68,7 +67,7 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
     reader = csv.DictReader(text.splitlines())
     columns = list(reader.fieldnames or ())
-    read = tables.layout(columns)
+    read = reported_layouts.layout(columns)
     if read is None:
         shown = ", ".join(columns[:6]) or "none"
         raise ImportFileError(

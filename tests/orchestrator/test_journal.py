@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator import journal
-from orchestrator.attempt.supervisor import Progress
 from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.journal import Journal, JournalError
+from orchestrator.messages import Progress
 from orchestrator.records import EventRecord, Record, now
 from orchestrator.run.recorder import Recorder
 

@@ -14,10 +14,10 @@ import pytest
 from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric
 from jobs.spec import Deadlines
-from orchestrator.attempt import diagnostics, supervisor
-from orchestrator.attempt import gpu_release as gpu
+from orchestrator.attempt import diagnostics, gpu_release, supervisor
 from orchestrator.attempt.child import Child
-from orchestrator.attempt.supervisor import Assignment, Conditions, Ended, Progress, probe, supervise
+from orchestrator.attempt.supervisor import probe, supervise
+from orchestrator.messages import Assignment, Conditions, Ended, Progress
 from orchestrator.records import EventRecord, StartRecord
 from orchestrator.states import PointState
 
@@ -222,7 +222,7 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
 
 
 def test_a_gpu_that_does_not_get_free_is_told(measure, monkeypatch) -> None:
-    monkeypatch.setattr(gpu.Baseline, "wait_free", lambda self, pids: "GPU 0 still lists process 1")
+    monkeypatch.setattr(gpu_release.Baseline, "wait_free", lambda self, pids: "GPU 0 still lists process 1")
     updates = measure("pass", conditions=dataclasses.replace(STRICT, device="cuda"), gpus="0")
     [event] = [update for update in updates if isinstance(update, EventRecord)]
     assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
@@ -236,11 +236,11 @@ def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch)
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(gpu.nvml, "session", Session)
-    monkeypatch.setattr(gpu.nvml, "handle", lambda gpu_id: gpu_id)
-    monkeypatch.setattr(gpu.nvml, "compute_pids", lambda device: next(listed))
-    monkeypatch.setattr(gpu, "_used", lambda gpu_id: next(used))
-    assert gpu.Baseline.take(["0"]).wait_free({77}) is None
+    monkeypatch.setattr(gpu_release.nvml, "session", Session)
+    monkeypatch.setattr(gpu_release.nvml, "handle", lambda gpu_id: gpu_id)
+    monkeypatch.setattr(gpu_release.nvml, "compute_pids", lambda device: next(listed))
+    monkeypatch.setattr(gpu_release, "_used", lambda gpu_id: next(used))
+    assert gpu_release.Baseline.take(["0"]).wait_free({77}) is None
     assert list(listed) == []  # listed once, then too much memory twice, then free
 
 

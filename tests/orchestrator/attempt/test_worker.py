@@ -17,7 +17,7 @@ import pytest
 from orchestrator.attempt.worker import BEAT_INTERVAL_S, Events, classify, run_point
 from orchestrator.states import PointState
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def python(code: str, timeout: float = 60) -> str:
@@ -44,7 +44,7 @@ def pipe():
 def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> None:
     told = python(
         """
-        from orchestrator.worker import memory_limit
+        from orchestrator.attempt.worker import memory_limit
         before = bytearray(300 << 20)                      # in use already: not the point's
         with memory_limit("cpu", 200 << 20):
             within = bytearray(100 << 20)
@@ -63,7 +63,7 @@ def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
     told = python(
         """
         import torch
-        from orchestrator.worker import classify, memory_limit
+        from orchestrator.attempt.worker import classify, memory_limit
         try:
             with memory_limit("cpu", 200 << 20):
                 torch.ones(100 << 20)
@@ -78,7 +78,7 @@ def test_no_limit_without_one() -> None:
     assert "RLIM" not in python(
         """
         import resource
-        from orchestrator.worker import memory_limit
+        from orchestrator.attempt.worker import memory_limit
         with memory_limit("cpu", None):
             if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY: print("RLIM")
         """
@@ -130,7 +130,7 @@ def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> Non
 
 PARENT = """
     import sys, time
-    from orchestrator.child import Child
+    from orchestrator.attempt.child import Child
     child = Child(threads=1)
     while not child.events(0.2): pass
     child.send({"type": "run", "kind": "snippet", "device": "cpu", "memory": None, "config": {"code": sys.argv[1]}})

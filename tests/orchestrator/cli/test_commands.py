@@ -12,8 +12,7 @@ import pytest
 
 from nsa_core.backends.dense import Host
 from orchestrator import journal
-from orchestrator.cli import commands as cli
-from orchestrator.cli import doctor
+from orchestrator.cli import commands, doctor
 from orchestrator.database_url import hide_password
 from orchestrator.journal import Journal
 from orchestrator.records import RunRecord, StartRecord
@@ -22,7 +21,7 @@ from orchestrator.settings import Settings
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 
-DEMO = Path(__file__).resolve().parents[2] / "jobs" / "configs" / "demo.yaml"
+DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
 
 
@@ -51,7 +50,7 @@ def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
     def call(*args: str) -> Done:
         monkeypatch.setattr("sys.argv", ["nsa", *args])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            commands.main()
         out, err = capfd.readouterr()
         return Done(int(ended.value.code or 0), out, err)
 

@@ -19,12 +19,13 @@ from jobs.point import Machine
 from orchestrator import journal
 from orchestrator.journal import Journal
 from orchestrator.records import OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
-from orchestrator.run import driver as run
-from orchestrator.run.executor import ExecutorGone, LocalExecutor
+from orchestrator.run import driver
+from orchestrator.run.executor import ExecutorGone
+from orchestrator.run.local import LocalExecutor
 from orchestrator.states import PointState
 from orchestrator.store import Store, StoreUnavailable, importer, queries
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SPEC = """
 kind: snippet
 name: test
@@ -117,7 +118,7 @@ def test_every_mistake_is_a_line_and_nothing_is_made(
     path = tmp_path / "spec.yaml"
     if text:
         path.write_text(text)
-    assert run.main([str(path), "--local", *(["--dry-run"] if dry else [])]) == 2
+    assert driver.main([str(path), "--local", *(["--dry-run"] if dry else [])]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(fields)
     for line, field in zip(lines, fields, strict=True):
@@ -137,7 +138,7 @@ def test_every_mistake_is_a_line_and_nothing_is_made(
     ],
 )
 def test_wrong_arguments_are_told(home, capsys, args, message) -> None:
-    assert run.main([*args, "--local"]) == 2
+    assert driver.main([*args, "--local"]) == 2
     assert capsys.readouterr().err.splitlines()[0].startswith(f"error: {message}")
     assert not home.exists()
 
@@ -146,7 +147,7 @@ def test_more_than_this_machine_has_is_told(home, spec, capsys, snippet_kind) ->
     args = [str(spec("pass")), "--local"]
     for setting in ("resources.num_cpus=4096", "resources.num_gpus=64", "resources.accelerator_type=H100"):
         args += ["--set", setting]
-    assert run.main(args) == 2
+    assert driver.main(args) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in errors] == [
         "resources.num_cpus",
@@ -158,7 +159,7 @@ def test_more_than_this_machine_has_is_told(home, spec, capsys, snippet_kind) ->
 
 def test_no_cluster_says_what_to_do(home, spec, capsys, monkeypatch, snippet_kind) -> None:
     monkeypatch.setenv("NSA_RAY_ADDRESS", "127.0.0.1:1")
-    assert run.main([str(spec("pass"))]) == 2
+    assert driver.main([str(spec("pass"))]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: NSA_RAY_ADDRESS: '127.0.0.1:1': no Ray cluster answers")
     assert "nsa up" in line
@@ -167,7 +168,7 @@ def test_no_cluster_says_what_to_do(home, spec, capsys, monkeypatch, snippet_kin
 
 
 def test_a_dry_run_lists_the_points_and_makes_nothing(home, capsys) -> None:
-    assert run.main(["jobs/configs/drill.yaml", "--dry-run", "--set", "behaviours=[ok, skip]"]) == 0
+    assert driver.main(["jobs/configs/drill.yaml", "--dry-run", "--set", "behaviours=[ok, skip]"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"^ +0  ok$", told, re.MULTILINE)
     assert re.search(r"^ +1  skip  skipped: skipped on purpose$", told, re.MULTILINE)
@@ -182,7 +183,7 @@ def test_each_failure_has_its_state_and_the_rest_completes(home, capsys) -> None
     settings = ["behaviours=[ok, crash, hang, oom, raise, timeout, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
     settings += ["deadlines={startup_s: 60, heartbeat_s: 3, point_s: 25}", "isolation=warm"]
     args = [item for setting in settings for item in ("--set", setting)]
-    assert run.main(["jobs/configs/drill.yaml", "--local", *args]) == 1
+    assert driver.main(["jobs/configs/drill.yaml", "--local", *args]) == 1
     told = capsys.readouterr().out
     run_row, points = stored(home, only_run(home))
     assert run_row["state"] == "done"
@@ -205,7 +206,7 @@ def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
     monkeypatch.setenv("NSA_GIT_COMMIT", "c0ffee")
     monkeypatch.setenv("NSA_GIT_DIRTY", "1")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1"}}')
-    assert run.main([str(spec("pass")), "--local"]) == 0
+    assert driver.main([str(spec("pass")), "--local"]) == 0
     begun = records(home)[0]
     assert (begun.git_commit, begun.git_dirty, begun.submission_id) == ("c0ffee", True, "raysubmit_1")
     assert len(begun.spec_hash) == len(begun.code_hash) == 16
@@ -222,7 +223,7 @@ def test_without_sqlalchemy_the_journal_alone_is_written_and_imports_complete(
             patch.delitem(sys.modules, name)
         for name in ("sqlalchemy", "alembic"):
             patch.setitem(sys.modules, name, None)
-        assert run.main([str(spec("value = 3.0", "raise ValueError")), "--local"]) == 1
+        assert driver.main([str(spec("value = 3.0", "raise ValueError")), "--local"]) == 1
     assert not (home / "nsa.db").exists()
     [told] = [line for line in capsys.readouterr().out.splitlines() if "nsa import" in line]
     with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
@@ -293,37 +294,37 @@ def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.P
 
 def test_failed_points_are_measured_again_when_asked(home, spec, tmp_path, quick_probe) -> None:
     path = spec("pass", f"if not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError")
-    assert run.main([str(path), "--local"]) == 1
+    assert driver.main([str(path), "--local"]) == 1
     (tmp_path / "mended").touch()
-    assert run.main([str(path), "--local", "--resume", only_run(home)]) == 1
-    assert run.main([str(path), "--local", "--resume", only_run(home), "--retry-failed"]) == 0
+    assert driver.main([str(path), "--local", "--resume", only_run(home)]) == 1
+    assert driver.main([str(path), "--local", "--resume", only_run(home), "--retry-failed"]) == 0
     starts = Counter(r.point_id[-1] for r in records(home) if isinstance(r, StartRecord))
     assert starts == {"0": 1, "1": 2}
 
 
 def test_points_of_other_code_are_measured_again(home, spec, quick_probe, monkeypatch) -> None:
     path = spec("pass", "pass")
-    assert run.main([str(path), "--local"]) == 0
-    monkeypatch.setattr(run.provenance, "code_hash", lambda: "0" * 16)
-    assert run.main([str(path), "--local", "--resume", only_run(home)]) == 0
+    assert driver.main([str(path), "--local"]) == 0
+    monkeypatch.setattr(driver.provenance, "code_hash", lambda: "0" * 16)
+    assert driver.main([str(path), "--local", "--resume", only_run(home)]) == 0
     assert Counter(r.attempt for r in records(home) if isinstance(r, OutcomeRecord)) == {1: 2, 2: 2}
     _, points = stored(home, only_run(home))
     assert list(points["state"]) == ["ok", "ok"]
 
 
 def test_a_run_is_not_resumed_with_another_spec(home, spec, capsys, quick_probe) -> None:
-    assert run.main([str(spec("pass")), "--local"]) == 0
-    assert run.main([str(spec("pass", "pass")), "--local", "--resume", only_run(home)]) == 2
+    assert driver.main([str(spec("pass")), "--local"]) == 0
+    assert driver.main([str(spec("pass", "pass")), "--local", "--resume", only_run(home)]) == 2
     assert "its spec differs" in capsys.readouterr().err
 
 
 def test_a_run_that_another_driver_measures_is_left_alone(home, spec, capsys, quick_probe, monkeypatch) -> None:
     """Before the wait for a free slot: the other driver may be what it waits for, and changes what is to be done."""
-    assert run.main([str(spec("pass")), "--local"]) == 0
+    assert driver.main([str(spec("pass")), "--local"]) == 0
     before = records(home)
     monkeypatch.setattr(LocalExecutor, "probe", lambda self: pytest.fail("waited for a slot"))
     with Journal(home / "artifacts" / only_run(home) / journal.NAME):
-        assert run.main(["--local", "--resume", only_run(home)]) == 2
+        assert driver.main(["--local", "--resume", only_run(home)]) == 2
     assert "is being written by another process" in capsys.readouterr().err
     assert records(home) == before
 
@@ -337,11 +338,11 @@ def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, qui
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalExecutor, "poll", gone)
-        assert run.main([str(spec("value = 1.0", "pass")), "--local"]) == 1
+        assert driver.main([str(spec("value = 1.0", "pass")), "--local"]) == 1
     row, points = stored(home, only_run(home))
     assert (row["state"], list(points["state"])) == ("failed", ["lost", "lost"])
     assert f"--resume {only_run(home)}" in capsys.readouterr().out
-    assert run.main(["--local", "--resume", only_run(home)]) == 0
+    assert driver.main(["--local", "--resume", only_run(home)]) == 0
     row, points = stored(home, only_run(home))
     assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
 
@@ -350,8 +351,8 @@ def test_a_verdict_that_cannot_be_given_does_not_fail_the_run(home, spec, capsys
     def away(*_: object) -> None:
         raise StoreUnavailable("NSA_DATABASE_URL: cannot be reached")
 
-    monkeypatch.setattr(run.summary, "print_evaluation", away)
-    assert run.main([str(spec("pass")), "--local"]) == 0
+    monkeypatch.setattr(driver.summary, "print_evaluation", away)
+    assert driver.main([str(spec("pass")), "--local"]) == 0
     assert "judge later: nsa gate" in capsys.readouterr().out
 
 

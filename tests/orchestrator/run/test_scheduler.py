@@ -11,8 +11,8 @@ import pytest
 from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator import journal
-from orchestrator.attempt.supervisor import Assignment, Conditions, Ended
 from orchestrator.journal import Journal
+from orchestrator.messages import Assignment, Conditions, Ended
 from orchestrator.records import EventRecord, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded
 from orchestrator.run.recorder import Recorder

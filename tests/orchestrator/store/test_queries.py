@@ -14,7 +14,7 @@ from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndR
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
 
-DOCS = Path(__file__).parents[2] / "docs" / "database.md"
+DOCS = Path(__file__).parents[3] / "docs" / "database.md"
 RUN = "20261120-120000-demo-abcd"
 SCALING = [
     *("run_id", "run_name", "origin", "source", "point_id", "label", "state"),

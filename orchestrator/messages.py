@@ -1,0 +1,65 @@
+"""Messages between a run's driver and the supervisors of its points: plain, picklable data.
+
+The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Update`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from jobs.point import Device, Point
+from jobs.spec import Deadlines
+from orchestrator.records import EventRecord, OutcomeRecord, StartRecord
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A point to be measured, and the attempt number, from 1."""
+
+    run_id: str
+    point_id: str
+    attempt: int
+    point: Point
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for all points of a run.
+
+    Attributes:
+        device: where they run.
+        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit of ours.
+        threads: CPU threads of a child.
+        warm: one child serves many points until one is not ok.
+    """
+
+    device: Device
+    deadlines: Deadlines
+    memory_bytes: int | None = None
+    threads: int = 1
+    warm: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A running point got further."""
+
+    run_id: str
+    point_id: str
+    at: datetime
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A point's attempt ended; `files` are its artifacts, whole: name -> text."""
+
+    outcome: OutcomeRecord
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+Update = StartRecord | Progress | Ended | EventRecord
