@@ -19,8 +19,11 @@ from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stages import measure_stages
 from jobs.point import Beat, Machine, Measurement, Point
+from jobs.quantities import STAGE
 from jobs.scaling import Case, Heads, Implementations, Lengths, Passes, ShapeSpec, TimingSpec
 from jobs.spec import JobSpec
+
+QUANTITIES = (*scaling.QUANTITIES, STAGE)
 
 _STAGED = "triton"  # the backend whose launches say what they work for
 

@@ -36,10 +36,18 @@ from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.scaling import Heads, Lengths, TimingSpec
 from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
+
+# A step makes as many tokens at every context length: constant is what linear is elsewhere.
+STEP_THROUGHPUT = replace(THROUGHPUT, plot=Plot.STEP_RATE)
+BYTES_READ = Quantity(
+    "bytes_read", "MiB", "Bytes read by a step's attention", "bytes read", Better.LOWER, Role.HEADLINE
+)
+QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
 
 
 class Spec(JobSpec):
@@ -180,9 +188,9 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     per_second = [1000 * case.batch / ms for ms in timing.samples_ms]
     read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize)
     metrics = [
-        summarize("time", "ms", timing.samples_ms, how),
-        summarize("throughput", "tok/s", per_second, f"{case.batch} tokens over each sample of time"),
-        Metric("bytes_read", "MiB", read / 2**20, method="counted: what the attention of a step reads of its caches"),
+        summarize(TIME, timing.samples_ms, how),
+        summarize(STEP_THROUGHPUT, per_second, f"{case.batch} tokens over each sample of time"),
+        Metric.of(BYTES_READ, read / 2**20, method="counted: what the attention of a step reads of its caches"),
         *agreement.metrics(),
     ]
     return Measurement(tuple(metrics), route, environment(device))

@@ -40,9 +40,12 @@ from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.spec import JobSpec, Strict
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+
+QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY)
 
 Pass = Literal["forward", "forward+backward"]
 
@@ -281,19 +284,19 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     timing = measure_time(call, device, case.timing, beat)
     beat("memory")
     peak = measure_peak(call, device, tensor_bytes(tensors))
-    time = summarize("time", "ms", timing.samples_ms, timing.method)
+    time = summarize(TIME, timing.samples_ms, timing.method)
     tokens = case.batch * case.seq_len
     per_second = [1000 * tokens / ms for ms in timing.samples_ms]
     metrics = [
         time,
-        summarize("throughput", "tok/s", per_second, f"{tokens} tokens over each sample of time"),
+        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
         *peak.metrics(),
         *agreement.metrics(),
     ]
     if (estimate := case.estimate()) is not None:
         error = 100 * (estimate.extra - peak.extra) / peak.extra
         method = "(predicted - measured) / measured, of peak_extra_memory"
-        metrics.append(Metric("estimate_error", "%", error, method=method))
+        metrics.append(Metric.of(ESTIMATE_ERROR, error, method=method))
     return Measurement(tuple(metrics), route, environment(device), peak.files)
 
 

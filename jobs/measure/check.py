@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jobs.point import Metric
+from jobs.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS, Backend, dense
 from nsa_core.model import ModelConfig, NSATransformer
@@ -61,10 +62,8 @@ class Agreement:
 
     def metrics(self) -> list[Metric]:
         return [
-            Metric("oracle_error", "1", self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
-            Metric(
-                "oracle_error_bound", "1", self.bound, method="twice an eager run's in the same dtype, plus a floor"
-            ),
+            Metric.of(ORACLE_ERROR, self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
+            Metric.of(ORACLE_ERROR_BOUND, self.bound, method="twice an eager run's in the same dtype, plus a floor"),
         ]
 
 

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.measure.clock import l2_filler
 from jobs.measure.stats import summarize
 from jobs.point import Beat, Metric
+from jobs.quantities import STAGE
 from nsa_core.kernels.stages import Started, observe, stage
 
 Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel
@@ -110,7 +111,7 @@ def summarize_stages(profiles: Sequence[Profile]) -> Stages:
         name: [sum(ns for (stage, _), ns in profiled.items() if stage == name) / 1e6 for profiled in profiles]
         for name in names
     }
-    metrics = [summarize(f"stage_{name}", "ms", times, _METHOD) for name, times in samples.items()]
+    metrics = [summarize(STAGE.named(name), times, _METHOD) for name, times in samples.items()]
     kernels = sorted(profiles[-1].items(), key=lambda item: -item[1])
     lines = [f"{ns / 1e6:10.4f} ms  {name:30} {kernel}" for (name, kernel), ns in kernels]
     return Stages(

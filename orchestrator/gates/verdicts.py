@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 from sqlalchemy import insert
 
+from jobs.axes import more_columns
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.gates.rules import (
     ExponentRule,
@@ -244,8 +245,9 @@ def _exponents(rule: ExponentRule, run: _Run) -> _Found:
 
 
 def _growth(fit: Fit, number: int) -> str:
+    series = f"{fit.series['implementation']} {fit.series['pass']}"
     return (
-        f"{fit.implementation} {fit.pass_}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
+        f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
         f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
         + _more(number, "series")
     )
@@ -267,11 +269,9 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
     under: dict[tuple, list[Row]] = defaultdict(list)
     for row in run.of(below.metric, rule.where, below.where):
         if row["per_sequence"] > 0:
-            under[tuple(row[name] for name in rule.same)].append(row)
+            under[_alike(rule, row)].append(row)
     pairs = [
-        (top, bottom)
-        for top in run.of(above.metric, rule.where, above.where)
-        for bottom in under[tuple(top[name] for name in rule.same)]
+        (top, bottom) for top in run.of(above.metric, rule.where, above.where) for bottom in under[_alike(rule, top)]
     ]
     candidates = []
     for top, bottom in pairs:
@@ -281,6 +281,11 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
         ratio = top["per_sequence"] / bottom["per_sequence"]
         candidates.append(_Candidate(ratio, points, what + _more(len(pairs), "pairs")))
     return _Found(candidates, _lacking(rule, run, {top["point_id"] for top, _ in pairs}, rule.where, above.where))
+
+
+def _alike(rule: RatioRule, row: Row) -> tuple:
+    """What both sides of a ratio must agree in; axes of a kind's own always count."""
+    return tuple(row[name] for name in (*rule.same, *more_columns(row)))
 
 
 def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:

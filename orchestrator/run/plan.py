@@ -6,7 +6,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs.point import Machine, Point
@@ -152,7 +152,7 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
         key=key,
         label=point.label,
         config=dict(point.config),
-        axes=asdict(point.axes),
+        axes=point.axes.to_record(),
         estimate_bytes=point.estimate_bytes,
         state=state,
         reason=point.skip_reason,

@@ -15,6 +15,7 @@ from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.machine import probe
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.stats import summarize
+from jobs.quantities import TIME
 from nsa_core import NSAConfig
 from nsa_core.model import ModelConfig
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
-    metric = summarize("time", "ms", [5.0, 1.0, 2.0, 4.0, 3.0], "test")
+    metric = summarize(TIME, [5.0, 1.0, 2.0, 4.0, 3.0], "test")
     assert (metric.value, metric.samples) == (3.0, (5.0, 1.0, 2.0, 4.0, 3.0))
     assert (metric.p10, metric.p90) == pytest.approx((1.4, 4.6))
     assert metric.ci_low is not None
@@ -31,9 +32,9 @@ def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
 
 
 def test_two_samples_have_no_interval_and_none_no_metric() -> None:
-    assert summarize("time", "ms", [1.0, 2.0]).ci_low is None
+    assert summarize(TIME, [1.0, 2.0]).ci_low is None
     with pytest.raises(ValueError, match="no sample"):
-        summarize("time", "ms", [])
+        summarize(TIME, [])
 
 
 def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
