@@ -15,7 +15,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs._corpus import load_corpus
-from jobs._fields import NSA, Count, Large, Preset, Unique, backend_reasons, does_not_fit, threads
+from jobs._fields import NSA, Count, Large, Preset, Unique
+from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._training import OptimizerSpec, Run, Trainer
 from jobs.measure import check
 from jobs.measure.environment import environment
@@ -213,7 +214,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     agreement = check.check_attention(
         _implementation(model),
         model.nsa,
-        check.Shape(model.heads, model.kv_heads, model.head_dim),
+        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
         _compute_dtype(config["precision"]),
         device,
         backward=True,
