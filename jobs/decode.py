@@ -16,28 +16,27 @@ import torch
 from pydantic import Field, model_validator
 
 from jobs._case import bare_model
-from jobs._decode_steps import DENSE, Case, attention_step, check_steps, model_step
+from jobs._decode_steps import DENSE, DecodeCase, attention_step, check_steps, model_step
 from jobs._fields import (
     NSA,
     Count,
     DType,
+    HeadsSpec,
     Layers,
+    Lengths,
     Preset,
+    TimingSpec,
     Unique,
-    backend_reasons,
-    does_not_fit,
     implementation_names,
-    refuse_unusable,
-    threads,
     torch_dtype,
 )
+from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
 from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.scaling import Heads, Lengths, TimingSpec
 from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
@@ -63,7 +62,7 @@ class Spec(JobSpec):
     layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
     dtype: DType = "float32"
     preset: Preset | None = None
-    shape: Heads | None = Field(default=None, description="in place of a preset, for workload attention")
+    shape: HeadsSpec | None = Field(default=None, description="in place of a preset, for workload attention")
     nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
     timing: TimingSpec = TimingSpec()
 
@@ -100,7 +99,7 @@ class Spec(JobSpec):
 
     def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
         attention = {"attention": "dense"} if implementation == DENSE else {"backend": implementation}
-        case = Case(
+        case = DecodeCase(
             workload=self.workload,
             implementation=implementation,
             seq_len=seq_len,
@@ -174,7 +173,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         WrongResult: a step disagrees with the oracle.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    case = Case.from_config(config)
+    case = DecodeCase.from_config(config)
     device = case.start()
     beat("check")
     agreement = check_steps(case, device)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 import jobs
 from jobs.point import Machine, Point
+from jobs.validation import describe
 
 
 class SpecError(ValueError):
@@ -166,47 +167,7 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
     try:
         return module.Spec.model_validate(data)
     except ValidationError as err:
-        raise SpecError("\n".join(describe(err))) from None
-
-
-# What pydantic says of these is the rule alone.
-_FIXES = {
-    "int_type": "write a whole number in digits, e.g. 1024",
-    "float_type": "write a number, e.g. 0.5",
-    "finite_number": "write it in digits, e.g. 8",
-    "bool_type": "write true or false",
-    "string_type": "write a text, in quotes",
-    "list_type": "write a list, e.g. [a, b]",
-    "too_short": "name at least one",
-    "is_instance_of": "write a section of 'key: value' lines",
-    "dataclass_exact_type": "write a section of 'key: value' lines",
-    "model_type": "write a section of 'key: value' lines",
-    "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
-    "invalid_key": "put it in quotes, or remove it",
-}
-
-
-def describe(err: ValidationError) -> list[str]:
-    """One line a mistake: field, value, what is wrong and how to mend it."""
-    lines = []
-    for e in err.errors(include_url=False):
-        field = ".".join(str(part) for part in e["loc"]) or "spec"
-        if e["type"] == "extra_forbidden":
-            lines.append(f"{field}: unknown key (value {e['input']!r}); remove it or correct its spelling")
-        elif e["type"] == "missing":
-            lines.append(f"{field}: missing; add it to the spec")
-        else:
-            message, fix = e["msg"].removeprefix("Value error, "), _FIXES.get(e["type"])
-            lines.append(_mistake(e["loc"], e["input"], f"{message}; {fix}" if fix else message))
-    return lines
-
-
-def _mistake(loc: tuple[int | str, ...], value: Any, message: str) -> str:
-    """A check of several fields begins its message with the one to mend ("cmp_stride: 24: ..."), seen from `loc`."""
-    section = ".".join(str(part) for part in loc)
-    if re.match(r"[a-z][a-z0-9_.]*: ", message):
-        return f"{section}.{message}" if section else message
-    return f"{section or 'spec'}: {value!r}: {message}"
+        raise SpecError("\n".join(describe(err, data, "spec"))) from None
 
 
 def _override(data: dict[str, Any], item: str) -> None:

@@ -5,7 +5,6 @@ One process. A point is one kind of attention; all see the same batches in the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs._corpus import load_corpus
-from jobs._fields import NSA, Count, Large, Preset, Unique, backend_reasons, does_not_fit, threads
+from jobs._fields import NSA, Count, Preset, Unique
+from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._training import OptimizerSpec, Run, Trainer
 from jobs.measure import check
 from jobs.measure.environment import environment
@@ -36,6 +36,7 @@ from jobs.quantities import (
     Role,
 )
 from jobs.spec import JobSpec, SpecError, Strict
+from jobs.training_plan import TrainingPlan
 from nsa_core.backends import default
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig
@@ -67,32 +68,6 @@ class DataSpec(Strict):
         return path
 
 
-class PlanSpec(Strict):
-    """The long run that this short one is to judge. Targets that contradict each other are refused."""
-
-    steps: Large
-    tokens_per_step: Large
-    hours: float = Field(gt=0)
-    tokens_per_second: float | None = Field(default=None, gt=0, description="a stated target, checked against the rest")
-
-    @property
-    def needed(self) -> float:
-        """Tokens a second that finish the plan in time."""
-        return self.steps * self.tokens_per_step / (self.hours * 3600)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PlanSpec:
-        stated = self.tokens_per_second
-        if stated is not None and stated < 0.99 * self.needed:
-            takes = self.steps * self.tokens_per_step / stated / 3600
-            raise ValueError(
-                f"tokens_per_second: {stated:g}: {self.steps:,} steps x {self.tokens_per_step:,} tokens in "
-                f"{self.hours:g} h need {self.needed:,.0f} tok/s, and at {stated:g} tok/s they take {takes:,.0f} h; "
-                f"set tokens_per_second to at least {math.ceil(self.needed)}, or hours to {math.ceil(takes)}"
-            )
-        return self
-
-
 class Spec(JobSpec):
     """A short training for each kind of attention."""
 
@@ -113,7 +88,7 @@ class Spec(JobSpec):
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
-    plan: PlanSpec | None = None
+    plan: TrainingPlan | None = Field(default=None, description="the long run that this short one is to judge")
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Spec:
@@ -236,7 +211,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     agreement = check.check_attention(
         _implementation(model),
         model.nsa,
-        check.Shape(model.heads, model.kv_heads, model.head_dim),
+        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
         _compute_dtype(config["precision"]),
         device,
         backward=True,
@@ -272,9 +247,9 @@ def _speed(config: Mapping[str, Any], model: ModelConfig, run: Run, device: torc
         share = 100 * throughput.value * per_token / BF16_PEAKS[gpu]
         metrics.append(Metric.of(MFU, share, method=f"{per_token:.4g} FLOPs a token, {BF16_PEAKS[gpu]:.4g} a second"))
     if config["plan"] is not None:
-        plan = PlanSpec.model_validate(config["plan"])
+        plan = TrainingPlan.model_validate(config["plan"])
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
-        hours = plan.steps * plan.tokens_per_step / throughput.value / 3600
+        hours = plan.hours_at(throughput.value)
         metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
         metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
     return metrics

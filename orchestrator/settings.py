@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from jobs.validation import split
 from orchestrator.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -82,5 +83,5 @@ def load_settings() -> Settings:
 
 
 def _mistake(error: ErrorDetails) -> str:
-    name = str(error["loc"][0]).upper().removeprefix("NSA_")
-    return f"NSA_{name}: {str(error['input'])!r}: {error['msg'].removeprefix('Value error, ')}"
+    variable = f"NSA_{str(error['loc'][0]).upper().removeprefix('NSA_')}"
+    return ": ".join(split(error, variable))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,12 +11,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from jobs.axes import AXES, MORE
+from jobs.training_plan import TrainingPlan
+from jobs.validation import describe
 from orchestrator.errors import UserError
 from orchestrator.states import FAILED, PointState
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
-# Two figures for one throughput may differ by this share before they contradict each other.
-_AGREES = 0.15
 _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
 
 
@@ -158,31 +157,8 @@ class StatesRule(_Rule):
     min_points: int = Field(1, ge=1)
 
 
+_KINDS = ("exponent", "metric", "ratio", "states")
 Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discriminator="kind")]
-
-
-class Plan(_Strict):
-    """A planned training run; what throughput it needs follows from it, and a figure beside it must agree."""
-
-    steps: int = Field(gt=0)
-    tokens_per_step: int = Field(gt=0)
-    hours: float = Field(gt=0)
-    tokens_per_second: float | None = Field(None, gt=0)
-
-    @property
-    def needed(self) -> float:
-        """Tokens per second."""
-        return self.steps * self.tokens_per_step / (self.hours * 3600)
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        stated = self.tokens_per_second
-        if stated is not None and abs(stated - self.needed) > _AGREES * self.needed:
-            raise ValueError(
-                f"tokens_per_second: {stated:g} contradicts {self.steps:,} steps of {self.tokens_per_step:,} tokens in"
-                f" {self.hours:g} h, which need {self.needed:,.0f} tok/s; correct one of them"
-            )
-        return self
 
 
 class Target(_Strict):
@@ -190,7 +166,7 @@ class Target(_Strict):
 
     name: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
-    plan: Plan | None = None
+    plan: TrainingPlan | None = None
     rules: tuple[Rule, ...]
 
     @model_validator(mode="after")
@@ -246,7 +222,7 @@ def load_gates(path: Path | None = None) -> Gates:
     try:
         return Gates.model_validate(data)
     except ValidationError as err:
-        raise GatesError("\n".join(_describe(err, data))) from None
+        raise GatesError("\n".join(describe(err, data, "gates", _KINDS))) from None
 
 
 def _counts(value: str | float | None, wanted: Texts | Numbers | Range | None) -> bool:
@@ -266,45 +242,3 @@ def _is(value: str | float | None, wanted: str | int) -> bool:
     if isinstance(value, str) and isinstance(wanted, str):
         return fnmatchcase(value, wanted)
     return value == wanted
-
-
-def _describe(err: ValidationError, data: Any) -> list[str]:
-    """One line a field: where (targets and rules by their names), the value, what is wrong."""
-    lines: dict[str, list[str]] = defaultdict(list)
-    for error in err.errors(include_url=False):
-        field = ".".join(_path(error["loc"], data, keep_last=error["type"] == "missing")) or "gates"
-        lines[field].append(_wrong(error))
-    return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
-
-
-def _wrong(error: Any) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key (value {error['input']!r}); remove it or correct its spelling"
-        case "missing":
-            return "missing; add it"
-        case "union_tag_invalid" | "union_tag_not_found":
-            return "kind is unknown or missing; use exponent, metric, ratio or states"
-        case "value_error":
-            return message
-        case _:
-            return f"{error['input']!r}: {message}"
-
-
-def _path(location: tuple, data: Any, *, keep_last: bool) -> list[str]:
-    """The keys that lead to a mistake as the file has them, without pydantic's names of union members."""
-    path = []
-    member = False  # whether the next part names the member of the union of rules, which is no key
-    for part in location:
-        if member:
-            member = False
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-            named = data if isinstance(data, dict) else {}
-            member = "kind" in named
-            path.append(str(named.get("rule") or named.get("name") or part))
-        elif isinstance(data, dict) and part in data:
-            data = data[part]
-            path.append(str(part))
-    return [*path, str(location[-1])] if keep_last else path

@@ -14,13 +14,13 @@ import pandas as pd
 from sqlalchemy import insert
 
 from jobs.axes import more_columns
+from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.gates.rules import (
     ExponentRule,
     Gates,
     GatesError,
     MetricRule,
-    Plan,
     RatioRule,
     Row,
     Rule,
@@ -170,7 +170,7 @@ def _target(target: Target, runs: list[_Run]) -> TargetVerdict:
     return TargetVerdict(target.name, target.title, worst, rules)
 
 
-def _judge(rule: Rule, plan: Plan | None, runs: list[_Run]) -> RuleVerdict:
+def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[_Run]) -> RuleVerdict:
     match rule:
         case StatesRule():
             return _judge_states(rule, runs)
@@ -183,7 +183,10 @@ def _judge(rule: Rule, plan: Plan | None, runs: list[_Run]) -> RuleVerdict:
 
 
 def _judge_bounded(
-    rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None, runs: list[_Run], find: Callable[[_Run], _Found]
+    rule: ExponentRule | MetricRule | RatioRule,
+    plan: TrainingPlan | None,
+    runs: list[_Run],
+    find: Callable[[_Run], _Found],
 ) -> RuleVerdict:
     """The worst candidate of the newest run that has any, against the bound."""
     comparison, bound = _bound(rule, plan)
@@ -210,7 +213,7 @@ def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> s
     return ""
 
 
-def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None) -> tuple[str, float]:
+def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: TrainingPlan | None) -> tuple[str, float]:
     if rule.at_most is not None:
         return "<=", rule.at_most
     if rule.at_least == "plan":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jobs.measure import machine
-from jobs.measure.clock import Plan, measure_time
+from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.machine import probe
@@ -39,7 +39,7 @@ def test_two_samples_have_no_interval_and_none_no_metric() -> None:
 
 def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
     beats: list[str] = []
-    plan = Plan(repeats=4, min_s=0, max_s=10, warmup=5)
+    plan = TimingPlan(repeats=4, min_s=0, max_s=10, warmup=5)
     timing = measure_time(lambda: time.sleep(0.01), CPU, plan, lambda phase, done=0, total=0: beats.append(phase))
     assert len(timing.samples_ms) == beats.count("time") == 4
     assert 3 <= beats.count("warm-up") <= 5
@@ -47,7 +47,7 @@ def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
 
 
 def test_the_clock_ends_a_slow_call_in_time_and_says_that_it_was_not_steady() -> None:
-    timing = measure_time(lambda: time.sleep(0.05), CPU, Plan(100, 100, 0.01, 100), lambda *_: None)
+    timing = measure_time(lambda: time.sleep(0.05), CPU, TimingPlan(100, 100, 0.01, 100), lambda *_: None)
     assert len(timing.samples_ms) == 1
     assert "not steady" in timing.method
 
