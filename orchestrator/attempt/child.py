@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -12,17 +11,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from orchestrator.attempt import protocol
 from orchestrator.settings import CHECKOUT
 
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 OUTPUT_LIMIT = 1 << 20  # bytes of a point's stdout or stderr that are brought home (its end)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The worker broke the protocol, or speaks another version of it; it must be given up. `reason` is one line."""
+
+    reason: str
 
 
 class Child:
@@ -37,6 +43,7 @@ class Child:
         """
         self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
         self._buffer = b""
+        self._ready = False
         self._offsets = {"stdout": 0, "stderr": 0}
         self._events, events = os.pipe()
         os.set_blocking(self._events, False)
@@ -63,15 +70,18 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, command: Mapping[str, Any]) -> None:
+    def send(self, command: protocol.Command) -> None:
         """Give it a command. A child that died meanwhile does not read it; `alive` tells."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.write(protocol.encode(command))
             self._process.stdin.flush()
 
-    def events(self, timeout: float) -> list[dict[str, Any]]:
-        """The events that arrived; waits up to `timeout` seconds for the first."""
+    def events(self, timeout: float) -> list[protocol.Event | Violation]:
+        """The events that arrived; waits up to `timeout` seconds for the first.
+
+        A line that is not an event, or a worker of another version, gives a `Violation` in its place.
+        """
         if not select.select([self._events], [], [], timeout)[0]:
             return []
         with contextlib.suppress(BlockingIOError):
@@ -79,7 +89,7 @@ class Child:
                 self._buffer += chunk
             time.sleep(min(timeout, 0.05))  # end of file stays readable: do not spin until the process is gone
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [self._event(line) for line in lines]
 
     def alive(self) -> bool:
         """False once it ended. Does not reap, so that its process group cannot become somebody else's."""
@@ -111,7 +121,7 @@ class Child:
 
     def close(self) -> int | None:
         """Let it leave by itself, then end what is left of its tree. Its exit code (minus the signal)."""
-        self.send({"type": "exit"})
+        self.send(protocol.Exit())
         deadline = time.monotonic() + _EXIT_GRACE_S
         while self.alive() and time.monotonic() < deadline:
             self.events(0.1)
@@ -137,6 +147,23 @@ class Child:
             while any(_runs(process) for process in strays) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
+
+    def _event(self, line: bytes) -> protocol.Event | Violation:
+        try:
+            event = protocol.decode_event(line)
+        except protocol.ProtocolError as err:
+            return Violation(f"the worker sent an unreadable event: {err}")
+        match event:
+            case protocol.Ready(version=version) if version != protocol.VERSION:
+                return Violation(
+                    f"the worker ({sys.executable}) speaks version {version} of the protocol, its supervisor version "
+                    f"{protocol.VERSION}; both must run the same sources"
+                )
+            case protocol.Ready():
+                self._ready = True
+            case _ if not self._ready:
+                return Violation(f"the worker sent {type(event).__name__} before Ready; its version is unknown")
+        return event
 
     def discard(self) -> None:
         """Kill it and remove its files and descriptors. The handle is of no use afterwards."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.measure.telemetry import Telemetry
-from jobs.point import Machine
-from orchestrator.attempt import diagnostics, gpu_release
-from orchestrator.attempt.child import Child
+from jobs.point import Machine, Measurement
+from orchestrator.attempt import diagnostics, gpu_release, protocol
+from orchestrator.attempt.child import Child, Violation
 from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 from orchestrator.states import PointState
@@ -70,15 +70,16 @@ def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machi
     """
     child = Child(threads=1, gpus=gpus)
     try:
-        child.send({"type": "probe", "device": device})
+        child.send(protocol.Probe(device))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             alive = child.alive()
             for event in child.events(_POLL_S):
-                if event["type"] == "machine":
-                    return Machine(**{k: v for k, v in event.items() if k != "type"})
-                if event["type"] == "failure":
-                    raise ProbeError(event["reason"].removeprefix("ValueError: "))
+                match event:
+                    case protocol.Machine(machine):
+                        return machine
+                    case protocol.Failure(reason=reason) | Violation(reason):
+                        raise ProbeError(reason.removeprefix("ValueError: "))
             if not alive:
                 raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.new_output().get('stderr.txt')}")
         raise ProbeError(f"no answer within {timeout_s:.0f} s")
@@ -162,29 +163,25 @@ class _Watch:
         self._oom_kills = diagnostics.oom_kills()
         self._low_memory = False
 
-    def command(self) -> dict[str, Any]:
-        point = self._assignment.point
-        conditions = self._conditions
-        return {
-            "type": "run",
-            "kind": point.kind,
-            "config": dict(point.config),
-            "device": conditions.device,
-            "memory": conditions.memory_bytes,
-        }
+    def command(self) -> protocol.Run:
+        point, conditions = self._assignment.point, self._conditions
+        return protocol.Run(point.kind, dict(point.config), conditions.device, conditions.memory_bytes)
 
     def step(self) -> Ended | None:
         """Listen for a moment; how the point ended, None while it goes on."""
         alive = self._child.alive()  # asked before listening: what a dying child sent is still heard
         for event in self._child.events(_POLL_S if alive else 0):
-            if event["type"] == "beat":
-                self._note(event)
-            elif event["type"] == "environment":
-                self._environment = event["environment"]
-            elif event["type"] == "result":
-                return self._result(event)
-            elif event["type"] == "failure":
-                return self._ended(PointState(event["state"]), event["reason"], event["files"])
+            match event:
+                case protocol.Beat():
+                    self._note(event)
+                case protocol.Environment(environment):
+                    self._environment = dict(environment)
+                case protocol.Result(measurement):
+                    return self._measured(measurement)
+                case protocol.Failure(state, reason, files):
+                    return self._ended(state, reason, files)
+                case Violation(reason):
+                    return self._ended(PointState.ERROR, reason, {})
         if not alive:
             return self._died()
         self._low_memory = diagnostics.memory_exhausted()
@@ -201,15 +198,15 @@ class _Watch:
         self._unsent, self._sent = None, (sign.phase, time.monotonic())
         yield sign
 
-    def _note(self, event: Mapping[str, Any]) -> None:
-        self._last_sign, self._phase = time.monotonic(), event["phase"]
+    def _note(self, beat: protocol.Beat) -> None:
+        self._last_sign, self._phase = time.monotonic(), beat.phase
         run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        self._unsent = Progress(run_id, point_id, now(), event["phase"], event["done"], event["total"])
+        self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total)
 
-    def _result(self, event: Mapping[str, Any]) -> Ended:
-        metrics = tuple(MetricData(**metric) for metric in event["metrics"])
-        self._environment |= event["environment"]
-        return self._ended(PointState.OK, None, event["files"], metrics=metrics, route=event["route"])
+    def _measured(self, measurement: Measurement) -> Ended:
+        metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
+        self._environment |= measurement.environment
+        return self._ended(PointState.OK, None, measurement.files, metrics=metrics, route=dict(measurement.route))
 
     def _died(self) -> Ended:
         code = self._child.kill()

@@ -1,14 +1,8 @@
 """The child process that points are measured in: `python -m orchestrator.attempt.worker EVENTS_FD`.
 
-Commands come as JSON lines on stdin, events go as JSON lines to the pipe `EVENTS_FD`; stdout and stderr stay free for
-what the measurement prints. The process does not outlive its parent: end of file on stdin kills its whole group (and
-where it cannot act any more, the parent's guard does: orchestrator.attempt.child).
-
-Commands:
-    {"type": "probe", "device": "auto"}                     -> {"type": "machine", ...} or {"type": "failure", ...}
-    {"type": "run", "kind", "config", "device", "memory"}
-        -> {"type": "environment", ...}, {"type": "beat", ...} any number of times, then "result" or "failure"
-    {"type": "exit"}
+It reads commands from stdin and writes events to the pipe `EVENTS_FD` (orchestrator.attempt.protocol). It does not
+outlive its parent: end of file on stdin kills its process group; should the worker be unable to act, the parent's
+guard does (orchestrator.attempt.child).
 """
 
 from __future__ import annotations
@@ -26,12 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs.point import Measurement
+from jobs.point import Device, Measurement
+from orchestrator.attempt import protocol
 from orchestrator.states import PointState
 
 BEAT_INTERVAL_S = 0.2
@@ -56,8 +50,8 @@ class Events:
         self._lock = threading.Lock()
         self._last_beat = ("", -math.inf)
 
-    def send(self, event: Mapping[str, Any]) -> None:
-        data = memoryview(json.dumps(event, default=str).encode() + b"\n")
+    def send(self, event: protocol.Event) -> None:
+        data = memoryview(protocol.encode(event))
         with self._lock:
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -69,7 +63,7 @@ class Events:
         if phase == last_phase and now - last_at < BEAT_INTERVAL_S:
             return
         self._last_beat = (phase, now)
-        self.send({"type": "beat", "phase": phase, "done": done, "total": total})
+        self.send(protocol.Beat(phase, done, total))
 
 
 def main(argv: list[str]) -> None:
@@ -77,19 +71,27 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on stderr where py-spy may not attach
     commands = _commands()
-    events.send({"type": "ready", "pid": os.getpid()})
-    while (command := commands.get())["type"] != "exit":
-        events.send(_probe(command) if command["type"] == "probe" else run_point(command, events))
+    events.send(protocol.Ready(os.getpid()))
+    while True:
+        match commands.get():
+            case protocol.Exit():
+                return
+            case protocol.Probe(device):
+                events.send(_probe(device))
+            case protocol.Run() as run:
+                events.send(run_point(run, events))
+            case protocol.ProtocolError() as err:
+                events.send(protocol.Failure(PointState.ERROR, f"the worker cannot read its command: {err}", {}))
         _tidy()
 
 
-def run_point(command: Mapping[str, Any], events: Events) -> dict[str, Any]:
-    """Measure one point; what it brought home, or why it failed, as an event."""
+def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.Failure:
+    """Measure one point; any exception becomes a Failure."""
     try:
-        kind = importlib.import_module(f"jobs.{command['kind']}")
-        events.send({"type": "environment", "environment": _environment(command["device"])})
-        with memory_limit(command["device"], command["memory"]):
-            return _result(kind.measure(command["config"], events.beat))
+        kind = importlib.import_module(f"jobs.{run.kind}")
+        events.send(protocol.Environment(_environment(run.device)))
+        with memory_limit(run.device, run.memory_bytes):
+            return _result(kind.measure(run.config, events.beat))
     except Exception as err:
         return _failure(err)
 
@@ -107,7 +109,7 @@ def classify(err: BaseException) -> PointState:
 
 
 @contextlib.contextmanager
-def memory_limit(device: str, limit: int | None) -> Iterator[None]:
+def memory_limit(device: Device, limit: int | None) -> Iterator[None]:
     """Let the block use at most `limit` bytes more than now: of the card on CUDA, of private memory on a CPU."""
     if limit is None:
         yield
@@ -143,18 +145,18 @@ def _data_limit(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _result(measurement: Measurement) -> dict[str, Any]:
+def _result(measurement: Measurement) -> protocol.Result:
     for metric in measurement.metrics:
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
             raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
-    return {"type": "result", **asdict(measurement)}
+    return protocol.Result(measurement)
 
 
-def _failure(err: Exception) -> dict[str, Any]:
+def _failure(err: Exception) -> protocol.Failure:
     text = str(err).strip().splitlines()
     reason = f"{type(err).__name__}: {text[0]}" if text else type(err).__name__
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
-    return {"type": "failure", "state": classify(err), "reason": reason, "files": files}
+    return protocol.Failure(classify(err), reason, files)
 
 
 def _environment(device: str) -> dict[str, Any]:
@@ -181,10 +183,9 @@ def _cuda_memory() -> dict[str, str]:
     return {}
 
 
-def _probe(command: Mapping[str, Any]) -> dict[str, Any]:
+def _probe(device: str) -> protocol.Machine | protocol.Failure:
     try:
-        machine = importlib.import_module("jobs.measure.machine").probe(command["device"])
-        return {"type": "machine", **asdict(machine)}
+        return protocol.Machine(importlib.import_module("jobs.measure.machine").probe(device))
     except Exception as err:
         return _failure(err)
 
@@ -199,7 +200,7 @@ def _tidy() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _commands() -> queue.SimpleQueue[dict[str, Any]]:
+def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
     """The parent's commands, read by a thread that kills the group when the parent goes away.
 
     stdin moves to a descriptor that programs started by the measurement do not inherit.
@@ -208,11 +209,14 @@ def _commands() -> queue.SimpleQueue[dict[str, Any]]:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[protocol.Command | protocol.ProtocolError] = queue.SimpleQueue()
 
     def read() -> None:
         for line in source:
-            commands.put(json.loads(line))
+            try:
+                commands.put(protocol.decode_command(line))
+            except protocol.ProtocolError as err:
+                commands.put(err)
         if os.getpgrp() == os.getpid():  # started by a supervisor; never the shell's group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
