@@ -1,7 +1,7 @@
-"""The parent's side of the points that one worker slot measures: deadlines, diagnosis, classification.
+"""The parent's side of one worker slot: deadlines, diagnosis and classification of its points.
 
-`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task, and needs neither disk
-nor database of the driver: everything worth keeping travels in the updates.
+`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task. It needs neither the
+driver's disk nor its database: outcomes and artifacts travel in the updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROGRESS_INTERVAL_S = 1.0
 
 
 class ProbeError(RuntimeError):
-    """The machine could not be probed: what the child said."""
+    """The machine could not be probed; the text is the child's message."""
 
 
 def supervise(
@@ -33,12 +33,12 @@ def supervise(
     gpus: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Update]:
-    """Measure points one after the other, each in a child process, and tell what happens.
+    """Measure points one after the other in child processes and yield what happens.
 
     Args:
         gpus: the children's CUDA_VISIBLE_DEVICES; None keeps this process's.
-        stopped: asked several times a second; once true, the child is killed and the generator ends at once,
-            with no outcome for the point at hand.
+        stopped: polled several times a second; once true, the child is killed and the generator ends at once,
+            without an outcome for the current point.
     """
     slot = _Slot(conditions, gpus)
     try:
@@ -66,7 +66,7 @@ def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machi
     """The machine as a point's process sees it (jobs.measure.machine.probe, run in a child).
 
     Raises:
-        ProbeError: with the child's own words.
+        ProbeError: the probe failed in the child, or the child died or did not answer.
     """
     child = Child(threads=1, gpus=gpus)
     try:
@@ -88,7 +88,7 @@ def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machi
 
 
 class _Slot:
-    """The child of a slot, started when needed, and its GPUs."""
+    """A slot's child, started when needed, and its GPUs."""
 
     def __init__(self, conditions: Conditions, gpus: str | None) -> None:
         self._conditions = conditions
@@ -98,7 +98,7 @@ class _Slot:
         self._baseline = gpu_release.Baseline(None)
 
     def child(self) -> Child:
-        """A living child: the warm one if there is one."""
+        """A living child: the warm one, else a new one."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
@@ -107,7 +107,7 @@ class _Slot:
         return self._child
 
     def clear(self) -> str | None:
-        """End the child and wait until its GPUs are free; what is in the way if they do not get free."""
+        """End the child and wait until its GPUs are free. Returns the obstacle if they do not get free, else None."""
         if self._child is None:
             return None
         child, self._child = self._child, None
@@ -123,7 +123,7 @@ def _watch(
     gpu_ids: Sequence[str],
     stopped: Callable[[], bool],
 ) -> Generator[Update, None, Ended | None]:
-    """Follow one point to its end. None: stopped before that."""
+    """Follow one point to its end. Returns None if stopped before."""
     watch = _Watch(child, assignment, conditions)
     telemetry = Telemetry(gpu_ids)
     telemetry.start()
@@ -147,7 +147,7 @@ def _watch(
 
 
 class _Watch:
-    """One attempt at one point: what was heard of it, and what that means."""
+    """One attempt at one point: its events so far, its deadlines, its outcome."""
 
     def __init__(self, child: Child, assignment: Assignment, conditions: Conditions) -> None:
         self._child = child
@@ -155,8 +155,8 @@ class _Watch:
         self._conditions = conditions
         self._started_at = now()
         self._start = time.monotonic()
-        self._last_sign: float | None = None  # of progress
-        self._phase = ""  # last heard
+        self._last_sign: float | None = None  # time of the last progress
+        self._phase = ""  # of the last progress
         self._unsent: Progress | None = None
         self._sent = ("", 0.0)  # phase and time of the last update
         self._environment: dict[str, Any] = {}
@@ -168,8 +168,8 @@ class _Watch:
         return protocol.Run(point.kind, dict(point.config), conditions.device, conditions.memory_bytes)
 
     def step(self) -> Ended | None:
-        """Listen for a moment; how the point ended, None while it goes on."""
-        alive = self._child.alive()  # asked before listening: what a dying child sent is still heard
+        """Handle new events. Returns the outcome, None while the point goes on."""
+        alive = self._child.alive()  # asked before reading: events of a child that dies now are still read
         for event in self._child.events(_POLL_S if alive else 0):
             match event:
                 case protocol.Beat():
@@ -188,7 +188,7 @@ class _Watch:
         return self._overdue()
 
     def progress(self) -> Iterator[Progress]:
-        """What was heard since, at most about once a second unless the phase changed."""
+        """The latest progress not sent yet, at most once a second within a phase."""
         sign = self._unsent
         if sign is None:
             return
@@ -228,7 +228,6 @@ class _Watch:
         return None
 
     def _whereabouts(self) -> str:
-        """In which phase it was last heard of."""
         return f"(last in phase {self._phase!r})"
 
     def _expired(self, state: PointState, reason: str) -> Ended:

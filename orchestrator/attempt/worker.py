@@ -29,7 +29,7 @@ from orchestrator.attempt import protocol
 from orchestrator.states import PointState
 
 BEAT_INTERVAL_S = 0.2
-"""Beats of one phase that come faster are not sent: a pipe write has no place inside a timing loop."""
+"""Beats of one phase that follow sooner are dropped, to keep pipe writes out of timing loops."""
 
 _OOM_TEXTS = (
     "CUDA out of memory",
@@ -42,7 +42,7 @@ _OOM_TEXTS = (
 
 
 class Events:
-    """The pipe to the parent. Safe to use from several threads."""
+    """The pipe to the parent. Thread-safe."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
@@ -57,7 +57,7 @@ class Events:
                 data = data[os.write(self._fd, data) :]
 
     def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Tell that the measurement got further (jobs.point.Beat)."""
+        """Report progress of the measurement (jobs.point.Beat)."""
         now = time.monotonic()
         last_phase, last_at = self._last_beat
         if phase == last_phase and now - last_at < BEAT_INTERVAL_S:
@@ -97,7 +97,7 @@ def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.F
 
 
 def classify(err: BaseException) -> PointState:
-    """OOM where the exception, or one that it was raised from, says that memory ran out; else ERROR."""
+    """OOM if the exception, or one in its chain of causes, means that memory ran out; else ERROR."""
     cause: BaseException | None = err
     while cause is not None:
         if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
@@ -110,7 +110,7 @@ def classify(err: BaseException) -> PointState:
 
 @contextlib.contextmanager
 def memory_limit(device: Device, limit: int | None) -> Iterator[None]:
-    """Let the block use at most `limit` bytes more than now: of the card on CUDA, of private memory on a CPU."""
+    """Limit the block's memory: on CUDA to `limit` bytes of the card, on a CPU to `limit` private bytes beyond now."""
     if limit is None:
         yield
     elif device == "cuda":
@@ -127,12 +127,12 @@ def memory_limit(device: Device, limit: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_limit(limit: int) -> Iterator[None]:
-    # RLIMIT_DATA counts private writable mappings only: unlike RLIMIT_AS it is not spent on libraries and reservations.
+    # RLIMIT_DATA counts private writable mappings only; RLIMIT_AS would also count libraries and reservations.
     try:
         import resource
 
         status = Path("/proc/self/status").read_text()
-    except (ImportError, OSError):  # not Linux: the limit stays a prediction
+    except (ImportError, OSError):  # not Linux: not enforced
         yield
         return
     used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
@@ -160,9 +160,9 @@ def _failure(err: Exception) -> protocol.Failure:
 
 
 def _environment(device: str) -> dict[str, Any]:
-    """The surroundings, told before the measurement, so that they are known of points that never come back, too."""
+    """The point's environment; {} for a kind without torch."""
     torch = sys.modules.get("torch")
-    if torch is None:  # a kind without it
+    if torch is None:
         return {}
     try:
         return importlib.import_module("jobs.measure.environment").environment(torch.device(device))
@@ -171,11 +171,11 @@ def _environment(device: str) -> dict[str, Any]:
 
 
 def _cuda_memory() -> dict[str, str]:
-    """The allocator's own account, where CUDA is in use; it must not replace the failure that it explains."""
+    """The CUDA allocator's statistics as artifacts; {} where CUDA is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # must not replace the failure that it explains
         return {
             "memory_summary.txt": torch.cuda.memory_summary(),
             "memory_stats.json": json.dumps(torch.cuda.memory_stats(), indent=1),
@@ -191,19 +191,19 @@ def _probe(device: str) -> protocol.Machine | protocol.Failure:
 
 
 def _tidy() -> None:
-    """What a warm worker owes to its next point: memory given back."""
+    """Release memory before a warm worker's next point."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):  # a failed kernel left the context broken; the parent throws us away
+        with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this worker
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
 def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
-    """The parent's commands, read by a thread that kills the group when the parent goes away.
+    """The queue of the parent's commands, filled by a thread that kills this process group at end of file.
 
-    stdin moves to a descriptor that programs started by the measurement do not inherit.
+    stdin moves to a descriptor that the measurement's subprocesses do not inherit.
     """
     source = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -217,7 +217,7 @@ def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
                 commands.put(protocol.decode_command(line))
             except protocol.ProtocolError as err:
                 commands.put(err)
-        if os.getpgrp() == os.getpid():  # started by a supervisor; never the shell's group
+        if os.getpgrp() == os.getpid():  # started by a supervisor; never kill a shell's group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def python(code: str, timeout: float = 60) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
@@ -49,7 +49,7 @@ def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> Non
     told = python(
         """
         from orchestrator.attempt.worker import memory_limit
-        before = bytearray(300 << 20)                      # in use already: not the point's
+        before = bytearray(300 << 20)                      # in use before: does not count
         with memory_limit("cpu", 200 << 20):
             within = bytearray(100 << 20)
             try:
@@ -78,7 +78,7 @@ def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
     assert told.strip() == "oom"
 
 
-def test_no_limit_without_one() -> None:
+def test_no_memory_limit_sets_no_rlimit() -> None:
     assert "RLIM" not in python(
         """
         import resource
@@ -89,7 +89,7 @@ def test_no_limit_without_one() -> None:
     )
 
 
-def test_what_is_out_of_memory() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     class OutOfMemoryError(RuntimeError):
         """As torch's."""
 
@@ -104,10 +104,10 @@ def test_what_is_out_of_memory() -> None:
     assert classify(raised_from(MemoryError())) is PointState.OOM
     assert classify(RuntimeError("shapes do not match")) is PointState.ERROR
     assert classify(raised_from(KeyError("x"))) is PointState.ERROR
-    assert classify(ValueError("CUDA out of memory")) is PointState.ERROR  # its words alone say nothing
+    assert classify(ValueError("CUDA out of memory")) is PointState.ERROR  # the text alone does not decide
 
 
-def test_beats_of_a_phase_are_thinned_but_a_new_phase_is_told(pipe) -> None:
+def test_beats_of_a_phase_are_thinned_but_a_new_phase_is_sent(pipe) -> None:
     read, events = pipe
     for done in range(100):
         events.beat("timing", done, 100)
@@ -161,7 +161,7 @@ time.sleep(600)"""
     )
     assert parent.stdout is not None
     child, grandchild = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
-    if stopped:  # as one stuck in a driver call: its thread cannot see the end of stdin
+    if stopped:  # as if stuck in a driver call: its thread cannot read the end of stdin
         child.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()
