@@ -1,4 +1,4 @@
-"""`nsa`: the command line. A thin layer: each command reads its arguments, calls one thing, and prints the result."""
+"""The `nsa` command line. Each command reads its arguments, makes one call and prints the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 
 
 class Format(StrEnum):
-    """What a report can be written as."""
+    """The formats of a report."""
 
     MD = "md"
     HTML = "html"
@@ -244,7 +244,7 @@ def gate(
     rules = load_gates(gates or settings.gates).only(target)
     with _store(settings) as store:
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-        if not (runs or gates or target):  # the standing rules on all that is stored: what v_gate shows
+        if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
             save_verdicts(store, None, verdicts)
     summary.print_verdicts(verdicts, console.out)
     results = {v.result for v in verdicts}

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a progress bar on a terminal, plain lines in a log."""
+"""Shows a run's progress: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ _SIGN_OF_LIFE_S = 30.0
 def watcher(
     labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO | None = None
 ) -> LogWatcher:
-    """The display for `stream` (None: stdout): labels of all points by id, of which `settled` need no measuring."""
+    """The display for a stream.
+
+    Args:
+        labels: point id -> label, of all points.
+        settled: number of points that need no measuring.
+        headline: the metrics to show of a point that ended.
+        stream: None: stdout.
+    """
     out = stream or sys.stdout
     return (TerminalWatcher if out.isatty() else LogWatcher)(labels, settled, headline, out)
 
 
 class LogWatcher:
-    """A line when a point ends, and now and then one that says what is running."""
+    """Prints a line when a point ends, and the running point's phase after 30 s without a line."""
 
     def __init__(self, labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO) -> None:
         self._labels = labels
@@ -69,7 +76,7 @@ class LogWatcher:
 
 
 class TerminalWatcher(LogWatcher):
-    """The same lines above a bar for the run and one for each running point."""
+    """Prints the same lines, above a bar for the run and one for each running point."""
 
     def __init__(self, labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO) -> None:
         super().__init__(labels, settled, headline, stream)
