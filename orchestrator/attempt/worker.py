@@ -31,6 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jobs.kinds import kind_module
 from jobs.point import Measurement
 from orchestrator.states import PointState
 
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
 def run_point(command: Mapping[str, Any], events: Events) -> dict[str, Any]:
     """Measure one point; what it brought home, or why it failed, as an event."""
     try:
-        kind = importlib.import_module(f"jobs.{command['kind']}")
+        kind = kind_module(command["kind"])
         events.send({"type": "environment", "environment": _environment(command["device"])})
         with memory_limit(command["device"], command["memory"]):
             return _result(kind.measure(command["config"], events.beat))
