@@ -13,7 +13,7 @@ from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingPlan
 from jobs.spec import Strict
 from nsa_core import NSAConfig
-from nsa_core.backends import BACKENDS
+from nsa_core.backends import backend_names
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -56,7 +56,7 @@ def implementation_names(*dense: str) -> AfterValidator:
     """A check of a list: each name is a backend of the sparse operator or one of `dense`."""
 
     def check(names: list[str]) -> list[str]:
-        known = (*BACKENDS, *dense)
+        known = (*backend_names(), *dense)
         for name in names:
             if name not in known:
                 raise ValueError(f"{name!r} is no implementation; use {', '.join(known)}")

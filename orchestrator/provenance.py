@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, offered_sources
 from orchestrator.settings import CHECKOUT
 
 _SOURCES = ("nsa_core", "jobs")
@@ -39,6 +39,19 @@ def code_hash(root: Path = CHECKOUT) -> str:
     for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def code_hash_of(spec: JobSpec) -> str:
+    """`code_hash`, with the sources of the other distributions that the job's kind and implementations come from."""
+    own, others = code_hash(), offered_sources(spec)
+    if not others:
+        return own
+    digest = hashlib.sha256(own.encode())
+    for name, path in sorted(others.items()):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
 

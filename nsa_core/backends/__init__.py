@@ -1,4 +1,7 @@
-"""The ways of computing the branches, one file each, and the choice among them."""
+"""The ways of computing the branches, one file each, and the choice among them.
+
+Other distributions offer more in the entry point group `nsa_bench.implementations`: objects of the protocol `Backend`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,21 @@ from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
 from . import chunked, flash, naive, triton
+from ._offered import OfferedBackend, offered, offered_backend
+
+__all__ = [
+    "BACKENDS",
+    "WINDOW_BACKENDS",
+    "Backend",
+    "FusedBackend",
+    "OfferedBackend",
+    "WindowBackend",
+    "available_backends",
+    "backend_names",
+    "default",
+    "offered",
+    "resolve",
+]
 
 
 class WindowBackend(Protocol):
@@ -80,13 +98,23 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "flash": flash})
 
 
+def backend_names() -> list[str]:
+    """Names of the backends that compute every branch: this package's, then those of other distributions."""
+    return [*BACKENDS, *_usable()]
+
+
 def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
     """Backends' names, each with None if it can run on `device` in `dtype`, else the reason why not.
 
     Args:
         branch: list those that compute this one; None: those that compute every branch.
     """
-    return {name: backend.unavailable(device, dtype) for name, backend in _backends(branch).items()}
+    answers: dict[str, WindowBackend | OfferedBackend] = {**_backends(branch), **_usable()}
+    return {name: each.unavailable(device, dtype) for name, each in answers.items()}
+
+
+def _usable() -> dict[str, OfferedBackend]:
+    return {one.name: one for one in offered() if one.problem is None}
 
 
 def resolve(
@@ -104,7 +132,9 @@ def resolve(
     """
     wanted = list(branches)
     if not isinstance(backend, str | Mapping):
-        raise BackendError("backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(BACKENDS)}")
+        raise BackendError(
+            "backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(backend_names())}"
+        )
     named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
@@ -116,16 +146,28 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype) -
     if name == "auto":
         name = default(device, dtype)
     backends = _backends(branch)
-    if isinstance(name, str) and name in WINDOW_BACKENDS and name not in backends:
-        fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {", ".join(backends)}'
-        raise BackendError("backend", repr(name), fix)
-    if not isinstance(name, str) or name not in backends:
-        raise BackendError("backend", repr(name), f"use one of auto, {', '.join(backends)}")
-    reason = backends[name].unavailable(device, dtype)
+    backend = None
+    if isinstance(name, str):
+        backend = backends[name] if name in backends else offered_backend(name)
+    if backend is None:
+        raise BackendError("backend", repr(name), _unknown(name, branch))
+    reason = backend.unavailable(device, dtype)
     if reason is not None:
         usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
-    return cast(Backend, backends[name])  # a WindowBackend at "win" alone, where nothing else is asked of it
+    return cast(Backend, backend)  # a WindowBackend at "win" alone, where nothing else is asked of it
+
+
+def _unknown(name: object, branch: Branch) -> str:
+    """The fix for a name that is no backend of the branch."""
+    known = ", ".join([*_backends(branch), *_usable()])
+    if isinstance(name, str) and name in WINDOW_BACKENDS:
+        return f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {known}'
+    broken = [one for one in offered() if one.name == name and one.problem is not None]
+    return (
+        "".join(f"{one.package} {one.version} offers it, but {one.problem}; " for one in broken)
+        + f"use one of auto, {known}"
+    )
 
 
 def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:

@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jobs.kinds import kind_module
 from jobs.point import Device, Measurement
+from jobs.quantities import Quantities
 from orchestrator.attempt import protocol
 from orchestrator.states import PointState
 
@@ -88,10 +90,10 @@ def main(argv: list[str]) -> None:
 def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.Failure:
     """Measure one point; any exception becomes a Failure."""
     try:
-        kind = importlib.import_module(f"jobs.{run.kind}")
+        kind = kind_module(run.kind)
         events.send(protocol.Environment(_environment(run.device)))
         with memory_limit(run.device, run.memory_bytes):
-            return _result(kind.measure(run.config, events.beat))
+            return _result(kind.measure(run.config, events.beat), Quantities(kind.QUANTITIES))
     except Exception as err:
         return _failure(err)
 
@@ -145,8 +147,12 @@ def _data_limit(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _result(measurement: Measurement) -> protocol.Result:
+def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
     for metric in measurement.metrics:
+        if (unit := declared.of(metric.name, "undeclared").unit) != metric.unit:
+            raise ValueError(
+                f"metric {metric.name} in {metric.unit}: {unit} in the kind's QUANTITIES; declare it alike"
+            )
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
             raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
     return protocol.Result(measurement)

@@ -62,7 +62,7 @@ def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
     checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
     checks += [_ray, _database, _artifacts, _pyspy, _dashboard]
-    return [check(settings) for check in checks]
+    return [*(check(settings) for check in checks), *_offered()]
 
 
 def _source(variable: str, given: bool) -> str:
@@ -138,6 +138,31 @@ def _dense_kernels() -> Mapping[str, str | None]:
         return {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return available_kernels(device, torch.bfloat16, 64)
+
+
+def _offered() -> list[Finding]:
+    """Kinds and implementations of other installed distributions."""
+    from jobs.kinds import offered_kinds
+
+    try:
+        from nsa_core.backends import offered
+    except ImportError:  # no PyTorch, which has its own finding
+        implementations = ()
+    else:
+        implementations = offered()
+    groups = {"kind": offered_kinds(), "implementation": implementations}
+    return [
+        Finding(f"{group} {one.name}", Health.OK, f"{one.package} {one.version}")
+        if one.problem is None
+        else Finding(
+            f"{group} {one.name}",
+            Health.BROKEN,
+            f"{one.package} {one.version}: {one.problem}",
+            f"mend or uninstall {one.package}",
+        )
+        for group, found in groups.items()
+        for one in found
+    ]
 
 
 def _optional(package: str, fix: str) -> Finding:

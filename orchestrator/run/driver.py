@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from jobs.kinds import kind_module, own_axes
 from jobs.point import Machine
+from jobs.quantities import Quantities, Role
 from jobs.spec import SpecError
 from orchestrator import provenance, summary
 from orchestrator.database_url import StoreError, hide_password
@@ -95,7 +97,8 @@ def _measure(
     stopped: Callable[[], str | None],
 ) -> int:
     folder, slots = order.folder, executor.slots(machine)
-    with watcher(todo.labels, todo.settled.total()) as watching:
+    headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
+    with watcher(todo.labels, todo.settled.total(), headline) as watching:
         _announce(order, machine, todo, slots, store, watching)
         recorder = Recorder(order.run_id, journal, store, watching.tell)
         recorder.write(todo.records)
@@ -146,6 +149,7 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
 
 def _run_record(order: Order, resumed: int = 0) -> RunRecord:
     commit, dirty = provenance.git_state()
+    kind = kind_module(order.spec.kind)
     return RunRecord(
         run_id=order.run_id,
         name=order.spec.name,
@@ -154,11 +158,13 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
         spec_hash=provenance.spec_hash(order.spec),
         git_commit=commit,
         git_dirty=dirty,
-        code_hash=provenance.code_hash(),
+        code_hash=provenance.code_hash_of(order.spec),
         submission_id=provenance.submission_id(),
         host=socket.gethostname(),
         artifacts=str(order.folder),
         resumed=resumed,
+        quantities=tuple(kind.QUANTITIES),
+        axes=own_axes(kind),
     )
 
 

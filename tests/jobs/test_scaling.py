@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
 def test_a_backend_whose_memory_nothing_predicts_is_measured_all_the_same(
     workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("jobs._fields.BACKENDS", "nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
+    for name in ("nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
         monkeypatch.setattr(name, dict(BACKENDS) | {"new": chunked})
     shape = {"shape": None, "preset": "tiny"} if workload == "model" else {}
     point = _spec(implementations=["new"], workload=workload, passes=["forward"], memory_gib=1e-6, **shape).points(CPU)[
