@@ -149,10 +149,10 @@ def _data_limit(limit: int) -> Iterator[None]:
 
 def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
     for metric in measurement.metrics:
-        if (unit := declared.of(metric.name, "undeclared").unit) != metric.unit:
-            raise ValueError(
-                f"metric {metric.name} in {metric.unit}: {unit} in the kind's QUANTITIES; declare it alike"
-            )
+        unit = declared.of(metric.name, "").unit
+        if unit != metric.unit:
+            problem = f"is declared in {unit}" if unit else "is not declared"
+            raise ValueError(f"metric {metric.name} in {metric.unit}: {problem}; mend the kind's QUANTITIES")
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
             raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
     return protocol.Result(measurement)
