@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.measure.clock import l2_filler
 from jobs.measure.stats import summarize
 from jobs.point import Beat, Metric
-from nsa_core.kernels.stages import Started, observe, stage
+from nsa_core.kernels.runtime.launch import Started, observe
 
 Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel
 OTHER = "other"  # kernels that are not the project's: PyTorch's sorts, sums, copies
@@ -90,7 +90,7 @@ def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
         raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")
     waiting: dict[str, deque[str]] = {}
     for launch in launches:
-        waiting.setdefault(launch.kernel, deque()).append(stage(launch.kernel, launch.constants))
+        waiting.setdefault(launch.kernel, deque()).append(launch.stage)
     spent: Profile = Counter()
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         stages = waiting.get(kernel.name)
