@@ -3,8 +3,8 @@
 Taken from the device's own timestamps of every kernel (CUPTI, through torch.profiler), not from events around launches:
 an event pair adds microseconds to a kernel that takes as long, and counts the wait for a host that launches too slowly
 as the stage's own. So these times add up to the time in which the device computed; the rest of the call's time is gaps.
-What each launch worked for is told by the order of launches of one name, which is the order in which they run: the
-operator uses one stream.
+A kernel's stage is its launch's. Kernels of one name are matched with launches in order, because the operator uses one
+stream.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _profile(
 
 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
-    """The launches' kernels by the stages that they worked for, all others as OTHER.
+    """Time of the launches' kernels by stage, and of all others as OTHER.
 
     Raises:
         ProfileError: there is no launch, or the kernels are not those of the launches.

@@ -3,7 +3,7 @@
 
 The loading warpgroup gathers the tiles of the queries that chose a block; the two others compute on alternate tiles and
 accumulate gradients of keys and values each. At the end the second hands its sums to the first through the output's
-memory. Slots are packed (shared/packed_slots.py). The kernel of all other cards is in kernels.py.
+memory. Slots are packed (shared/packed_slots.py). All other cards and cases: kernels.py.
 """
 
 from __future__ import annotations

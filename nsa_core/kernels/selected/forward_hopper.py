@@ -2,7 +2,7 @@
 """Attention over the freely chosen blocks, forward, for Hopper (sm90): one warpgroup loads, three attend.
 
 The loading warpgroup gathers the queries that chose a block; the others compute on alternate tiles of them
-(shared/hopper.py). Slots are packed (shared/packed_slots.py). The kernel of all other cards is in kernels.py.
+(shared/hopper.py). Slots are packed (shared/packed_slots.py). All other cards and cases: kernels.py.
 """
 
 from __future__ import annotations

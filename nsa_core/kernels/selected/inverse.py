@@ -134,8 +134,8 @@ class Inverse:
 def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
     """Largest number of rows of one kv head's group in a chunk.
 
-    Its slots take about four times q's bytes at most, between 64 MiB and 2 GiB. The kernels address a chunk's rows from
-    its first in 32 bits, with all heads of q in between.
+    Its slots take at most four times q's bytes, a limit that is itself kept within 64 MiB and 2 GiB. Kernels address a
+    chunk's rows from its first in 32 bits, with all heads of q in between.
 
     Args:
         dim: the wider of the head dims of keys and values.

@@ -41,7 +41,8 @@ def _selected_forward(
     that chose it, M // G entries per tile with all G heads of the group. It writes each entry's slot: OPART
     [rows,FREE,G,DV] and the base-2 log-sum-exp LPART [rows,FREE,G], float32.
     Q [B,S,HQ,D]; K, V [B,T,HKV,D or DV]; ENTRIES, ITEMS, PIECES, BOUNDS: see `Inverse`. Choosing rows are numbered over
-    sequences and kv heads, without the first `skip` rows of each; the chunk's first is `first_row`.
+    sequences and kv heads, without the first `skip` rows of each; the chunk's first is `first_row`. MASKED: a block may
+    hold keys behind the query. AHEAD: entries are loaded an iteration ahead.
     """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G

@@ -7,8 +7,8 @@ of its first, and masked tiles around them.
 
 Where the selected branch and the window share keys and values, their keys are split into three disjoint sets, each
 scored once: SLC_ALONE, seen by the selected branch alone (the initial blocks; before CAUSAL, where every block is
-selected, all keys before the window), WIN_ALONE, seen by the window alone, and BOTH, the local blocks, which lie in the
-window.
+selected, all keys before the window), WIN_ALONE, seen by the window alone, and BOTH (the local blocks, which lie in the
+window; before CAUSAL, the window).
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _one(copies, ROWS: tl.constexpr, COPIES: tl.constexpr):
 def in_registers(x):
     """x [rows,columns], finite, as the result of a product, so that it stays in registers as a first operand.
 
-    Loaded tensors Triton puts into shared memory for Hopper's products, each of which reads them from there.
+    Triton puts loaded tensors into shared memory for Hopper's products, each of which reads them from there.
     """
     i = tl.arange(0, x.shape[1])
     identity = (i[:, None] == i[None, :]).to(x.dtype)

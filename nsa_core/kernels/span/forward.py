@@ -157,7 +157,7 @@ def _span_forward(
 
     Grid: (tiles of queries, sequences x kv heads). A program owns M // G queries of one kv head with all G heads of the
     group. For each branch it writes the output to OC, OW or OS [B,S,HQ,DV] and the base-2 log-sum-exp to LSEC, LSEW or
-    LSES [B,S,HQ], float32. Rows up to `skip` and behind it are never in one tile.
+    LSES [B,S,HQ], float32. Rows before `skip` and later ones are never in one tile.
     Q [B,S,HQ,D]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]. SHARED: KS and VS are the window's, too.
     HAS_V: if not, only log-sum-exps are written. LATE: warps if sums are rescaled late (rescale.py), else 0.
     """
@@ -215,7 +215,7 @@ def attend_spans(
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
         parts: keys and values of each branch.
-        gates: [B,S,HQ,len(parts)]; if given, the Hopper kernel sums cmp and win, weighted by these.
+        gates: [B,S,HQ,len(parts)]; if given, Hopper's kernel sums cmp and win, weighted by these.
 
     Returns:
         each part's output [B,S,HQ,DV] in q's dtype, and each part's base-2 log-sum-exp, float32 [B,S,HQ]. Where cmp and
