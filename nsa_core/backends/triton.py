@@ -76,7 +76,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
-    plan = kernels.Plan(config, branches, offset, scale)
+    plan = kernels.Call(config, branches, offset, scale)
     for branch in branches:
         note(branch, "triton")
     if "cmp" in branches and "slc" in branches:
@@ -100,7 +100,7 @@ def _one(
 ) -> Tensor:  # fmt: skip
     note(branch, "triton")
     kernels = _kernels(q, v)
-    plan = kernels.Plan(config, (branch,), offset, scale)
+    plan = kernels.Call(config, (branch,), offset, scale)
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
 
 

@@ -31,9 +31,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
 from . import operators
-from .decode import step as decode
-from .runtime import launch as _launch
-from .runtime.launch import Launch
+from .decode import step
+from .runtime.launch import Launch, record
 from .runtime.tiles import assume
 from .runtime.tma import Tiled
 from .training import cross_entropy, heads, swiglu
@@ -99,11 +98,11 @@ def launches(case: Case, arch: int) -> list[Launch]:
 
     Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
     """
-    with assume(arch), _launch.record() as seen:
+    with assume(arch), record() as seen:
         for tokens in (2048, 65_536):
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)
-        decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
+        step.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
         _train_once(case)
     return list({_identity(launch): launch for launch in seen}.values())
 
@@ -118,7 +117,7 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    plan = operators.Plan(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    plan = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
     pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]

@@ -80,7 +80,8 @@ def forward(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     tokens = config.cmp_tokens(k.shape[1])
     k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
     pointers = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}
-    _run(_mean, pointers | {"T": k.shape[1], "N": tokens}, {"ROWS": _ROWS}, k.shape, v.shape, tokens, _ROWS, config)
+    arguments = pointers | {"T": k.shape[1], "N": tokens}
+    _run(_mean, "compress", arguments, {"ROWS": _ROWS}, k.shape, v.shape, tokens, _ROWS, config)
     return k_cmp, v_cmp
 
 
@@ -112,16 +113,16 @@ def gather(
 def _run_spread(arguments: dict[str, Tensor | int], others: bool, dk: Tensor, dv: Tensor, config: NSAConfig) -> None:
     stride = config.cmp_stride
     constants = {"ROWS": power_of_two(stride), "OTHERS": others, "UNROLL": 4}
-    _run(_spread, arguments, constants, dk.shape, dv.shape, dk.shape[1], stride, config)
+    _run(_spread, "compress_backward", arguments, constants, dk.shape, dv.shape, dk.shape[1], stride, config)
 
 
 def _run(
-    kernel: object, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size, v: torch.Size,
-    rows: int, step: int, config: NSAConfig,
+    kernel: object, stage: str, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size,
+    v: torch.Size, rows: int, step: int, config: NSAConfig,
 ) -> None:  # fmt: skip
     """Over `rows` rows of the output, `step` a program, all heads' columns side by side."""
     width, value_width = k[2] * k[3], v[2] * v[3]
     columns = min(128, padded(max(width, value_width)))
     grid = ceil_div(rows, step), ceil_div(max(width, value_width), columns), k[0]
     sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": config.cmp_block, "STRIDE": config.cmp_stride}
-    launch(kernel, grid, arguments, sizes | constants, _TILE)
+    launch(kernel, grid, arguments, sizes | constants, _TILE, stage=stage)

@@ -236,7 +236,7 @@ def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows)
     """
     pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "GATES"), gates) | dict(OUT=out)
     constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False, KEEPS=False)
-    _launch_rows(_merge, out, rows, pointers, constants, _tile(out))
+    _launch_rows(_merge, "merge", out, rows, pointers, constants, _tile(out))
 
 
 def gated_sum_with_slots(
@@ -250,7 +250,7 @@ def gated_sum_with_slots(
     """
     pointers = _ways(outputs) | dict(LSE=lse, LPARTS=slots.lse, GATES=gates, OUT=out)
     constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=keeps)
-    _launch_slots(_merge, out, slots, pointers, constants)
+    _launch_slots(_merge, "merge", out, slots, pointers, constants)
 
 
 def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -264,7 +264,7 @@ def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
     """Adds the slots to dq [B,S,HQ,D]."""
-    _launch_slots(_sum_dq, dq, slots, dict(DQ=dq), _width(dq, "D"))
+    _launch_slots(_sum_dq, "merge_backward", dq, slots, dict(DQ=dq), _width(dq, "D"))
 
 
 def prepare(
@@ -291,35 +291,36 @@ def prepare(
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
     constants = _width(do, "DV") | dict(WAYS=ways, SHARED=shared)
-    _launch_pairs(_prepare, gates[..., 0].numel(), pointers, {}, constants, _tile(do))
+    _launch_pairs(_prepare, "gates_backward", gates[..., 0].numel(), pointers, {}, constants, _tile(do))
     return dgates, stats
 
 
 def _launch_slots(
-    kernel: object, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
+    kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
 ) -> None:
     """Over the rows of x [B,S,HQ,D] that have these slots."""
     constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
     tile = _tile(x, 1024, warps=2 if slots.packed else 4)
-    _launch_rows(kernel, x, slots.rows, slots.pointers | pointers, constants, tile)
+    _launch_rows(kernel, stage, x, slots.rows, slots.pointers | pointers, constants, tile)
 
 
 def _launch_rows(
-    kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int], tile: Tile
-) -> None:
+    kernel: object, stage: str, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int],
+    tile: Tile,
+) -> None:  # fmt: skip
     """Over these rows of x [B,S,HQ,D]."""
     numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
     heads = dict(HQ=x.shape[2], G=rows.heads)
-    _launch_pairs(kernel, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
+    _launch_pairs(kernel, stage, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
 
 
 def _launch_pairs(
-    kernel: object, total: int, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
-    tile: Tile,
+    kernel: object, stage: str, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
+    constants: dict[str, int], tile: Tile,
 ) -> None:  # fmt: skip
     """Over `total` (row, head) pairs."""
     grid = (ceil_div(total, tile.rows),)
-    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile)
+    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile, stage=stage)
 
 
 def _tile(x: Tensor, numbers: int = 2048, warps: int = 4) -> Tile:

@@ -20,17 +20,17 @@ from ..config import NSAConfig
 from ..routes import Branch
 from . import attention
 from . import compress as compression
-from .plan import Plan
+from .call import Call
 from .runtime import replay
 from .runtime.custom_op import operator
 
-__all__ = ["Plan", "attend", "compress", "has_one_pair", "select"]
+__all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
 
 _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
 
 
 def attend(
-    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan
+    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Call
 ) -> Tensor:
     """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
 
@@ -67,14 +67,14 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
 
 
-def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Plan) -> bool:
+def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Call) -> bool:
     """Whether all branches have the same keys and values, so that the plan may compress."""
     if plan.branches != ("cmp", "slc", "win") or not _shares([pairs["slc"], pairs["win"]], plan):
         return False
     return pairs["cmp"][0] is pairs["slc"][0] and pairs["cmp"][1] is pairs["slc"][1]
 
 
-def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> bool:
+def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Call) -> bool:
     """Whether slc and win have the same keys and values, and the window holds the local blocks."""
     config = plan.config
     if plan.branches[-2:] != ("slc", "win") or config.window < config.local_blocks * config.slc_block:
@@ -104,13 +104,13 @@ def _sizes(config: NSAConfig) -> list[int]:
     return [getattr(config, name) for name in _SIZES]
 
 
-def _forward(plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
+def _forward(plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
     """The output, then if the plan keeps it what the backward needs of the forward."""
     out, saved = attention.forward(plan, blocks, q, gates, flat)
     return [out, *saved]
 
 
-def _backward(plan: Plan, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
+def _backward(plan: Call, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
     """Gradients of q, gates and keys and values; `rest` are those and what the forward saved."""
     pairs = 2 * plan.pairs
     dq, dgates, grads = attention.backward(plan, q, gates, rest[:pairs], rest[pairs:], do)
@@ -119,7 +119,7 @@ def _backward(plan: Plan, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
         out, *saved = replay.run(_forward, plan, (blocks, q, gates, *flat))
         ctx.plan = plan
         ctx.save_for_backward(q, gates, *flat, *saved)
@@ -178,7 +178,7 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool, bool]:
+def _written(plan: Call) -> tuple[str, list[int], int, float, bool, bool, bool]:
     """A plan as an operator's schema can carry it."""
     branches, sizes = ",".join(plan.branches), _sizes(plan.config)
     return branches, sizes, plan.offset, plan.scale, plan.shared, plan.compresses, plan.keeps
@@ -186,9 +186,9 @@ def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool, bool]:
 
 def _plan(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
-) -> Plan:
+) -> Call:
     names = cast(tuple[Branch, ...], tuple(branches.split(",")))
-    return Plan(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
+    return Call(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -173,7 +173,8 @@ def _score_chunk(
     sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
     own_columns = columns - (config.cmp_block > config.cmp_stride)
     grid = (ceil_div(rows, tile.rows), ceil_div(blocks, own_columns), q.shape[0] * k_cmp.shape[2])
-    launch(_importance, grid, pointers | numbers | dict(scale2=scale * LOG2_E), heads | sizes, tile)
+    arguments = pointers | numbers | dict(scale2=scale * LOG2_E)
+    launch(_importance, grid, arguments, heads | sizes, tile, stage="scores")
 
 
 def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int, first: int, rows: int) -> None:
@@ -186,7 +187,8 @@ def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int
     run = 8 if every > 128 else 4
     members = max(32, run * power_of_two(ceil_div(every, 32 * run)))
     constants = sizes | dict(SLC_BLOCK=config.slc_block, RUN=run, MEMBERS=members, ROWS=4)
-    launch(_choose, (ceil_div(rows, 4), batch * kv_heads), pointers | numbers, constants, Tile(warps=1))
+    grid = ceil_div(rows, 4), batch * kv_heads
+    launch(_choose, grid, pointers | numbers, constants, Tile(warps=1), stage="topk")
 
 
 def _importance_tile(q: Tensor) -> Tile:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_core.kernels.stages import observe
+from nsa_core.kernels.runtime.launch import observe
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 

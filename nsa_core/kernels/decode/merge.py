@@ -90,5 +90,6 @@ def merge(
     sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
     numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
     constants = sizes | dict(GATED=gates is not None) | numbers
-    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, Tile(warps=1 if value_dim <= 128 else 4))
+    tile = Tile(warps=1 if value_dim <= 128 else 4)
+    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, tile, stage="decode_merge")
     return out

@@ -187,19 +187,22 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
     tensors = dict(Q=q, K=cache.k_cmp.buffer, V=cache.v_cmp.buffer, SCORES=scores)
     constants = common | sizes | dict(CMP_PARTS=near[0])
-    launch(_decode_compressed, (near[0], rows), tensors | outputs | numbers | dict(room=cmp_room), constants, tile)
+    arguments = tensors | outputs | numbers | dict(room=cmp_room)
+    launch(_decode_compressed, (near[0], rows), arguments, constants, tile, stage="decode_compressed")
 
     tensors = dict(Q=q, K=cache.k_win.buffer, V=cache.v_win.buffer, SCORES=scores, KEYS=keys)
     constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window, RP=chunks.taps)
     constants |= dict(INIT=config.init_blocks, LOCAL=config.local_blocks, SLC_BLOCK=config.slc_block)
     constants |= dict(COUNT_P=chunks.kept, CHUNK=chunks.size, CHUNKS=chunks.number)
     arguments = tensors | outputs | numbers | dict(cmp_room=cmp_room)
-    launch(_decode_window, (chunks.number + near[1], rows), arguments, constants, replace(tile, stages=1))
+    grid = chunks.number + near[1], rows
+    launch(_decode_window, grid, arguments, constants, replace(tile, stages=1), stage="decode_window")
 
     tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
     constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
     constants |= dict(CHUNKS=chunks.number, CHUNKS_P=power_of_two(chunks.number))
-    launch(_decode_selected, (config.slc_count, rows), tensors | outputs | numbers | dict(room=room), constants, tile)
+    arguments = tensors | outputs | numbers | dict(room=room)
+    launch(_decode_selected, (config.slc_count, rows), arguments, constants, tile, stage="decode_selected")
     return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
 
 
@@ -211,7 +214,7 @@ def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
     tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
-    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile)
+    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile, stage="decode_dense")
     return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
 
 

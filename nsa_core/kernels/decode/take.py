@@ -137,7 +137,8 @@ def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
     block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
     constants = _sizes(q, v) | block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
-    launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _tile(q, v))
+    grid = (q.shape[0] * k.shape[2],)
+    launch(_decode_take, grid, pointers | numbers, constants, _tile(q, v), stage="decode_take")
     return rotated
 
 
@@ -150,7 +151,8 @@ def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
     room = cache.k.buffer.shape[1]
     numbers = dict(room=room, capacity=cache.capacity or room)
     arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
-    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _sizes(q, v), _tile(q, v))
+    grid = (q.shape[0] * k.shape[1],)
+    launch(_decode_take_dense, grid, arguments, _sizes(q, v), _tile(q, v), stage="decode_take_dense")
     return rotated
 
 

@@ -63,7 +63,8 @@ def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     width = logits.shape[1]
     pointers = dict(LOGITS=logits, TARGETS=targets.contiguous(), LOSS=loss, DLOGITS=dlogits)
     constants = dict(N=min(_WIDEST, power_of_two(width)))
-    launch(_cross_entropy, (len(logits),), pointers | dict(V=width, log2e=LOG2_E), constants, Tile(warps=16))
+    arguments = pointers | dict(V=width, log2e=LOG2_E)
+    launch(_cross_entropy, (len(logits),), arguments, constants, Tile(warps=16), stage="cross_entropy")
     return loss, dlogits
 
 

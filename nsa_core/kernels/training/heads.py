@@ -114,7 +114,7 @@ def _run(y: Tensor, other: Tensor, cos: Tensor, sin: Tensor, apart: list[Tensor]
     sizes = dict(HQ=heads, HKV=apart[1].shape[2], HALF=half, HALFP=power_of_two(half), GP=power_of_two(3 * heads + 7))
     # The width is not run-time: it is a multiple of 8, and Triton would know of 16 alone.
     constants = sizes | dict(W=y.shape[2], M=_TILE.rows, BACKWARD=is_backward)
-    launch(_heads, (ceil_div(total, _TILE.rows),), pointers | numbers, constants, _TILE)
+    launch(_heads, (ceil_div(total, _TILE.rows),), pointers | numbers, constants, _TILE, stage="heads")
 
 
 _operator = operator("split_heads")(forward)

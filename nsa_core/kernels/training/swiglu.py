@@ -56,7 +56,7 @@ def forward(x: Tensor) -> Tensor:
     """As `swiglu`, without a gradient."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _run(_swiglu, {"X": x, "OUT": out}, out)
+    _run(_swiglu, {"X": x, "OUT": out}, out, "swiglu")
     return out
 
 
@@ -64,13 +64,13 @@ def backward(x: Tensor, dout: Tensor) -> Tensor:
     """Gradient of x [..,2·hidden] from that of the result."""
     x, dout = x.contiguous(), dout.contiguous()
     dx = torch.empty_like(x)
-    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout)
+    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout, "swiglu_backward")
     return dx
 
 
-def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor) -> None:
-    total, hidden = halves.numel(), halves.shape[-1]
-    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, dict(HIDDEN=hidden, N=_PROGRAM), _TILE)
+def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor, stage: str) -> None:
+    total, constants = halves.numel(), dict(HIDDEN=halves.shape[-1], N=_PROGRAM)
+    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, constants, _TILE, stage=stage)
 
 
 _operator = operator("swiglu")(forward)
