@@ -16,7 +16,7 @@ from .sizes import Sizes
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceBytes:
     """Bytes of a chunk's tensors in backends/chunked.py.
 
     Attributes:
@@ -78,13 +78,13 @@ class Chunked:
         return 2 * size if copied else 0
 
     @property
-    def _shape(self) -> _chunks.Shape:
+    def _shape(self) -> _chunks.CallShape:
         s = self.sizes
         narrow = s.element < 4 and s.device.type == "cuda"
         element = s.element if narrow else s.wide
-        return _chunks.Shape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
+        return _chunks.CallShape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
 
-    def _pieces(self, branch: Branch, backward: bool) -> Iterator[Piece]:
+    def _pieces(self, branch: Branch, backward: bool) -> Iterator[PieceBytes]:
         """As backends/_pieces.py cuts the queries; only those that can make the peak, so that S costs no time."""
         s, config, shape = self.sizes, self.config, self._shape
         if branch == "cmp":
@@ -102,14 +102,14 @@ class Chunked:
             for start, stop in _last_ranges(dense, s.seq_len, _chunks.gather_rows(shape, keys, backward)):
                 yield self._piece(stop - start, keys, gathered=True)
 
-    def _piece(self, rows: int, keys: int, gathered: bool) -> Piece:
+    def _piece(self, rows: int, keys: int, gathered: bool) -> PieceBytes:
         s, shape = self.sizes, self._shape
         pairs, own = s.batch * rows * keys, rows if gathered else 1
         converted = shape.element != s.element
         read = s.batch * s.kv_heads * own * keys * s.dim
         outputs = s.batch * rows * s.heads * s.dim
         in_place = s.kv_heads == 1 and (s.batch == 1 or rows == s.seq_len) and not converted
-        return Piece(
+        return PieceBytes(
             rows=outputs * s.wide,
             queries=0 if in_place else outputs * shape.element,
             keys=read * shape.element if gathered or converted else 0,
@@ -136,7 +136,7 @@ class Chunked:
             ledger.touch(piece.scores + 6 * piece.blocks)  # scores, ranked ones, and 64-bit keys twice
             before = piece.scores + piece.blocks
 
-    def _forward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
+    def _forward_pieces(self, ledger: Ledger, pieces: list[PieceBytes]) -> None:
         p = part = 0
         for piece in pieces:
             ledger.touch(p + part + piece.hidden + piece.queries + piece.keys + 2 * piece.scores)
@@ -144,7 +144,7 @@ class Chunked:
             ledger.touch(p + part + piece.hidden + piece.keys + piece.operand_scores + piece.rows)
             part = piece.rows
 
-    def _backward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
+    def _backward_pieces(self, ledger: Ledger, pieces: list[PieceBytes]) -> None:
         queries = operands = p = ds = 0  # what the chunk before has left: queries and dout, keys and values, P, dS
         for piece in pieces:
             read = piece.queries + 2 * piece.keys + piece.hidden

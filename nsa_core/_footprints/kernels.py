@@ -109,7 +109,7 @@ def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> 
 
 
 @dataclass(frozen=True)
-class Operands:
+class MetaOperands:
     """Of backends/triton.attend. Where `compressed`, the pair of cmp is compressed already."""
 
     q: Tensor
@@ -129,7 +129,7 @@ class Operands:
         return triton.attend(self.q, self.pairs, compressed, self.gates, config, BRANCHES, 0, scale)
 
 
-def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> Operands:
+def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> MetaOperands:
     """Those of the operator alone, or as NativeSparseAttention has them: its values are parts of one projection."""
     kv = sizes.batch, sizes.seq_len, sizes.kv_heads, sizes.dim
     anchor = torch.empty((), dtype=sizes.dtype, device="meta", requires_grad=True)
@@ -140,11 +140,11 @@ def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> Operands:
     q, gates = (tensor(sizes.batch, sizes.seq_len, sizes.heads, width) for width in (sizes.dim, 3))
     if compresses:
         pair = tensor(*kv), tensor(*kv)
-        return Operands(q, gates, {"cmp": pair, "slc": pair, "win": pair}, compressed=False)
+        return MetaOperands(q, gates, {"cmp": pair, "slc": pair, "win": pair}, compressed=False)
     tokens = config.cmp_tokens(sizes.seq_len)
     k_cmp, v_cmp = (tensor(sizes.batch, tokens, *kv[2:]) for _ in range(2))
     _, v_slc, v_win = tensor(*kv[:2], 3, *kv[2:]).unbind(2)
     pairs: dict[Branch, tuple[Tensor, Tensor]] = {
         "cmp": (k_cmp, v_cmp), "slc": (tensor(*kv), v_slc), "win": (tensor(*kv), v_win),
     }  # fmt: skip
-    return Operands(q, gates, pairs, compressed=True)
+    return MetaOperands(q, gates, pairs, compressed=True)

@@ -19,7 +19,7 @@ _NARROWEST_BAND = 64  # rows of a window's chunk even where the window is narrow
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """What the size of a chunk depends on.
 
     Attributes:
@@ -39,7 +39,7 @@ class Shape:
     device: str
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor) -> Shape:
+    def of(cls, q: Tensor, v: Tensor) -> CallShape:
         batch, rows, heads, dim = q.shape
         element = operand_dtype(q).itemsize
         return cls(batch, rows, heads, dim, v.shape[2], v.shape[3], element, q.device.type)
@@ -61,28 +61,28 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.itemsize < 4 and x.device.type != "cuda" else x.dtype
 
 
-def span_rows(shape: Shape, keys: int) -> int:
+def span_rows(shape: CallShape, keys: int) -> int:
     """Queries per chunk that all attend to the same span of at most `keys` keys."""
     return _fit(shape, _score_bytes(shape, keys))
 
 
-def band_rows(shape: Shape, window: int) -> int:
+def band_rows(shape: CallShape, window: int) -> int:
     """Queries per chunk of a window: their span is chunk + window keys, so they are no more than the window."""
     widest = max(window, _NARROWEST_BAND)
     return min(widest, _fit(shape, _score_bytes(shape, 2 * widest)))
 
 
-def gather_rows(shape: Shape, keys: int, backward: bool) -> int:
+def gather_rows(shape: CallShape, keys: int, backward: bool) -> int:
     """Queries per chunk that each have `keys` gathered keys of their own, and in the backward their gradients."""
     gathered = shape.element + (shape.accumulator if backward else 0)
     row = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * gathered
     return _fit(shape, row + _score_bytes(shape, keys))
 
 
-def _score_bytes(shape: Shape, keys: int) -> int:
+def _score_bytes(shape: CallShape, keys: int) -> int:
     """Scores and probabilities (in the backward: probabilities and their gradients) of one query."""
     return 2 * shape.batch * shape.heads * keys * shape.accumulator
 
 
-def _fit(shape: Shape, row_bytes: int) -> int:
+def _fit(shape: CallShape, row_bytes: int) -> int:
     return max(1, min(shape.rows, shape.budget // max(1, row_bytes)))

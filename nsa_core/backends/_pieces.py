@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
-from ._chunks import Shape, band_rows, gather_rows, operand_dtype, span_rows
+from ._chunks import CallShape, band_rows, gather_rows, operand_dtype, span_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkedBranch:
     """A branch, cut into pieces.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
             blocks.index_add_(0, piece.where, parts)
 
 
-def compressed(shape: Shape, config: NSAConfig, offset: int, tokens: int, device: torch.device) -> Plan:
+def compressed(shape: CallShape, config: NSAConfig, offset: int, tokens: int, device: torch.device) -> ChunkedBranch:
     """Compressed tokens that end at or before the query."""
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
@@ -85,10 +85,10 @@ def compressed(shape: Shape, config: NSAConfig, offset: int, tokens: int, device
             hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
             yield Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
 
-    return Plan(pieces)
+    return ChunkedBranch(pieces)
 
 
-def band(shape: Shape, window: int, offset: int, device: torch.device) -> Plan:
+def band(shape: CallShape, window: int, offset: int, device: torch.device) -> ChunkedBranch:
     """The last `window` positions up to and with the query's own."""
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
@@ -99,10 +99,10 @@ def band(shape: Shape, window: int, offset: int, device: torch.device) -> Plan:
             hidden = (tokens > positions) | (tokens <= positions - window)
             yield Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
 
-    return Plan(pieces)
+    return ChunkedBranch(pieces)
 
 
-def selected(shape: Shape, config: NSAConfig, offset: int, device: torch.device) -> Plan:
+def selected(shape: CallShape, config: NSAConfig, offset: int, device: torch.device) -> ChunkedBranch:
     """The chosen blocks' tokens up to the query; queries that choose every block share a span and gather nothing."""
     keys = config.slc_count * config.slc_block
     dense = min(max(0, keys - offset), shape.rows)
@@ -117,7 +117,7 @@ def selected(shape: Shape, config: NSAConfig, offset: int, device: torch.device)
         for start, stop in _ranges(dense, shape.rows, gather_rows(shape, keys, backward)):
             yield _gathered(blocks[:, start:stop], start, offset, total, config)
 
-    return Plan(pieces, config.slc_block)
+    return ChunkedBranch(pieces, config.slc_block)
 
 
 def _gathered(chosen: Tensor, start: int, offset: int, total: int, config: NSAConfig) -> Piece:

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from ..config import NSAConfig
 from ..routes import note
 from . import _pieces, _selection
-from ._chunks import Shape, operand_dtype
-from ._pieces import Piece, Plan
+from ._chunks import CallShape, operand_dtype
+from ._pieces import ChunkedBranch, Piece
 
 _HIDDEN = -1e30  # finite, so that a row that sees nothing gives no NaN
 
@@ -37,20 +37,20 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    plan = _pieces.compressed(Shape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
-    return _attend(q, k_cmp, v_cmp, gate, None, plan, scale)
+    branch = _pieces.compressed(CallShape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    plan = _pieces.compressed(Shape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = _pieces.compressed(CallShape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
-        keys = plan.heads_first(k_cmp)
-        for piece in plan.pieces(None, False):
-            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
+        keys = branch.heads_first(k_cmp)
+        for piece in branch.pieces(None, False):
+            p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
             scores = _selection.importance(p, config.slc_blocks(offset + piece.stop), config)
             positions = torch.arange(offset + piece.start, offset + piece.stop, device=q.device)
             best = _selection.choose(scores, positions, config)
@@ -63,8 +63,8 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    plan = _pieces.selected(Shape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, blocks, plan, scale)
+    branch = _pieces.selected(CallShape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, blocks, branch, scale)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
@@ -75,14 +75,14 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
     """Attention over the last `window` positions, without a note of the route: for the callers that make their own."""
-    plan = _pieces.band(Shape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, None, plan, scale)
+    branch = _pieces.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, None, branch, scale)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: ChunkedBranch, scale: float
 ) -> Tensor:
-    out = _Attend.apply(q, k, v, gate, blocks, plan, scale)
+    out = _Attend.apply(q, k, v, gate, blocks, branch, scale)
     assert isinstance(out, Tensor)
     return out
 
@@ -92,16 +92,23 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        blocks: Tensor | None,
+        branch: ChunkedBranch,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, gate, blocks)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.branch, ctx.scale = branch, scale
         kv_heads = k.shape[2]
-        keys, values = plan.heads_first(k), plan.heads_first(v)
+        keys, values = branch.heads_first(k), branch.heads_first(v)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for piece in plan.pieces(blocks, False):
-            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
-            part = _product(p, plan.read(values, piece))
+        for piece in branch.pieces(blocks, False):
+            p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
+            part = _product(p, branch.read(values, piece))
             if gate is not None:
                 part *= _rows(gate.unsqueeze(-1), piece, kv_heads)
             _store(out, piece, part)
@@ -111,15 +118,15 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gate, blocks = ctx.saved_tensors
-        plan, kv_heads = ctx.plan, k.shape[2]
-        keys, values = plan.heads_first(k), plan.heads_first(v)
+        branch, kv_heads = ctx.branch, k.shape[2]
+        keys, values = branch.heads_first(k), branch.heads_first(v)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (keys, values))
         with torch.autocast(q.device.type, enabled=False):
-            for piece in plan.pieces(blocks, True):
-                rows, key, value = _rows(q, piece, kv_heads), plan.read(keys, piece), plan.read(values, piece)
+            for piece in branch.pieces(blocks, True):
+                rows, key, value = _rows(q, piece, kv_heads), branch.read(keys, piece), branch.read(values, piece)
                 p = _probabilities(rows, key, piece, ctx.scale)
                 dpart = _rows(dout, piece, kv_heads)
                 dg = (_product(p, value) * dpart).sum(-1, keepdim=True)
@@ -127,10 +134,10 @@ class _Attend(torch.autograd.Function):
                     g = _rows(gate.unsqueeze(-1), piece, kv_heads)
                     _store(dgate.unsqueeze(-1), piece, dg)
                     dpart, dg = (dpart * g).to(dpart.dtype), dg * g
-                plan.add(dv, piece, _transposed_product(p, dpart, len(value)))
+                branch.add(dv, piece, _transposed_product(p, dpart, len(value)))
                 ds = _product(dpart, value.mT).sub_(dg).mul_(p).mul_(ctx.scale)
                 _store(dq, piece, _product(ds, key))
-                plan.add(dk, piece, _transposed_product(ds, rows, len(key)))
+                branch.add(dk, piece, _transposed_product(ds, rows, len(key)))
         return dq, _as_given(dk, k), _as_given(dv, v), dgate, None, None, None
 
 

@@ -24,7 +24,7 @@ _SDPA: Mapping[str, SDPBackend] = {
     "sdpa-math": SDPBackend.MATH,
 }
 # All rows of all positions; one row at the last position; or a window, or several rows at the last positions.
-Case = Literal["square", "one row", "band"]
+QueryLayout = Literal["square", "one row", "band"]
 KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # that can be asked for
 
 
@@ -40,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
     """
     rows, tokens = q.shape[1], k.shape[1]
     window = None if window is None or window >= tokens else window
-    names = _candidates_here(kernel, _case(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
+    names = _candidates_here(kernel, _layout(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
     if names[0] in _SDPA:
         return _sdpa(q, k, v, scale, names)
     note("dense", names[0])
@@ -61,8 +61,8 @@ def packed(
         InputError: cu_seqlens are no bounds of sequences.
         BackendError: the kernel that was asked for cannot compute it.
     """
-    case: Case = "square" if kernel in _SDPA else "band"  # one after another, or all at once as a band is
-    names = _candidates_here(kernel, case, q.device, q.dtype, _providers.common_width(q, v))
+    layout: QueryLayout = "square" if kernel in _SDPA else "band"  # one after another, or all at once as a band is
+    names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
     if names[0] not in _providers.PROVIDERS:
         spans = sequence_spans(cu_seqlens, len(q))
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
@@ -86,18 +86,18 @@ def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | N
     return _providers.unusable("torch-varlen", host, dtype, width)  # the same demands on GPU and dtype
 
 
-def candidates(kernel: str, case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
-    """The kernel that computes the case there, or several of PyTorch's, of which the first that takes the input does.
+def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """The kernel that computes the layout there, or several of PyTorch's, of which the first that takes the input does.
 
     Raises:
         BackendError: `kernel` is neither "auto" nor a kernel that can compute it.
     """
     if kernel == "auto":
-        return _fastest(case, host, dtype, width)
+        return _fastest(layout, host, dtype, width)
     if kernel not in KERNELS:
         raise BackendError("backend", repr(kernel), f"use one of auto, {', '.join(KERNELS)}")
     reason = unusable(kernel, host, dtype, width)
-    if reason is None and kernel in _SDPA and case == "band":
+    if reason is None and kernel in _SDPA and layout == "band":
         reason = "it has neither windows nor several rows behind a longer k"
     if reason is not None:
         usable = [name for name in KERNELS if name != kernel and unusable(name, host, dtype, width) is None]
@@ -106,29 +106,29 @@ def candidates(kernel: str, case: Case, host: Host, dtype: torch.dtype, width: i
 
 
 _candidates_here = torch.compiler.assume_constant_result(
-    lambda kernel, case, device, dtype, width: candidates(kernel, case, _providers.here(device), dtype, width)
+    lambda kernel, layout, device, dtype, width: candidates(kernel, layout, _providers.here(device), dtype, width)
 )
 
 
-def _case(rows: int, tokens: int, window: int | None) -> Case:
+def _layout(rows: int, tokens: int, window: int | None) -> QueryLayout:
     if window is not None or 1 < rows < tokens:
         return "band"
     return "one row" if rows == 1 else "square"
 
 
-def _fastest(case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
     """By measurement on an H200 (docs/kernel-log.md): flash-attn 4, then cuDNN's, then what A100s have, too.
 
     PyTorch's split a single row's keys over the GPU; cuDNN's knows no such row.
     """
     hopper = host.capability is not None and host.capability[0] >= 9
     ahead = {"band": _providers.PROVIDERS, "square": ("flash-attn-4",) if hopper else ("flash-attn-2",), "one row": ()}
-    provider = _providers.first_usable(ahead[case], host, dtype, width)
+    provider = _providers.first_usable(ahead[layout], host, dtype, width)
     if provider is not None:
         return (provider,)
-    if case == "band":
+    if layout == "band":
         return ("chunked",)
-    first = ("sdpa-cudnn", "sdpa-flash") if hopper and case == "square" else ("sdpa-flash", "sdpa-cudnn")
+    first = ("sdpa-cudnn", "sdpa-flash") if hopper and layout == "square" else ("sdpa-flash", "sdpa-cudnn")
     return (*first, "sdpa-efficient", "sdpa-math")
 
 

@@ -5,7 +5,7 @@
 
 The operator runs on tensors without memory with its launches recorded instead of run, so that what is compiled are the
 pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
-memory than a block may have, spills more than `Case.spill_limit`, or where ptxas serializes Hopper's matrix
+memory than a block may have, spills more than `CompileCase.spill_limit`, or where ptxas serializes Hopper's matrix
 instructions.
 """
 
@@ -44,7 +44,7 @@ _NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
-class Case:
+class CompileCase:
     """An operator to compile: heads, head dims and dtype."""
 
     heads: int
@@ -70,7 +70,7 @@ class Usage:
     `products`, `held`: of these instructions, all, and those that have their first operand in registers.
     """
 
-    case: Case
+    case: CompileCase
     kernel: str
     arch: int
     shared: int
@@ -86,15 +86,15 @@ class Usage:
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
-REPRESENTATIVE = (Case(12, 2, 64, 64, _BF16), Case(32, 8, 128, 128, _BF16))
+REPRESENTATIVE = (CompileCase(12, 2, 64, 64, _BF16), CompileCase(32, 8, 128, 128, _BF16))
 FULL = (
-    *(Case(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
-    *(Case(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
-    *(Case(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
+    *(CompileCase(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
+    *(CompileCase(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
+    *(CompileCase(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
 )
 
 
-def launches(case: Case, arch: int) -> list[Launch]:
+def launches(case: CompileCase, arch: int) -> list[Launch]:
     """One launch of each kernel, constants and tile that forward, backward and a decoding step of `case` make.
 
     Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
@@ -112,7 +112,7 @@ def _identity(launch: Launch) -> tuple[str, str]:
     return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
 
 
-def _run_once(case: Case, tokens: int, shared: bool) -> None:
+def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
     """A forward, and a forward and backward, of tensors that have no memory."""
 
     def made(heads: int, dim: int) -> Tensor:
@@ -128,7 +128,7 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 
 
-def _train_once(case: Case) -> None:
+def _train_once(case: CompileCase) -> None:
     """What of a model's compiled training has kernels besides attention."""
 
     def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -143,7 +143,7 @@ def _train_once(case: Case) -> None:
     cross_entropy.forward(logits, made(8, dtype=torch.int64))
 
 
-def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
+def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
     """Compile one launch as Triton's own run-time would, pointers and sizes divisible by 16 known as such."""
     names = [name for name in launch.kernel.arg_names if name in launch.arguments]
     signature = {name: _type(launch.arguments[name]) for name in names} | dict.fromkeys(launch.constants, "constexpr")
@@ -199,7 +199,7 @@ def _told(given: bytes, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def usages(cases: Iterable[Case], archs: Iterable[int]) -> Iterator[Usage]:
+def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage]:
     for arch in archs:
         done: set[tuple[object, ...]] = set()
         for case in cases:

@@ -14,7 +14,7 @@ from nsa_core.functional import compress
 
 
 @dataclass
-class Case:
+class CudaCall:
     """Tensors of one call; `leaves` are what gradients are taken of."""
 
     q: Tensor
@@ -26,8 +26,8 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.gates]
 
-    def to(self, dtype: torch.dtype) -> Case:
-        return Case(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
+    def to(self, dtype: torch.dtype) -> CudaCall:
+        return CudaCall(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
 
     def blocks(self, config: NSAConfig, backend: str = "triton") -> Tensor:
         return select_blocks(self.q, self.k, config, backend=backend)
@@ -77,7 +77,7 @@ def make_case():
         batch: int = 1,
         rows: int | None = None,
         seed: int = 0,
-    ) -> Case:
+    ) -> CudaCall:
         generator, rows = torch.Generator("cuda").manual_seed(seed), tokens if rows is None else rows
 
         def normal(*shape: int) -> Tensor:
@@ -85,6 +85,6 @@ def make_case():
 
         q, k, v = normal(rows, heads, dim), normal(tokens, kv_heads, dim), normal(tokens, kv_heads, value_dim or dim)
         gates = torch.rand(batch, rows, heads, 3, generator=generator, device="cuda")
-        return Case(q, k, v, gates.to(dtype).requires_grad_())
+        return CudaCall(q, k, v, gates.to(dtype).requires_grad_())
 
     return make

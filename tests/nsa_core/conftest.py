@@ -12,7 +12,7 @@ BACKENDS = ("reference", "naive", "chunked")
 
 
 @dataclass
-class Case:
+class CpuCall:
     """Tensors of one call; `leaves` are what gradients are taken of."""
 
     q: Tensor
@@ -24,8 +24,8 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.gates]
 
-    def to(self, dtype: torch.dtype) -> "Case":
-        return Case(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
+    def to(self, dtype: torch.dtype) -> "CpuCall":
+        return CpuCall(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def config() -> NSAConfig:
 def make_case():
     def make(
         tokens, heads=4, kv_heads=2, dim=16, value_dim=None, batch=1, dtype=torch.float32, seed=0, rows=None
-    ) -> Case:
+    ) -> CpuCall:
         generator = torch.Generator().manual_seed(seed)
         rows = tokens if rows is None else rows
 
@@ -46,7 +46,7 @@ def make_case():
 
         gates = torch.rand(batch, rows, heads, 3, generator=generator).to(dtype).requires_grad_()
         q, k = normal(batch, rows, heads, dim), normal(batch, tokens, kv_heads, dim)
-        return Case(q, k, normal(batch, tokens, kv_heads, value_dim or dim), gates)
+        return CpuCall(q, k, normal(batch, tokens, kv_heads, value_dim or dim), gates)
 
     return make
 
