@@ -1,12 +1,11 @@
 # pyright: reportMissingImports=false
-"""Compiles every kernel, as the operator would launch it, for devices that are not here, and says what it takes.
+"""Compiles every kernel as the operator would launch it, without a device, and prints its resources.
 
     python -m nsa_core.kernels.aot [--full] [--arch 80 90]
 
-The operator runs on tensors without memory with its launches recorded instead of run, so that what is compiled are the
-pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
-memory than a block may have, spills more than `CompileCase.spill_limit`, or where ptxas serializes Hopper's matrix
-instructions.
+The operator runs on meta tensors with its launches recorded instead of run, so that the pinned configurations are the
+ones compiled. Registers and spills are read from the cubin. Exits 1 if a kernel takes more shared memory than a block
+may have, spills more than `CompileCase.spill_limit`, or if ptxas serializes its wgmma instructions.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from .runtime.tiles import assume
 from .runtime.tma import Tiled
 from .training import cross_entropy, heads, swiglu
 
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
 _NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
 class CompileCase:
-    """An operator to compile: heads, head dims and dtype."""
+    """Heads, head dims and dtype of an operator to compile."""
 
     heads: int
     kv_heads: int
@@ -55,7 +54,7 @@ class CompileCase:
 
     @property
     def spill_limit(self) -> int:
-        """Bytes a thread: beyond a head dim of 128 two float32 accumulators alone fill the registers."""
+        """Bytes of spills a thread may have: beyond a head dim of 128 two float32 accumulators fill the registers."""
         return 128 if max(self.dim, self.value_dim) <= 128 else 384
 
     def __str__(self) -> str:
@@ -64,10 +63,13 @@ class CompileCase:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread.
+    """Resources of a compiled kernel.
 
-    `serialized`: ptxas found no way to keep Hopper's matrix instructions asynchronous and waits after each.
-    `products`, `held`: of these instructions, all, and those that have their first operand in registers.
+    Attributes:
+        shared: bytes of shared memory a block.
+        registers, spills: registers, and bytes of spills, a thread.
+        serialized: ptxas could not keep the wgmma instructions asynchronous, and waits after each.
+        products, held: wgmma instructions, and those of them whose first operand is in registers.
     """
 
     case: CompileCase
@@ -95,9 +97,9 @@ FULL = (
 
 
 def launches(case: CompileCase, arch: int) -> list[Launch]:
-    """One launch of each kernel, constants and tile that forward, backward and a decoding step of `case` make.
+    """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
 
-    Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
+    Sequences are short and long, as other tiles are pinned for each, and keys separate and shared.
     """
     with assume(arch), _launch.record() as seen:
         for tokens in (2048, 65_536):
@@ -113,7 +115,7 @@ def _identity(launch: Launch) -> tuple[str, str]:
 
 
 def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
-    """A forward, and a forward and backward, of tensors that have no memory."""
+    """Run a forward without gradients, then forward and backward, on meta tensors."""
 
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
@@ -129,7 +131,7 @@ def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
 
 
 def _train_once(case: CompileCase) -> None:
-    """What of a model's compiled training has kernels besides attention."""
+    """Run the non-attention kernels of compiled training."""
 
     def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -144,7 +146,7 @@ def _train_once(case: CompileCase) -> None:
 
 
 def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
-    """Compile one launch as Triton's own run-time would, pointers and sizes divisible by 16 known as such."""
+    """Resources of one launch, compiled as Triton's run-time would: multiples of 16 among its arguments are marked."""
     names = [name for name in launch.kernel.arg_names if name in launch.arguments]
     signature = {name: _type(launch.arguments[name]) for name in names} | dict.fromkeys(launch.constants, "constexpr")
     signature = {name: signature[name] for name in launch.kernel.arg_names}
@@ -175,7 +177,7 @@ def _divisible(value: object) -> bool:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread, as cuobjdump reads them."""
+    """Registers, and bytes of local memory, a thread, as cuobjdump reads them."""
     tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
     text = _told(cubin, tool, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
@@ -191,7 +193,7 @@ def _serialized(ptx: str) -> bool:
 
 
 def _told(given: bytes, *command: str) -> str:
-    """What a tool says of a file with the given content."""
+    """Output of a tool for a file with the content `given`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(given)
         file.flush()
@@ -200,6 +202,7 @@ def _told(given: bytes, *command: str) -> str:
 
 
 def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage]:
+    """Resources of every distinct launch of `cases`, once for each compute capability of `archs`."""
     for arch in archs:
         done: set[tuple[object, ...]] = set()
         for case in cases:
