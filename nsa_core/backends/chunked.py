@@ -1,12 +1,13 @@
 """PyTorch on CPU and GPU with memory linear in S: chunks of queries, recomputed in the backward.
 
-The forward keeps its inputs and the selected blocks, nothing of S·S size. The backward computes each chunk's
-probabilities P again and applies, for o = g·Pv and scores s = scale·qk,
+The forward keeps its inputs and the selected blocks, and no tensor of S² elements. The backward recomputes each chunk's
+probabilities P and applies, for o = g·Pv and scores s = scale·qk,
 
     dg = do·(Pv),   dv = Pᵀ(g·do),   ds = P ∘ (g·do vᵀ - g·dg),   dq = scale·ds k,   dk = scale·dsᵀq.
 
-Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Products of half precision
-accumulate in float32 (on the CPU they are computed in float32), as do softmax and the gradients of keys and values.
+Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Half-precision products
+accumulate in float32 (on the CPU their operands are cast to it); softmax and the gradients of keys and values are in
+float32.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from . import _pieces, _selection
 from ._chunks import CallShape, operand_dtype
 from ._pieces import ChunkedBranch, Piece
 
-_HIDDEN = -1e30  # finite, so that a row that sees nothing gives no NaN
+_HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run there, or None."""
+    """Reason why this backend cannot run on `device`; None if it can."""
     return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
 
 
@@ -74,7 +75,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Attention over the last `window` positions, without a note of the route: for the callers that make their own."""
+    """Attention over the last `window` positions, for callers that note the route themselves."""
     branch = _pieces.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, None, branch, scale)
 
@@ -142,20 +143,20 @@ class _Attend(torch.autograd.Function):
 
 
 def _rows(x: Tensor, piece: Piece, kv_heads: int) -> Tensor:
-    """Rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
+    """The piece's rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
     part = x[:, piece.start : piece.stop].unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)
     return part.to(operand_dtype(x)).contiguous()
 
 
 def _store(x: Tensor, piece: Piece, part: Tensor) -> None:
-    """The inverse of _rows: part [X,C,G,D] into rows of x [B,S,Hq,D]."""
+    """Store part [X,C,G,D] in the piece's rows of x [B,S,Hq,D]: the inverse of _rows."""
     into = x[:, piece.start : piece.stop]
     batch, kv_heads = x.shape[0], len(part) // x.shape[0]
     into.unflatten(2, (kv_heads, -1)).copy_(part.unflatten(0, (batch, kv_heads)).transpose(1, 2))
 
 
 def _as_given(total: Tensor, like: Tensor) -> Tensor:
-    """[X,T,D] sums as the gradient of `like` [B,T,H,D]."""
+    """Sums [X,T,D] as the gradient of `like` [B,T,H,D], in its dtype."""
     per_head = total[:, : like.shape[1]].unflatten(0, (like.shape[0], like.shape[2]))
     return per_head.transpose(1, 2).to(like.dtype)
 
@@ -176,16 +177,16 @@ def _transposed_product(x: Tensor, y: Tensor, batch: int) -> Tensor:
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
-    """[X,C,G,A] -> [batch,R,A]; A may be 0."""
+    """x [X,C,G,A] as [batch,R,A]; A may be 0."""
     return x.reshape(batch, prod(x.shape[:-1]) // batch, x.shape[-1])
 
 
 def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Tensor:
-    """Softmax of scale·q·k over the keys that each query sees, [X,C,G,L]; zeros where it sees none."""
+    """Softmax of scale·q·k over the visible keys, [X,C,G,L]; zeros in rows that see none."""
     scores = _product(rows, keys.mT).mul_(scale)
     part = piece.hidden.shape[-1]
     scores[..., scores.shape[-1] - part :].masked_fill_(piece.hidden, _HIDDEN)
     p = torch.softmax(scores, -1)
-    if piece.empty:  # every key is among the possibly hidden ones
+    if piece.empty:  # `hidden` then covers every key
         p.masked_fill_(piece.hidden, 0)
     return p
