@@ -1,7 +1,7 @@
-"""What the Triton kernels' operator allocates: counted while its own host code runs, forward and backward.
+"""Memory of the Triton kernels' operator, counted while its own host code runs, forward and backward.
 
-There is no account to keep in step with the kernels: backends/triton.py runs as it is, with autograd, on tensors that
-have no memory and with the launches left out.
+No account has to be kept in step with the kernels: backends/triton.py itself runs, with autograd, on meta tensors and
+with its launches left out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .allocations import Allocations
 from .ledger import Ledger
 from .sizes import Sizes
 
-_CUDA_GRANULE = 512  # bytes that PyTorch's caching allocator rounds up to
-_LONGEST = 1 << 20  # tokens that are traced; the chunks of a longer call are many and alike
+_CUDA_GRANULE = 512  # PyTorch's caching allocator rounds up to multiples of so many bytes
+_LONGEST = 1 << 20  # most tokens that are traced; a longer call only has more equal chunks
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of one pass, beyond its operands and the gradient that the backward starts from.
+    """Bytes of one pass, beyond its operands and the output's gradient.
 
     Attributes:
-        forward: the most that live during the forward.
-        kept: after it, the output included.
-        released: operands that nobody needs after it: copies were made of them.
-        backward: the most that live during the backward, `kept` included.
-        gradients: after it, of q and of all keys and values.
+        forward: peak during the forward.
+        kept: live after it, the output included.
+        released: operands not needed after it, because copies were made.
+        backward: peak during the backward, `kept` included.
+        gradients: gradients of q and of all keys and values.
     """
 
     forward: int
@@ -46,7 +46,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Kernels:
-    """backends/triton.py, all branches at once."""
+    """Account of backends/triton.py, all branches at once."""
 
     sizes: Sizes
     config: NSAConfig
@@ -78,7 +78,7 @@ class Kernels:
 
 
 def _cut(sizes: Sizes, tokens: int) -> Sizes:
-    """The same with about so many tokens, in fewer sequences or, where one has more, in one."""
+    """The same sizes with about `tokens` tokens: fewer sequences, or one shorter sequence."""
     seq_len = min(sizes.seq_len, tokens)
     return replace(sizes, batch=tokens // seq_len, seq_len=seq_len)
 
@@ -110,7 +110,7 @@ def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> 
 
 @dataclass(frozen=True)
 class MetaOperands:
-    """Of backends/triton.attend. Where `compressed`, the pair of cmp is compressed already."""
+    """Meta tensors for backends/triton.attend. `compressed`: cmp's pair is compressed already."""
 
     q: Tensor
     gates: Tensor
@@ -119,7 +119,7 @@ class MetaOperands:
 
     @property
     def differentiated(self) -> list[Tensor]:
-        """Gates, q, and each key and value once."""
+        """Gates, q, and each distinct key and value."""
         tensors = self.gates, self.q, *(x for pair in self.pairs.values() for x in pair)
         return list({id(x): x for x in tensors}.values())
 
@@ -130,7 +130,7 @@ class MetaOperands:
 
 
 def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> MetaOperands:
-    """Those of the operator alone, or as NativeSparseAttention has them: its values are parts of one projection."""
+    """Operands of the operator alone; or as NativeSparseAttention gives them, values being views of one projection."""
     kv = sizes.batch, sizes.seq_len, sizes.kv_heads, sizes.dim
     anchor = torch.empty((), dtype=sizes.dtype, device="meta", requires_grad=True)
 
