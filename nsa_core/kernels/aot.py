@@ -158,7 +158,7 @@ def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
     source = kind(launch.kernel, signature, dict(launch.constants), attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
-    name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
+    name = f"{launch.kernel.__module__.removeprefix(f'{__package__}.')}.{launch.kernel.__name__}"
     ptx = compiled.asm["ptx"]
     products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
     return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(ptx), products, held)
@@ -223,7 +223,7 @@ def main() -> int:
     bad = 0
     for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
         bad += not use.fits
-        line = f"sm{use.arch} {use.case!s:22} {use.kernel:24} shared {use.shared:7} regs {use.registers:4}"
+        line = f"sm{use.arch} {use.case!s:22} {use.kernel:50} shared {use.shared:7} regs {use.registers:4}"
         line += f" spills {use.spills:5}" + f" held {use.held}/{use.products}" * (use.products > 0)
         print(f"{line}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
     return int(bad > 0)
