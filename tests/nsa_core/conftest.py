@@ -1,4 +1,4 @@
-"""Operands for the operator's tests, and a configuration small enough for every branch to matter at 100 tokens."""
+"""Operands for the operator's tests, and a configuration so small that every branch matters at 100 tokens."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ BACKENDS = ("reference", "naive", "chunked")
 
 @dataclass
 class CpuCall:
-    """Tensors of one call; `leaves` are what gradients are taken of."""
+    """Tensors of one call on the CPU; `leaves` are those that gradients are computed for."""
 
     q: Tensor
     k: Tensor
@@ -58,13 +58,13 @@ def backend(request) -> str:
 
 @pytest.fixture(params=["naive", "chunked"])
 def fast_backend(request) -> str:
-    """The backends that are held against the reference."""
+    """Backends that are compared with the reference."""
     return request.param
 
 
 @pytest.fixture
 def many_chunks(monkeypatch):
-    """A workspace so small that the chunked backend takes several chunks even of a short sequence."""
+    """A workspace so small that the chunked backend cuts even a short sequence into several chunks."""
     from nsa_core.backends import _chunks
 
     monkeypatch.setattr(_chunks, "_BUDGET", {"cpu": (150_000, 150_000), "cuda": (150_000, 150_000)})
