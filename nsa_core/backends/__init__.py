@@ -1,4 +1,4 @@
-"""The ways of computing the branches, one file each, and the choice among them.
+"""The backends, which compute the branches, one file each, and the choice among them.
 
 Other distributions offer more in the entry point group `nsa_bench.implementations`: objects of the protocol `Backend`.
 """
@@ -35,28 +35,28 @@ __all__ = [
 
 
 class WindowBackend(Protocol):
-    """What a backend module provides that computes the window branch, if no other.
+    """A backend module that computes at least the window branch.
 
-    All take q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and return in q's dtype. `gate`
-    [B,S,Hq] multiplies the branch's output; None stands for ones.
+    Every function takes q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and returns
+    [B,S,Hq,Dv] in q's dtype. `gate` [B,S,Hq] multiplies the branch's output; None stands for ones.
     """
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot run there; None if it can."""
+        """Reason why it cannot run on `device` in `dtype`; None if it can."""
         ...
 
     def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-        """Window branch over the last `window` positions up to and with the query's own."""
+        """Window branch over the last `window` positions, the query's own included."""
         ...
 
 
 class Backend(WindowBackend, Protocol):
-    """What a backend module provides that computes every branch."""
+    """A backend module that computes every branch."""
 
     def compressed(
         self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
     ) -> Tensor:
-        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r is at position offset + r."""
+        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r of q is at position offset + r."""
         ...
 
     def select(self, q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
@@ -66,13 +66,13 @@ class Backend(WindowBackend, Protocol):
     def selected(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
     ) -> Tensor:
-        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] and the blocks of `select`."""
+        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] in `blocks`, as `select` gives them."""
         ...
 
 
 @runtime_checkable
 class FusedBackend(Backend, Protocol):
-    """A backend that can also compute all branches at once, sharing what they have in common."""
+    """A backend that can also compute all branches at once, sharing their common work."""
 
     def attend(
         self,
@@ -85,9 +85,10 @@ class FusedBackend(Backend, Protocol):
         offset: int,
         scale: float,
     ) -> Tensor:
-        """The gated sum of `branches`, whose columns gates [B,S,Hq,len(branches)] has in this order.
+        """Gated sum [B,S,Hq,Dv] of `branches`; gates [B,S,Hq,len(branches)] has their columns in this order.
 
-        `pairs` has the keys and values of all three branches; `compressed` replaces the mean compression of cmp's.
+        `pairs` holds the keys and values of all three branches; `compressed` (keys, values) replaces the mean
+        compression of cmp's.
         """
         ...
 
@@ -104,10 +105,10 @@ def backend_names() -> list[str]:
 
 
 def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
-    """Backends' names, each with None if it can run on `device` in `dtype`, else the reason why not.
+    """Names of backends, each with None if it can run on `device` in `dtype`, else with the reason why not.
 
     Args:
-        branch: list those that compute this one; None: those that compute every branch.
+        branch: list the backends that compute this branch; None: those that compute every branch.
     """
     answers: dict[str, WindowBackend | OfferedBackend] = {**_backends(branch), **_usable()}
     return {name: each.unavailable(device, dtype) for name, each in answers.items()}
@@ -120,11 +121,11 @@ def _usable() -> dict[str, OfferedBackend]:
 def resolve(
     backend: str | Mapping[str, str], branches: Iterable[Branch], device: torch.device, dtype: torch.dtype
 ) -> dict[Branch, Backend]:
-    """The backend of each branch (and of "select") that will run.
+    """Backend of each branch, and of "select".
 
     Args:
         backend: one name for all, or a name per branch; "auto", and a branch not named, take `default`.
-        branches: what will be computed.
+        branches: the branches to be computed, "select" among them if blocks are chosen.
 
     Raises:
         BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here or
@@ -155,11 +156,11 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype) -
     if reason is not None:
         usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
-    return cast(Backend, backend)  # a WindowBackend at "win" alone, where nothing else is asked of it
+    return cast(Backend, backend)  # a plain WindowBackend only for "win", where only `window` is called
 
 
 def _unknown(name: object, branch: Branch) -> str:
-    """The fix for a name that is no backend of the branch."""
+    """The fix for a name that is not a backend of the branch."""
     known = ", ".join([*_backends(branch), *_usable()])
     if isinstance(name, str) and name in WINDOW_BACKENDS:
         return f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {known}'
@@ -175,10 +176,10 @@ def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
 
 
 def default(device: torch.device, dtype: torch.dtype, reasons: Mapping[str, str | None] | None = None) -> str:
-    """What "auto" takes: the Triton kernels for half precision on a GPU, else the chunked way, which runs everywhere.
+    """Name of the backend that "auto" takes: "triton" for half precision on a GPU, else "chunked", which runs anywhere.
 
-    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. `reasons` is what
-    `available_backends` says where it will run, if that is another host.
+    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. For another host, `reasons` is
+    what `available_backends` returns there.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "chunked"
