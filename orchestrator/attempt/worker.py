@@ -148,7 +148,7 @@ def _data_limit(limit: int) -> Iterator[None]:
 def _result(measurement: Measurement) -> protocol.Result:
     for metric in measurement.metrics:
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
-            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
+            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is not a number")
     return protocol.Result(measurement)
 
 
