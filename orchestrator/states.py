@@ -35,7 +35,7 @@ FAILED = frozenset(
 
 
 class RunState(StrEnum):
-    """A run's state: `DONE` when every point has ended, in whatever state."""
+    """A run's state: `DONE` when every point has ended, in any state."""
 
     PENDING = "pending"
     RUNNING = "running"

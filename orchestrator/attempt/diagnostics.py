@@ -65,7 +65,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def _oom_counters() -> Iterator[Path]:
-    """Files with OOM-kill counts: the host's and those of this process's control groups (versions 2 and 1)."""
+    """Files with OOM-kill counts: the host's, and the ones of this process's control groups (versions 2 and 1)."""
     yield Path("/proc/vmstat")
     yield _CGROUPS / "memory.events"  # a container's own group, mounted at the root
     with contextlib.suppress(OSError):

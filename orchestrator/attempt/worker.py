@@ -154,7 +154,7 @@ def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
             problem = f"is declared in {unit}" if unit else "is not declared"
             raise ValueError(f"metric {metric.name} in {metric.unit}: {problem}; mend the kind's QUANTITIES")
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
-            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
+            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is not a number")
     return protocol.Result(measurement)
 
 

@@ -18,7 +18,7 @@ _REASON = "cancelled by nsa cancel"
 
 
 class CancelError(UserError):
-    """A run that cannot be cancelled from here. One line: field, value, fix."""
+    """The run cannot be cancelled from here. One line: field, value, fix."""
 
 
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:

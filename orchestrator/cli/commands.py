@@ -88,7 +88,7 @@ def up(
 
 @app.command()
 def down() -> None:
-    """Stop what `nsa up` started."""
+    """Stop the services that `nsa up` started."""
     from orchestrator.cli import services
 
     stopped = services.down(load_settings())
@@ -114,7 +114,7 @@ def status() -> None:
 def submit(
     spec: Annotated[Path, typer.Argument(help="YAML spec, e.g. jobs/configs/demo.yaml")],
     overrides: Overrides = None,
-    resume: Annotated[str | None, typer.Option(help="continue this run: measure only what it lacks")] = None,
+    resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:

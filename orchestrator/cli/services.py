@@ -27,7 +27,7 @@ _STOP_S = 40.0
 
 
 class ServiceError(UserError):
-    """A service that did not come up. One line: what, why, fix."""
+    """A service did not come up. One line: service, reason, fix."""
 
 
 @dataclass(frozen=True)

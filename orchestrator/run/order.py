@@ -1,4 +1,4 @@
-"""What was asked for on the command line, validated without contacting anything."""
+"""The order for a run: command line, settings and spec, validated without contacting anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Order:
     Attributes:
         run_id: of the resumed run, or a new one.
         resumed: measure only the points that the run lacks.
-        retry_failed: when resumed, measure failed points again, too.
+        retry_failed: with `resumed`: measure failed points again, too.
         local: on this machine, without a Ray cluster.
         dry_run: only list the points.
     """
