@@ -28,7 +28,10 @@ CPU = Machine("cpu", "test processor", 8 * 2**30)
 KIND = """
 from typing import Literal
 from jobs.point import Axes, Measurement, Metric, Point
+from jobs.quantities import TIME
 from jobs.spec import JobSpec
+
+QUANTITIES = (TIME,)
 
 class Spec(JobSpec):
     kind: Literal["acme"]
