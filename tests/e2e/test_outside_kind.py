@@ -146,9 +146,8 @@ def test_the_dashboard_shows_it(home: Path, store: Store, monkeypatch: pytest.Mo
 
 
 def test_doctor_lists_it(home: Path):
-    assert "outside-bench 0.1" in " ".join(
-        python(home, "-c", "from orchestrator.cli.commands import main; main()", "doctor").split()
-    )
+    printed = python(home, "-c", "from orchestrator.cli.commands import main; main()", "doctor")
+    assert "outside-bench 0.1" in " ".join(printed.split())
 
 
 def page(name: str, **query: str) -> AppTest:

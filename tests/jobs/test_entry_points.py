@@ -20,6 +20,7 @@ from nsa_core import NSAConfig, available_backends, nsa_attention
 from nsa_core.backends import chunked, offered
 from nsa_core.errors import BackendError
 from orchestrator import provenance
+from orchestrator.attempt import protocol
 from orchestrator.attempt.worker import run_point
 from orchestrator.cli import doctor
 from orchestrator.settings import Settings
@@ -121,20 +122,21 @@ def test_only_the_kind_asked_for_is_imported(install: Install) -> None:
 
 def test_a_worker_measures_a_kind_from_outside(acme: Path) -> None:
     class Events:
-        sent: list[dict[str, Any]] = []  # noqa: RUF012
+        beats: list[str] = []  # noqa: RUF012
 
-        def send(self, event: dict[str, Any]) -> None:
-            self.sent.append(event)
+        def send(self, event: protocol.Event) -> None: ...
 
         def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
-            self.send({"type": "beat", "phase": phase})
+            self.beats.append(phase)
 
     events: Any = Events()
-    done = run_point({"kind": "acme", "config": {"number": 3}, "device": "cpu", "memory": None}, events)
-    assert (done["type"], done["metrics"][0]["value"]) == ("result", 3)
-    assert {"type": "beat", "phase": "acme"} in events.sent
-    failed = run_point({"kind": "nowhere", "config": {}, "device": "cpu", "memory": None}, events)
-    assert (failed["type"], "no job kind" in failed["reason"]) == ("failure", True)
+    done = run_point(protocol.Run("acme", {"number": 3}, "cpu", None), events)
+    assert isinstance(done, protocol.Result)
+    assert [metric.value for metric in done.measurement.metrics] == [3]
+    assert events.beats == ["acme"]
+    failed = run_point(protocol.Run("nowhere", {}, "cpu", None), events)
+    assert isinstance(failed, protocol.Failure)
+    assert "no job kind" in failed.reason
 
 
 BROKEN_KINDS = [
@@ -142,10 +144,10 @@ BROKEN_KINDS = [
     ("import nowhere", "acme", r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
     ("raise SystemExit(3)", "acme", r"cannot be imported \(SystemExit: 3\)"),
     (KIND.replace("def measure", "def measured"), "acme", "lacks measure"),
-    ("", "acme", "lacks Spec and measure"),
+    ("", "acme", "lacks Spec and measure and QUANTITIES"),
     (KIND.replace('Literal["acme"]', 'Literal["other"]'), "acme", r"has a Spec whose kind is not Literal\['acme'\]"),
     (KIND, "other", r"has a Spec whose kind is not Literal\['other'\]"),
-    ("class Spec: ...\ndef measure(): ...", "acme", r"has a Spec that is not a jobs\.spec\.JobSpec"),
+    ("class Spec: ...\nQUANTITIES = ()\ndef measure(): ...", "acme", r"has a Spec that is not a jobs\.spec\.JobSpec"),
 ]
 
 
