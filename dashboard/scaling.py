@@ -230,8 +230,10 @@ def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str, quantities: Qua
         for origin in origins:
             own = rows if origin is None else rows.loc[rows["origin"] == origin]
             stored = [quantities.of(name) for name in names if name in set(own["metric"])]
-            for quantity in stored[: 2 if origin is None else 1]:
-                panels.append((quantity.title + (f", {origin}" if origin else ""), quantity, own))
+            if origin is None:
+                panels += [(quantity.title, quantity, own) for quantity in stored[:2]]
+            elif stored:
+                panels.append((f"{'Memory' if names[0] in MEMORY else stored[0].title}, {origin}", stored[0], own))
     for first in range(0, len(panels), 2):
         for column, panel in zip(st.columns(2, gap="medium"), panels[first : first + 2], strict=False):
             with column:

@@ -94,7 +94,7 @@ def test_every_kernel_is_launched_for_its_stage(arch: int, expected: set[tuple[s
     """With shared and separate keys, training and decoding; two kernels of a stage are one in what users see."""
     from nsa_core.kernels import aot
 
-    made = aot.launches(aot.Case(8, 2, 128, 128, torch.bfloat16), arch)
+    made = aot.launches(aot.CompileCase(8, 2, 128, 128, torch.bfloat16), arch)
     assert {(one.kernel.__name__, one.stage) for one in made} == expected
 
 

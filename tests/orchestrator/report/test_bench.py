@@ -178,7 +178,7 @@ def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqli
     assert "## Verdict m7c-125m-training: UNKNOWN" in text
     assert "are evidence for no rule; `nsa gate` says what each needs.\n\nNone." in text
     assert "## Results" not in text  # the same figures once more, a row each
-    assert "| time | ms | events; 8192 samples (and 3 with other numbers) |" in text
+    assert "| time | Time | ms | events; 8192 samples (and 3 with other numbers) |" in text
 
 
 def test_a_bench_of_forward_passes_alone_has_their_growth_and_charts(sqlite_store: Store, tmp_path: Path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from jobs import decode
 from orchestrator.records import MetricData
 from orchestrator.report import ReportError, report, write_report
 from orchestrator.states import PointState
@@ -43,7 +44,7 @@ def test_markdown_tells_everything(filled: Store):
     assert "| naive S=65543 | skipped | needs 93.1 GiB |" in text
     assert "| gpu.driver | 580 |" in text
     assert not any(name in text for name in ("bench1", "GPU-1"))  # a report is passed on
-    assert "| peak_extra_memory | MiB | allocator |" in text
+    assert "| peak_extra_memory | Peak memory beyond inputs | MiB | allocator |" in text
     assert "nan" not in text.lower()
 
 
@@ -80,9 +81,11 @@ def with_axes(records: list, **axes: object) -> list:
 
 def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Store, sweep):
     read = MetricData(name="bytes_read", unit="MiB", value=3072.0)
+    begun, *records = sweep(RUN)
+    sqlite_store.apply(begun.model_copy(update={"quantities": decode.QUANTITIES}))
     sqlite_store.apply_many(
         record.model_copy(update={"metrics": (*record.metrics, read)}) if record.type == "outcome" else record
-        for record in sweep(RUN)
+        for record in records
     )
     text = report(sqlite_store, [RUN])
     assert "| demo | naive | forward+backward | 12/2 d64 | 4,096 | 1 | bytes_read | 3,072 | MiB |" in text
@@ -108,7 +111,7 @@ def test_what_a_failure_says_is_shown_and_not_obeyed(sqlite_store: Store, sweep)
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
     files = write_report(filled, [RUN], tmp_path / "out" / "demo.md")
-    assert [file.name for file in files] == ["demo.md", "demo-memory.png", "demo-time.png"]
+    assert [file.name for file in files] == ["demo.md", "demo-time.png", "demo-extra-memory.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
     assert "![Time per sequence](demo-time.png)" in files[0].read_text()
 
