@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
-# Two threads: the suite is made for two cores, and more only fight over them.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+
+HERE = Path(__file__).parent
+# Tests that start processes and have deadlines run one after the other, in one worker: by mark, and by folder.
+ALONE = ("ray", "browser")
+ALONE_IN = (HERE / "orchestrator" / "attempt", HERE / "orchestrator" / "run")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this process's share; where workers share the suite, begin with what takes longest."""
+    share, shares = map(int, config.getoption("--share").split("/"))
+    items[:] = items[share - 1 :: shares]
+    if not hasattr(config, "workerinput"):  # of xdist's workers
+        return
+    for item in items:
+        if any(map(item.get_closest_marker, ALONE)) or any(map(item.path.is_relative_to, ALONE_IN)):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("xdist_group", "long"))))
 
 
 @pytest.fixture(autouse=True)
