@@ -21,13 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # so that it comes before xdist's own, which reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """Keep this process's share; where workers share the suite, begin with what takes longest."""
     share, shares = map(int, config.getoption("--share").split("/"))
     items[:] = items[share - 1 :: shares]
-    if not hasattr(config, "workerinput"):  # of xdist's workers
-        return
+    if hasattr(config, "workerinput"):  # of xdist's workers
+        _group(items)
+    yield
+
+
+def _group(items: list[pytest.Item]) -> None:
     for item in items:
         if any(map(item.get_closest_marker, ALONE)) or any(map(item.path.is_relative_to, ALONE_IN)):
             item.add_marker(pytest.mark.xdist_group("alone"))
