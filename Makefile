@@ -64,7 +64,7 @@ down:  ## stop what demo, bench or up started
 	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
 
 test: env  ## the whole test suite (CPU), in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test-gpu: env  ## the kernels' tests on this host's GPU, six at a time
 	@$(NEED_GPU)

@@ -4,38 +4,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
-HERE = Path(__file__).parent
-# Tests that start processes and have deadlines run one after the other, in one worker: by mark, and by folder.
-ALONE = ("ray", "browser")
-ALONE_IN = (HERE / "orchestrator" / "attempt", HERE / "orchestrator" / "run")
+# What workers that share the suite (make test) run one after the other, each group in one worker.
+# Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
+STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
+    "tests/dashboard/test_browser.py",
+    "tests/deploy/test_token.py",
+    "tests/e2e/",
+    "tests/orchestrator/attempt/",
+    "tests/orchestrator/cli/test_services.py",
+    "tests/orchestrator/run/",
+)
+GROUPS = (STARTS_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the latter: two tests of one compilation
+
+
+def _group(nodeid: str) -> str | None:
+    return next((group[0] for group in GROUPS if nodeid.startswith(group)), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
 
 
-@pytest.hookimpl(wrapper=True)  # so that it comes before xdist's own, which reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep this process's share; where workers share the suite, begin with what takes longest."""
     share, shares = map(int, config.getoption("--share").split("/"))
     items[:] = items[share - 1 :: shares]
-    if hasattr(config, "workerinput"):  # of xdist's workers
-        _group(items)
-    yield
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        items.sort(key=lambda item: not (_group(item.nodeid) or item.get_closest_marker("long")))
 
 
-def _group(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(map(item.get_closest_marker, ALONE)) or any(map(item.path.is_relative_to, ALONE_IN)):
-            item.add_marker(pytest.mark.xdist_group("alone"))
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("xdist_group", "long"))))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler of groups and single tests, in the order of their collection."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid) or nodeid
+
+    return Grouped(config, log)
 
 
 @pytest.fixture(autouse=True)

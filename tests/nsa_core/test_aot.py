@@ -46,9 +46,6 @@ KERNELS = {
 HOPPER = {name for name in KERNELS if "_hopper." in name}
 
 
-ONE_COMPILATION = pytest.mark.xdist_group("sm90")
-
-
 @pytest.fixture(scope="module")
 def lines(request):
     """What the check prints of a device, in a process of its own: kernels for the interpreter cannot be compiled."""
@@ -59,12 +56,11 @@ def lines(request):
     return done.stdout.splitlines()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("lines", "kernels"),
     [
         pytest.param(80, KERNELS - HOPPER, id="sm80"),
-        pytest.param(90, KERNELS, id="sm90", marks=ONE_COMPILATION),
+        pytest.param(90, KERNELS, id="sm90"),
     ],
     indirect=["lines"],
 )
@@ -72,7 +68,7 @@ def test_every_kernel_fits_the_device(lines, kernels):
     assert {word for line in lines for word in line.split() if "._" in word} == kernels
 
 
-@pytest.mark.parametrize("lines", [pytest.param(90, id="sm90", marks=ONE_COMPILATION)], indirect=True)
+@pytest.mark.parametrize("lines", [pytest.param(90, id="sm90")], indirect=True)
 def test_keys_stay_in_registers_on_hopper(lines):
     """Of the products towards keys at head dim 128 those of keys with queries, besides dv's and dk's: else a fifth."""
     found = [line for line in lines if re.search(r"sm90 32/8 .*_span_backward_kv", line)]
