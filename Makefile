@@ -63,6 +63,7 @@ up: $(RUN)  ## start the local Ray cluster and the dashboard
 down:  ## stop what demo, bench or up started
 	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
 
+# Two processes for two cores; tests/conftest.py says what stays together and what comes first.
 test: env  ## the whole test suite (CPU), in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 

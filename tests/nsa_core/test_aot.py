@@ -1,5 +1,6 @@
 """Every kernel compiles for sm80 and sm90, without a GPU, within its shared memory and without spills."""
 
+import functools
 import os
 import re
 import subprocess
@@ -46,32 +47,24 @@ KERNELS = {
 HOPPER = {name for name in KERNELS if "_hopper." in name}
 
 
-@pytest.fixture(scope="module")
-def lines(request):
+@functools.cache
+def lines(arch):
     """What the check prints of a device, in a process of its own: kernels for the interpreter cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "nsa_core.kernels.aot", "--arch", str(request.param)]
+    command = [sys.executable, "-m", "nsa_core.kernels.aot", "--arch", str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("lines", "kernels"),
-    [
-        pytest.param(80, KERNELS - HOPPER, id="sm80"),
-        pytest.param(90, KERNELS, id="sm90"),
-    ],
-    indirect=["lines"],
-)
-def test_every_kernel_fits_the_device(lines, kernels):
-    assert {word for line in lines for word in line.split() if "._" in word} == kernels
+@pytest.mark.parametrize(("arch", "kernels"), [(80, KERNELS - HOPPER), (90, KERNELS)], ids=["sm80", "sm90"])
+def test_every_kernel_fits_the_device(arch, kernels):
+    assert {word for line in lines(arch) for word in line.split() if "._" in word} == kernels
 
 
-@pytest.mark.parametrize("lines", [pytest.param(90, id="sm90")], indirect=True)
-def test_keys_stay_in_registers_on_hopper(lines):
+def test_keys_stay_in_registers_on_hopper():
     """Of the products towards keys at head dim 128 those of keys with queries, besides dv's and dk's: else a fifth."""
-    found = [line for line in lines if re.search(r"sm90 32/8 .*_span_backward_kv", line)]
+    found = [line for line in lines(90) if re.search(r"sm90 32/8 .*_span_backward_kv", line)]
     shares = [int(held) / int(total) for held, total in re.findall(r"held (\d+)/(\d+)", "\n".join(found))]
     assert len(shares) == len(found) > 0
     assert min(shares) >= 0.5
