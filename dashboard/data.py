@@ -41,6 +41,7 @@ scaling = _read(queries.scaling)
 measurements = _read(queries.measurements)
 states = _read(queries.states)
 counts = _read(queries.counts)
+quantities = _read(queries.quantities)
 csv = _read(exporter.to_csv)
 
 

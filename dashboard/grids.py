@@ -6,15 +6,9 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import parts
+from jobs.axes import MORE, more_columns
+from jobs.quantities import Quantities, Role
 from orchestrator.states import Origin
-
-_SHOWN = {
-    "time": "Time",
-    "throughput": "Throughput",
-    "peak_extra_memory": "Extra memory",
-    "peak_memory": "Peak memory",
-    "heldout_loss": "Held-out loss",
-}
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
@@ -44,18 +38,25 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
     return _clicked(table, [row["run_id"] for row in rows], columns, key)
 
 
-def points(frame: pd.DataFrame, numbers: pd.DataFrame, key: str) -> str | None:
-    """A grid of a run's points (`queries.points`, `queries.measurements`); the id of the one that was clicked."""
+def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
+    """A grid of a run's points with their headline quantities; the id of the one that was clicked.
+
+    Args:
+        frame, numbers, quantities: of the run, from `queries.points`, `queries.measurements`, `queries.quantities`.
+    """
     rows = frame.to_dict("records")
     measured = {
         (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
     }
-    shown = {title: metric for metric, title in _SHOWN.items() if metric in set(numbers["metric"])}
+    stored = set(numbers["metric"])
+    shown = {q.legend.capitalize(): q.name for q in quantities if q.role is Role.HEADLINE and q.name in stored}
+    own = {name.removeprefix(MORE).capitalize(): frame[name] for name in more_columns(frame.columns)}
     table = pd.DataFrame(
         {
             "#": frame["number"],
             "Point": frame["label"],
             "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
+            **own,
             **{title: [measured.get((row["point_id"], metric), "") for row in rows] for title, metric in shown.items()},
             "Reason or progress": [row["reason"] or parts.phase(row) for row in rows],
             "Attempt": frame["attempt"],

@@ -9,6 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
+from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
@@ -109,7 +110,9 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
         return
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
-    chosen = grids.points(points, data.measurements(store, run_ids=[run_id]), key="points")
+    chosen = grids.points(
+        points, data.measurements(store, run_ids=[run_id]), data.quantities(store, [run_id]), key="points"
+    )
     if chosen is not None:
         _go(run=run_id, point=chosen)
 
@@ -187,15 +190,17 @@ def _point_now(store: Store, point_id: str, state: str) -> None:
 def _measured(store: Store, point: dict[str, Any]) -> None:
     """The point's numbers, and what really ran to get them."""
     metrics = data.metrics(store, point["point_id"])
+    quantities = data.quantities(store, [point["run_id"]])
     st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
     if metrics.empty:
         st.caption(f"No numbers: only a point that ended ok has some, this one is {point['state']}.")
     else:
-        _metrics(metrics)
+        _metrics(metrics, quantities)
     for row in metrics.to_dict("records"):
-        if len(row["samples"]) < 3 or row["name"] == "throughput":  # throughput is time, turned over
+        quantity = quantities.of(row["name"], row["unit"])
+        if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is a time, turned over
             continue
-        st.caption(f"{row['name']}: all {len(row['samples'])} samples")
+        st.caption(parts.plain(f"{quantity.title}: all {len(row['samples'])} samples"))
         st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
@@ -203,11 +208,12 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
     _table(facts | {"Ended": parts.moment(point["ended_at"])})
 
 
-def _metrics(frame: pd.DataFrame) -> None:
-    rows = frame.to_dict("records")
+def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
+    rows = sorted(frame.to_dict("records"), key=lambda row: quantities.place(row["name"]))
     table = pd.DataFrame(
         {
-            "Metric": [parts.plain(name) for name in frame["name"]],
+            "Quantity": [parts.plain(quantities.of(row["name"], row["unit"]).title) for row in rows],
+            "Metric": [parts.plain(row["name"]) for row in rows],
             "Value": [parts.number(row["value"], row["unit"]) for row in rows],
             "95 % interval": [_interval(row["ci_low"], row["ci_high"]) for row in rows],
             "p10 to p90": [_interval(row["p10"], row["p90"]) for row in rows],

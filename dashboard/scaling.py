@@ -10,14 +10,17 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+import jobs.quantities
 from dashboard import data, help_pages, parts
+from jobs.axes import AXES, MORE, more_columns
+from jobs.quantities import AGAINST_LENGTH, Quantities, Quantity
 from orchestrator.report import charts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
-SWEEPS = ("scaling", "bench")  # kinds of job that measure memory and time over lengths
-MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved")
+MEMORY = tuple(quantity.name for quantity in jobs.quantities.MEMORY)  # one kind of it is enough for a chart
 CHART_HEIGHT, LEGEND_ROW = 390, 26  # pixels; a chart grows with its legend
+LOOKED_AT = 20  # newest runs that may be the one to show
 BESIDE, TOGETHER = "Beside", "In one chart"
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 
@@ -32,6 +35,7 @@ class Choice:
     implementations: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+    more: tuple[tuple[str, tuple[str, ...]], ...] = ()  # axes of a kind's own: column and values
 
     def select(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The rows (of points, numbers or fits) that were chosen."""
@@ -43,6 +47,9 @@ class Choice:
         ):
             if wanted:
                 frame = frame.loc[frame[column].isin(wanted)]
+        for column, wanted in self.more:
+            if wanted and column in frame:
+                frame = frame.loc[frame[column].map(series.text).isin(wanted)]
         if self.shapes:
             frame = frame.loc[[series.shape(row) in self.shapes for row in _records(frame)]]
         return frame
@@ -94,8 +101,9 @@ def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
             if len(set(planned["origin"])) > 1:
                 layout = st.segmented_control("Reported results", [BESIDE, TOGETHER], default=BESIDE, required=True)
         shapes = _pick_shapes(planned)
+        more = tuple((column, _pick_values(planned, column)) for column in more_columns(planned.columns))
         implementations = _pick("Implementation", planned, "implementation", _curves(planned))
-    return Choice(tuple(run_ids), passes, workloads, implementations, devices, shapes), layout
+    return Choice(tuple(run_ids), passes, workloads, implementations, devices, shapes, more), layout
 
 
 def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
@@ -104,7 +112,7 @@ def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     measured = runs[runs["origin"] == Origin.MEASURED]["run_id"].tolist()
     reported = runs[runs["origin"] == Origin.REPORTED]["run_id"].tolist()
     asked = [run_id for run_id in st.query_params.get_all("run") if run_id in names]
-    default_measured = [run_id for run_id in asked if run_id in measured] if asked else _latest(runs)
+    default_measured = [run_id for run_id in asked if run_id in measured] if asked else _latest(store, runs)
     default_reported = [run_id for run_id in asked if run_id in reported] or _curve_of_the_start(store, reported)
     left, right = st.columns(2)
     ours = left.multiselect(
@@ -116,11 +124,13 @@ def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     return [*ours, *theirs]
 
 
-def _latest(runs: pd.DataFrame) -> list[str]:
-    """The newest measured sweep that has results; else the newest that is under way."""
-    sweeps = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED and run["kind"] in SWEEPS]
-    with_results = [run for run in sweeps if run["ok"]]
-    return [run["run_id"] for run in (with_results or sweeps)[:1]]
+def _latest(store: Store, runs: pd.DataFrame) -> list[str]:
+    """The newest measured run that shows growth; else the newest with results, else the newest that is under way."""
+    ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
+    with_results = [run for run in ours if run["ok"]]
+    growing = (run for run in with_results[:LOOKED_AT] if not data.fits(store, (run["run_id"],)).empty)
+    newest = next(growing, None)
+    return [run["run_id"] for run in ([newest] if newest else with_results or ours)[:1]]
 
 
 def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
@@ -175,21 +185,29 @@ def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | No
     return tuple(st.pills(label, options, selection_mode="multi", default=default, help="none chosen: all"))
 
 
+def _pick_values(states: pd.DataFrame, column: str) -> tuple[str, ...]:
+    """Values of an axis of a kind's own."""
+    options = sorted({text for value in states[column] if (text := series.text(value))})
+    label = column.removeprefix(MORE).replace("_", " ").capitalize()
+    return tuple(st.pills(label, options, selection_mode="multi", help="none chosen: all"))
+
+
 def _results(store: Store, choice: Choice, layout: str, states: pd.DataFrame) -> None:
     rows = choice.select(data.scaling(store, run_ids=choice.run_ids))
     fits = choice.select(data.fits(store, choice.run_ids))
     if rows.empty:
         st.info("No finished point fits this choice yet.", icon=":material/filter_alt_off:")
     else:
-        _exponents(fits)
-        _panels(rows, fits, layout)
-        _fits_table(fits)
+        quantities = data.quantities(store, choice.run_ids)
+        _exponents(fits, quantities)
+        _panels(rows, fits, layout, quantities)
+        _fits_table(fits, quantities)
     _unfinished(choice.select(states))
     if not rows.empty:
         _rows(rows)
 
 
-def _exponents(fits: pd.DataFrame) -> None:
+def _exponents(fits: pd.DataFrame, quantities: Quantities) -> None:
     st.header("How fast cost grows")
     if fits.empty:
         st.caption("An exponent needs three sequence lengths of one implementation; there are not that many yet.")
@@ -197,38 +215,40 @@ def _exponents(fits: pd.DataFrame) -> None:
     with_extra = list(fits.loc[fits["metric"] == MEMORY[0]]["run_id"])  # one kind of memory a run; the table has all
     shown = fits.loc[~(fits["metric"].isin(MEMORY[1:]) & fits["run_id"].isin(with_extra))]
     ordered = shown.sort_values(["origin", "metric", "implementation", "run_id"])
-    st.altair_chart(charts.exponent_chart(ordered), alt="Fitted exponents beside linear and quadratic growth")
+    st.altair_chart(
+        charts.exponent_chart(ordered, quantities), alt="Fitted exponents beside linear and quadratic growth"
+    )
 
 
-def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str) -> None:
-    """A grid of charts: memory, time, throughput; what others report beside ours, or in the same chart."""
-    panels: list[tuple[str, str, pd.DataFrame]] = []
-    for title, metrics in (("Memory", MEMORY), ("Time", ("time",)), ("Throughput", ("throughput",))):
-        if layout == TOGETHER:
-            known = [metric for metric in metrics if metric in set(rows["metric"])][:2]
-            panels += [(charts.QUANTITIES[metric].title, metric, rows) for metric in known]
-            continue
-        for origin in (Origin.MEASURED, Origin.REPORTED):
-            own = rows.loc[rows["origin"] == origin]
-            metric = next((metric for metric in metrics if metric in set(own["metric"])), None)
-            panels += [(f"{title}, {origin}", metric, own)] if metric else []
+def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str, quantities: Quantities) -> None:
+    """A grid of charts, one a quantity; what others report beside ours, or in the same chart."""
+    drawn = [quantity.name for quantity in quantities if quantity.plot in AGAINST_LENGTH]
+    others = [(name,) for name in drawn if name not in MEMORY]
+    origins = [None] if layout == TOGETHER else [Origin.MEASURED, Origin.REPORTED]
+    panels: list[tuple[str, Quantity, pd.DataFrame]] = []
+    for names in ([name for name in MEMORY if name in drawn], *others):
+        for origin in origins:
+            own = rows if origin is None else rows.loc[rows["origin"] == origin]
+            stored = [quantities.of(name) for name in names if name in set(own["metric"])]
+            for quantity in stored[: 2 if origin is None else 1]:
+                panels.append((quantity.title + (f", {origin}" if origin else ""), quantity, own))
     for first in range(0, len(panels), 2):
         for column, panel in zip(st.columns(2, gap="medium"), panels[first : first + 2], strict=False):
             with column:
-                title, metric, shown = panel
-                _panel(title, metric, shown, fits)
+                title, quantity, shown = panel
+                _panel(title, quantity, shown, fits)
 
 
-def _panel(title: str, metric: str, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
-    st.subheader(title)
-    shown = rows.loc[(rows["metric"] == metric) & (rows["per_sequence"] > 0)]
+def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
+    st.subheader(parts.plain(title))
+    shown = rows.loc[(rows["metric"] == quantity.name) & (rows["per_sequence"] > 0)]
     if shown.empty:
         st.caption("Every value is zero, which a logarithmic axis cannot show.")
         return
     st.caption(_what(shown))
     lines = len({series.key(row) for row in _records(shown)})
-    chart = charts.scaling_chart(shown, fits, metric, height=CHART_HEIGHT + LEGEND_ROW * lines)
-    st.altair_chart(chart, alt=f"{title}: {charts.QUANTITIES[metric].title} against sequence length")
+    chart = charts.scaling_chart(shown, fits, quantity, height=CHART_HEIGHT + LEGEND_ROW * lines)
+    st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
 
 
 def _what(rows: pd.DataFrame) -> str:
@@ -241,7 +261,7 @@ def _what(rows: pd.DataFrame) -> str:
     return parts.plain(" · ".join([*texts, "CPU"] if on_cpu else texts))
 
 
-def _fits_table(fits: pd.DataFrame) -> None:
+def _fits_table(fits: pd.DataFrame, quantities: Quantities) -> None:
     if fits.empty:
         return
     st.header(
@@ -251,7 +271,7 @@ def _fits_table(fits: pd.DataFrame) -> None:
     table = pd.DataFrame(
         {
             "Origin": [parts.badge(row["origin"], parts.ORIGINS) for row in rows],
-            "Metric": [charts.QUANTITIES[row["metric"]].title for row in rows],
+            "Metric": [parts.plain(quantities.of(row["metric"]).title) for row in rows],
             "Implementation": [parts.plain(row["implementation"]) for row in rows],
             "Pass": [parts.plain(row["pass"] or "–") for row in rows],
             "Exponent": [f"**{row['exponent']:.2f}**" for row in rows],
@@ -288,18 +308,8 @@ def _unfinished(states: pd.DataFrame) -> None:
 
 def _rows(rows: pd.DataFrame) -> None:
     with st.expander(f"The {len(rows)} numbers behind the charts", icon=":material/table:"):
-        names = (
-            "origin",
-            "run_name",
-            "implementation",
-            "workload",
-            "pass",
-            "seq_len",
-            "batch",
-            "metric",
-            "value",
-            "unit",
-        )
+        axes = [axis.name for axis in AXES if axis.name in ("implementation", "workload", "pass", "seq_len", "batch")]
+        names = ["origin", "run_name", *axes, *more_columns(rows.columns), "metric", "value", "unit"]
         st.dataframe(rows[[*names, "ci_low", "ci_high", "gpu", "point_id"]], hide_index=True)
 
 

@@ -1,4 +1,4 @@
-"""What the points of several kinds of job are configured by."""
+"""Base class of a point's configuration, for the kinds that measure attention or a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from jobs._fields import torch_dtype
-from jobs.measure.clock import Plan
+from jobs.measure.clock import TimingPlan
 from nsa_core import NSAConfig
 from nsa_core.model import ModelConfig
 
@@ -25,9 +25,9 @@ class PointCase(ABC):
         seq_len, batch: tokens of a sequence; sequences.
         dtype, device: by name.
         seed: of the inputs.
-        threads: that PyTorch computes with; None: its own choice.
-        model: what is measured, or whose attention.
-        timing: how long.
+        threads: PyTorch's CPU threads; None: PyTorch's default.
+        model: the model measured, or the one whose attention is.
+        timing: how long to measure.
     """
 
     workload: str
@@ -39,10 +39,10 @@ class PointCase(ABC):
     seed: int
     threads: int | None
     model: ModelConfig
-    timing: Plan
+    timing: TimingPlan
 
     def to_config(self) -> dict[str, Any]:
-        """As JSON; of the model, only what the workload uses, so that a key changes with nothing else."""
+        """JSON-able; of the model only the fields that the workload uses, so that a key depends on no others."""
         config = asdict(self)
         if self.workload == "attention":
             config["model"] = {name: config["model"][name] for name in self._used()}
@@ -50,30 +50,30 @@ class PointCase(ABC):
 
     @abstractmethod
     def _used(self) -> tuple[str, ...]:
-        """Fields of the model that attention alone uses."""
+        """Names of the model's fields that attention alone uses."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """What `to_config` was called of."""
+        """The case whose `to_config` gave this."""
         given = dict(config["model"])
         given["nsa"] = NSAConfig(**given.get("nsa", {}))
         if config["workload"] == "attention":
             model = replace(bare_model(given["heads"], given["kv_heads"], given["head_dim"]), **given)
         else:
             model = ModelConfig(**given)
-        return cls(**{**config, "model": model, "timing": Plan(**config["timing"])})
+        return cls(**{**config, "model": model, "timing": TimingPlan(**config["timing"])})
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch_dtype(self.dtype)
 
     def start(self) -> torch.device:
-        """Its device, with the process set to its threads."""
+        """Set this process's threads; return the device."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return torch.device(self.device)
 
 
 def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1) -> ModelConfig:
-    """A model of which nothing but the attention is used."""
+    """A model whose attention alone is used: everything else has size 1."""
     return ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1)

@@ -22,15 +22,15 @@ DENSE = "dense"
 _THETA = 10_000.0  # RoPE's base where attention alone is measured
 
 
-class Case(PointCase):
-    """One point's configuration, as measured."""
+class DecodeCase(PointCase):
+    """A point's configuration: one decoding step at one context length."""
 
     def _used(self) -> tuple[str, ...]:
         used = ("heads", "kv_heads", "head_dim", "layers", "attention", "backend")
         return used + (() if self.implementation == DENSE else ("nsa",))
 
 
-def attention_step(case: Case, device: torch.device, beat: Beat) -> Callable[[], object]:
+def attention_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callable[[], object]:
     """A step of every layer's attention on random tokens, from unrotated queries, keys and values on."""
     caches = _filled(case, device, beat)
     token = _tokens(case, case.batch, 1, device, case.seed + 1)
@@ -43,7 +43,7 @@ def attention_step(case: Case, device: torch.device, beat: Beat) -> Callable[[],
     return step
 
 
-def model_step(case: Case, device: torch.device, beat: Beat) -> Callable[[], object]:
+def model_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callable[[], object]:
     """A step of the whole model, to the logits, behind random keys and values."""
     torch.manual_seed(case.seed)
     model = NSATransformer(case.model).to(device, case.torch_dtype).eval()
@@ -58,7 +58,7 @@ def model_step(case: Case, device: torch.device, beat: Beat) -> Callable[[], obj
     return step
 
 
-def _step(case: Case, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
+def _step(case: DecodeCase, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
     """The output [B,1,Hq,D] of one layer's attention for a token of `_tokens`."""
     q, k, v = token["q"], token["k"], token["v"]
     if isinstance(cache, DenseCache):
@@ -78,7 +78,7 @@ def _means(config: NSAConfig) -> Callable[[Tensor, Tensor, Tensor | int], tuple[
     return compressed
 
 
-def _tokens(case: Case, batch: int, tokens: int, device: torch.device, seed: int) -> dict[str, Tensor]:
+def _tokens(case: DecodeCase, batch: int, tokens: int, device: torch.device, seed: int) -> dict[str, Tensor]:
     """q [B,S,Hq,D], k and v [B,S,3,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
     generator, model = torch.Generator(device).manual_seed(seed), case.model
     one_pair = (3, model.kv_heads, model.head_dim)
@@ -87,7 +87,7 @@ def _tokens(case: Case, batch: int, tokens: int, device: torch.device, seed: int
     return {name: torch.randn(batch, tokens, *size, **options) for name, size in sizes.items()}
 
 
-def _filled(case: Case, device: torch.device, beat: Beat) -> list[LayerCache]:
+def _filled(case: DecodeCase, device: torch.device, beat: Beat) -> list[LayerCache]:
     """A cache a layer, full but for one token; what is in them has no influence on time."""
     generator, held, model = torch.Generator(device).manual_seed(case.seed), case.seq_len - 1, case.model
     size = (case.batch, held, model.kv_heads, model.head_dim)
@@ -122,7 +122,7 @@ def _rewinding(caches: list[LayerCache], held: int) -> Callable[[], None]:
     return rewind
 
 
-def check_steps(case: Case, device: torch.device) -> check.Agreement:
+def check_steps(case: DecodeCase, device: torch.device) -> check.Agreement:
     """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
 
     At most two kv heads, one block more than a query selects, and as many steps as complete a compressed token. All
@@ -147,7 +147,7 @@ def check_steps(case: Case, device: torch.device) -> check.Agreement:
     return check.judge(*outputs, case.torch_dtype, where, case.implementation)
 
 
-def _prefilled(case: Case, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
+def _prefilled(case: DecodeCase, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
     """A cache that holds the first `held` of the tokens."""
     _, k, v = _rotated({name: x[:, :held] for name, x in tokens.items()})
     if case.model.attention == DENSE:
@@ -160,7 +160,7 @@ def _prefilled(case: Case, tokens: Mapping[str, Tensor], held: int) -> LayerCach
     return cache
 
 
-def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:
+def _last_rows(case: DecodeCase, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:
     """Attention [1,rows,Hq,D] of the last rows to all tokens, rotated as they are given, then computed in `dtype`."""
     config = case.model.nsa
     q, k, v = _rotated(tokens)

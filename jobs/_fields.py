@@ -7,15 +7,13 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from jobs.measure.check import DENSE_KERNELS
-from jobs.point import Machine
-from jobs.spec import JobSpec, SpecError
-from nsa_core import NSAConfig, available_backends
-from nsa_core.backends import BACKENDS
-from nsa_core.backends.dense import Host, unusable
-from nsa_core.backends.triton import too_wide
+from jobs.measure.clock import TimingPlan
+from jobs.spec import Strict
+from nsa_core import NSAConfig
+from nsa_core.backends import backend_names
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -26,7 +24,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _nsa(value: Any) -> Any:
-    """NSAConfig of a mapping; its own checks name field, value and fix."""
+    """NSAConfig from a mapping; its own checks name field, value and fix."""
     if not isinstance(value, Mapping):
         return value
     known = [field.name for field in fields(NSAConfig)]
@@ -55,10 +53,10 @@ Unique = AfterValidator(_unique)  # of a list: no value twice
 
 
 def implementation_names(*dense: str) -> AfterValidator:
-    """Of a list: each is a backend of the sparse operator, or one of these kinds of dense attention."""
+    """A check of a list: each name is a backend of the sparse operator or one of `dense`."""
 
     def check(names: list[str]) -> list[str]:
-        known = (*BACKENDS, *dense)
+        known = (*backend_names(), *dense)
         for name in names:
             if name not in known:
                 raise ValueError(f"{name!r} is no implementation; use {', '.join(known)}")
@@ -67,68 +65,51 @@ def implementation_names(*dense: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Bounds far beyond what any machine computes, so that a slip of the finger is a message and not a long wait.
+# Bounds far beyond any machine, so that a typing mistake is refused at once.
 MOST = 2**20
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all
 
-
-def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
-    """Every backend's name, with None if it can compute such operands on `machine`, else why not.
-
-    The machine may be another than this one.
-
-    A GPU host's Triton is what its fingerprint says. Where nobody has asked it, the point itself will tell.
-    """
-    reasons = available_backends(torch.device(machine.device), dtype)
-    if machine.device == "cuda":
-        missing = machine.fingerprint and "triton" not in machine.fingerprint
-        absent = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
-        host = _host(machine)
-        reasons["triton"] = absent or too_wide(host.capability if host else None, dtype, dim)
-    return reasons
+Pass = Literal["forward", "forward+backward"]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
+Passes = Annotated[list[Pass], Field(min_length=1), Unique]
+Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 
 
-def _host(machine: Machine) -> Host | None:
-    """What decides there which kernels can run; None of a GPU host that nobody has asked."""
-    if machine.device != "cuda":
-        return Host(None, {})
-    capability = machine.fingerprint.get("capability", "unknown")
-    return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
+class HeadsSpec(Strict):
+    """Heads of the attention."""
+
+    query_heads: Count
+    kv_heads: Count
+    head_dim: Count
+
+    @model_validator(mode="after")
+    def _possible(self) -> HeadsSpec:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
+        return self
 
 
-def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
-    """The same for the implementations of dense attention, at a head dim.
+class TimingSpec(Strict):
+    """How long to measure; the samples taken are all kept."""
 
-    What a GPU host has is what its fingerprint says. Where nobody has asked it, the point itself will tell.
-    """
-    host = _host(machine)
-    if host is None:
-        return dict.fromkeys(DENSE_KERNELS)
-    kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
-    return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+    repeats: Count = Field(default=10, description="samples to take at least")
+    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
+    max_s: float = Field(
+        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
+    )
+    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
 
+    @model_validator(mode="after")
+    def _ordered(self) -> TimingSpec:
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
+        return self
 
-def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:
-    """Raise SpecError for the first of them that has a reason why it cannot run."""
-    for name in implementations:
-        if (reason := reasons[name]) is not None:
-            usable = [other for other, against in reasons.items() if against is None]
-            raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
-
-
-def threads(spec: JobSpec, machine: Machine) -> int | None:
-    """CPU threads that a point computes with: the cores it is scheduled with; None on a GPU: PyTorch's own choice."""
-    return max(1, int(spec.resources.num_cpus)) if machine.device == "cpu" else None
-
-
-def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:
-    """Why a point that needs so many bytes is not worth starting; None if it fits, or nothing predicts its needs."""
-    limit, who = machine.memory_bytes, f"the {machine.device} device has"
-    if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
-        limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
-    if needed is None or needed <= limit:
-        return None
-    return f"needs {needed / 2**30:.1f} GiB, {who} {limit / 2**30:.1f} GiB; {advice}"
+    @property
+    def plan(self) -> TimingPlan:
+        return TimingPlan(self.repeats, self.min_s, self.max_s, self.warmup)

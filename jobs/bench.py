@@ -1,8 +1,8 @@
 """The operator against dense attention and the recorded peers: time, memory and stages over head layouts and lengths.
 
-The timed call is the whole operator, from q, k, v and gate logits to the gated sum, at a fixed number of tokens: as the
-peers of orchestrator/reference_data were taken. Every time is a point of a `scaling` sweep. Stages are points of their
-own, at the end: a process that has profiled may launch more slowly.
+The timed call is the whole operator, from q, k, v and gate logits to the gated sum, at a fixed number of tokens, as for
+the peers of orchestrator/reference_data. Each time is measured as a point of kind scaling is. Stages are points of
+their own, at the end: a process that has profiled may launch more slowly.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jobs import scaling
-from jobs._fields import MOST, NSA, DType, Large, Unique
+from jobs._case import bare_model
+from jobs._fields import MOST, NSA, DType, HeadsSpec, Implementations, Large, Lengths, Passes, TimingSpec, Unique
+from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, agree, attention_call, measure_operator
+from jobs._sweep import Sweep
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stages import measure_stages
 from jobs.point import Beat, Machine, Measurement, Point
-from jobs.scaling import Case, Heads, Implementations, Lengths, Passes, ShapeSpec, TimingSpec
+from jobs.quantities import STAGE, TELEMETRY
 from jobs.spec import JobSpec
+
+QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)
 
 _STAGED = "triton"  # the backend whose launches say what they work for
 
@@ -30,7 +34,7 @@ class Spec(JobSpec):
 
     kind: Literal["bench"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     implementations: Implementations
-    shapes: Annotated[list[Heads], Field(min_length=1), Unique]
+    shapes: Annotated[list[HeadsSpec], Field(min_length=1), Unique]
     lengths: Lengths
     tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
     passes: Passes = Field(default=["forward", "forward+backward"])
@@ -63,8 +67,8 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        sweeps = [self._sweep(heads, length) for length in sorted(self.lengths) for heads in self.shapes]
-        timed = [_timed(point) for sweep in sweeps for point in sweep.points(machine)]
+        sweeps = [self._sweep(heads, length, machine) for length in sorted(self.lengths) for heads in self.shapes]
+        timed = [_timed(point) for sweep in sweeps for point in sweep]
         if machine.device != "cuda" or self.profiles == 0:
             return timed
         fullest = max(self.passes, key=len)
@@ -74,16 +78,17 @@ class Spec(JobSpec):
             if (point.axes.implementation, point.axes.pass_) == (_STAGED, fullest)
         ]
 
-    def _sweep(self, heads: Heads, length: int) -> scaling.Spec:
-        """The same, for one head layout and length."""
-        mine = {"kind": "scaling", "lengths": [length], "batch": max(1, self.tokens // length)}
-        shared = Spec.model_fields.keys() & scaling.Spec.model_fields.keys() - mine.keys()
-        shape = ShapeSpec(**heads.model_dump())
-        return scaling.Spec(**mine, shape=shape, **{name: getattr(self, name) for name in shared})
+    def _sweep(self, heads: HeadsSpec, length: int, machine: Machine) -> list[Point]:
+        """Points of one head layout and length."""
+        model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim)
+        model = model if self.nsa is None else replace(model, nsa=self.nsa)
+        batch = max(1, self.tokens // length)
+        sweep = Sweep(self, machine, "attention", model, batch, self.dtype, self.timing.plan)
+        return sweep.points([length], self.passes, self.implementations)
 
 
 def _timed(point: Point) -> Point:
-    return replace(point, kind="bench", label=f"{_layout(point)} {point.label}", config={"case": point.config})
+    return replace(point, label=f"{_layout(point)} {point.label}", config={"case": point.config})
 
 
 def _staged(point: Point, profiles: int) -> Point:
@@ -102,14 +107,14 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         ProfileError: the profiler does not see the project's kernels.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
+    case = OperatorCase.from_config(config["case"])
     if "profiles" not in config:
-        return scaling.measure(config["case"], beat)
-    case = Case.from_config(config["case"])
+        return measure_operator(case, beat)
     device = case.start()
     beat("check")
-    agreement = scaling.agree(case)
+    agreement = agree(case)
     beat("inputs")
-    call, _ = scaling.attention_call(case, device)
+    call, _ = attention_call(case, device)
     beat("first run")
     route = route_of(call)
     stages = measure_stages(call, device, config["profiles"], beat)

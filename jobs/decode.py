@@ -16,30 +16,37 @@ import torch
 from pydantic import Field, model_validator
 
 from jobs._case import bare_model
-from jobs._decode_steps import DENSE, Case, attention_step, check_steps, model_step
+from jobs._decode_steps import DENSE, DecodeCase, attention_step, check_steps, model_step
 from jobs._fields import (
     NSA,
     Count,
     DType,
+    HeadsSpec,
     Layers,
+    Lengths,
     Preset,
+    TimingSpec,
     Unique,
-    backend_reasons,
-    does_not_fit,
     implementation_names,
-    refuse_unusable,
-    threads,
     torch_dtype,
 )
+from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
 from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.scaling import Heads, Lengths, TimingSpec
+from jobs.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
+
+# A step makes as many tokens at every context length: constant is what linear is elsewhere.
+STEP_THROUGHPUT = replace(THROUGHPUT, plot=Plot.STEP_RATE)
+BYTES_READ = Quantity(
+    "bytes_read", "MiB", "Bytes read by a step's attention", "bytes read", Better.LOWER, Role.HEADLINE
+)
+QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
 
 
 class Spec(JobSpec):
@@ -55,7 +62,7 @@ class Spec(JobSpec):
     layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
     dtype: DType = "float32"
     preset: Preset | None = None
-    shape: Heads | None = Field(default=None, description="in place of a preset, for workload attention")
+    shape: HeadsSpec | None = Field(default=None, description="in place of a preset, for workload attention")
     nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
     timing: TimingSpec = TimingSpec()
 
@@ -92,7 +99,7 @@ class Spec(JobSpec):
 
     def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
         attention = {"attention": "dense"} if implementation == DENSE else {"backend": implementation}
-        case = Case(
+        case = DecodeCase(
             workload=self.workload,
             implementation=implementation,
             seq_len=seq_len,
@@ -166,7 +173,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         WrongResult: a step disagrees with the oracle.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    case = Case.from_config(config)
+    case = DecodeCase.from_config(config)
     device = case.start()
     beat("check")
     agreement = check_steps(case, device)
@@ -180,9 +187,9 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     per_second = [1000 * case.batch / ms for ms in timing.samples_ms]
     read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize)
     metrics = [
-        summarize("time", "ms", timing.samples_ms, how),
-        summarize("throughput", "tok/s", per_second, f"{case.batch} tokens over each sample of time"),
-        Metric("bytes_read", "MiB", read / 2**20, method="counted: what the attention of a step reads of its caches"),
+        summarize(TIME, timing.samples_ms, how),
+        summarize(STEP_THROUGHPUT, per_second, f"{case.batch} tokens over each sample of time"),
+        Metric.of(BYTES_READ, read / 2**20, method="counted: what the attention of a step reads of its caches"),
         *agreement.metrics(),
     ]
     return Measurement(tuple(metrics), route, environment(device))

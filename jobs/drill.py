@@ -16,7 +16,11 @@ from pydantic import Field
 
 from jobs.measure.environment import environment
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import TELEMETRY, Quantity, Role
 from jobs.spec import JobSpec
+
+ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
+QUANTITIES = (ELAPSED, *TELEMETRY)
 
 Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip"]
 
@@ -57,7 +61,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     beat("drill")
     behave = _BEHAVIOURS[config["behaviour"]]
     behave(config, device, beat)
-    elapsed = Metric("elapsed", "s", time.perf_counter() - start, method="performance counter")
+    elapsed = Metric.of(ELAPSED, time.perf_counter() - start, method="performance counter")
     return Measurement((elapsed,), environment=environment(device))
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from jobs.axes import Axes
+from jobs.quantities import Quantity
 
 Device = Literal["cpu", "cuda"]
 
@@ -29,23 +32,6 @@ class Machine:
     name: str
     memory_bytes: int
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The coordinates that results are compared along; None where a coordinate has no meaning for the kind."""
-
-    implementation: str | None = None  # "chunked", "naive", "dense", ...
-    workload: str | None = None  # "attention" or "model"
-    pass_: str | None = None  # "forward", "forward+backward", "train"
-    seq_len: int | None = None
-    batch: int | None = None
-    query_heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    layers: int | None = None
-    dtype: str | None = None
-    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,21 +59,13 @@ class Point:
         material = [self.kind, self.config, code_hash, machine.device, machine.name, dict(machine.fingerprint)]
         return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Point:
-        return cls(**{**data, "axes": Axes(**data["axes"])})
-
 
 @dataclass(frozen=True)
 class Metric:
     """One measured quantity of a point.
 
     Attributes:
-        name: "time", "peak_extra_memory", "throughput", ... (docs/metrics.md lists them).
-        unit: "ms", "MiB" (2^20 bytes), "tok/s", "1".
+        name, unit: as jobs.quantities or the kind declares them.
         value: the median of `samples`, or the one value there is.
         samples: every sample kept, in the order taken.
         p10, p90: percentiles of the samples.
@@ -104,6 +82,11 @@ class Metric:
     ci_low: float | None = None
     ci_high: float | None = None
     method: str = ""
+
+    @classmethod
+    def of(cls, quantity: Quantity, value: float, samples: tuple[float, ...] = (), method: str = "") -> Metric:
+        """A value of a declared quantity, in its unit."""
+        return cls(quantity.name, quantity.unit, value, samples, method=method)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,36 @@
 """Specs: YAML in, a validated job out. Every mistake names its field, the value and the fix, before anything runs.
 
-A job kind is a module of this package that defines `Spec` (a JobSpec whose `kind` is the module's name) and `measure`.
+Kinds of job: jobs.kinds.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-import jobs
+from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.point import Machine, Point
+from jobs.validation import describe
+
+__all__ = [
+    "Deadlines",
+    "JobSpec",
+    "Resources",
+    "SpecError",
+    "Strict",
+    "kind_module",
+    "kinds",
+    "load_spec",
+    "offered_sources",
+    "parse_spec",
+]
 
 
 class SpecError(ValueError):
@@ -67,7 +79,7 @@ class Deadlines(Strict):
 
 
 class JobSpec(Strict):
-    """What all kinds have in common."""
+    """The fields that every kind has."""
 
     kind: str
     name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -90,23 +102,6 @@ class JobSpec(Strict):
 
         Points that are predicted not to fit carry a `skip_reason`.
         """
-
-
-def kinds() -> dict[str, ModuleType]:
-    """All job kinds, by name."""
-    return {name: module for name in _modules() if (module := _kind(name)) is not None}
-
-
-def _modules() -> list[str]:
-    """Names of this package's public modules: those that may be a kind."""
-    found = pkgutil.iter_modules(jobs.__path__)
-    return [info.name for info in found if not info.ispkg and not info.name.startswith("_")]
-
-
-def _kind(name: str) -> ModuleType | None:
-    """The module of that name if it is a job kind: if it defines `Spec` and `measure`."""
-    module = importlib.import_module(f"jobs.{name}")
-    return module if hasattr(module, "Spec") and hasattr(module, "measure") else None
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -157,56 +152,31 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
     if "kind" not in data:
         raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
     kind = data["kind"]
-    # Imports no other kind, so that one that cannot be imported stops only its own specs.
-    module = _kind(kind) if isinstance(kind, str) and kind in _modules() else None
-    if module is None:
+    if not isinstance(kind, str):
         raise SpecError(f"kind: {kind!r} is no job kind; use one of {', '.join(sorted(kinds()))}")
+    try:
+        module = kind_module(kind)
+    except KindError as err:
+        raise SpecError(f"kind: {err}") from None
     if next(iter(data)) != "kind":
         raise SpecError(f"kind: {kind!r} must be the spec's first key; move it to the top")
     try:
         return module.Spec.model_validate(data)
     except ValidationError as err:
-        raise SpecError("\n".join(describe(err))) from None
+        raise SpecError("\n".join(describe(err, data, "spec"))) from None
 
 
-# What pydantic says of these is the rule alone.
-_FIXES = {
-    "int_type": "write a whole number in digits, e.g. 1024",
-    "float_type": "write a number, e.g. 0.5",
-    "finite_number": "write it in digits, e.g. 8",
-    "bool_type": "write true or false",
-    "string_type": "write a text, in quotes",
-    "list_type": "write a list, e.g. [a, b]",
-    "too_short": "name at least one",
-    "is_instance_of": "write a section of 'key: value' lines",
-    "dataclass_exact_type": "write a section of 'key: value' lines",
-    "model_type": "write a section of 'key: value' lines",
-    "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
-    "invalid_key": "put it in quotes, or remove it",
-}
+def offered_sources(spec: JobSpec) -> dict[str, Path]:
+    """Python files of the other distributions that a job's kind and implementations come from, by relative path.
 
-
-def describe(err: ValidationError) -> list[str]:
-    """One line a mistake: field, value, what is wrong and how to mend it."""
-    lines = []
-    for e in err.errors(include_url=False):
-        field = ".".join(str(part) for part in e["loc"]) or "spec"
-        if e["type"] == "extra_forbidden":
-            lines.append(f"{field}: unknown key (value {e['input']!r}); remove it or correct its spelling")
-        elif e["type"] == "missing":
-            lines.append(f"{field}: missing; add it to the spec")
-        else:
-            message, fix = e["msg"].removeprefix("Value error, "), _FIXES.get(e["type"])
-            lines.append(_mistake(e["loc"], e["input"], f"{message}; {fix}" if fix else message))
-    return lines
-
-
-def _mistake(loc: tuple[int | str, ...], value: Any, message: str) -> str:
-    """A check of several fields begins its message with the one to mend ("cmp_stride: 24: ..."), seen from `loc`."""
-    section = ".".join(str(part) for part in loc)
-    if re.match(r"[a-z][a-z0-9_.]*: ", message):
-        return f"{section}.{message}" if section else message
-    return f"{section or 'spec'}: {value!r}: {message}"
+    A result depends on them as it depends on this package.
+    """
+    files = kind_sources(spec.kind)
+    names = {*getattr(spec, "implementations", ()), getattr(spec, "backend", None)}
+    for entry in entry_points(group="nsa_bench.implementations"):
+        if entry.name in names:
+            files |= source_files(entry.module)
+    return files
 
 
 def _override(data: dict[str, Any], item: str) -> None:

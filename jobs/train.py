@@ -5,7 +5,6 @@ One process. A point is one kind of attention; all see the same batches in the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs._corpus import load_corpus
-from jobs._fields import NSA, Count, Large, Preset, Unique, backend_reasons, does_not_fit, threads
+from jobs._fields import NSA, Count, Preset, Unique
+from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._training import OptimizerSpec, Run, Trainer
 from jobs.measure import check
 from jobs.measure.environment import environment
@@ -23,10 +23,34 @@ from jobs.measure.flops import BF16_PEAKS, training_flops_per_token
 from jobs.measure.memory import Peak, measure_peak
 from jobs.measure.stats import summarize
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import (
+    AGREEMENT,
+    ESTIMATE_ERROR,
+    MEMORY,
+    TELEMETRY,
+    THROUGHPUT,
+    TIME,
+    Better,
+    Plot,
+    Quantity,
+    Role,
+)
 from jobs.spec import JobSpec, SpecError, Strict
+from jobs.training_plan import TrainingPlan
 from nsa_core.backends import default
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig
+
+LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.HEADLINE, Plot.CURVE)
+HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
+HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
+MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
+PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", better=Better.LOWER, role=Role.HEADLINE)
+THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
+QUANTITIES = (
+    *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, *MEMORY),
+    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
+)
 
 
 class DataSpec(Strict):
@@ -42,32 +66,6 @@ class DataSpec(Strict):
         if path is not None and not path.exists():
             raise ValueError("there is no such file; give an existing file or folder")
         return path
-
-
-class PlanSpec(Strict):
-    """The long run that this short one is to judge. Targets that contradict each other are refused."""
-
-    steps: Large
-    tokens_per_step: Large
-    hours: float = Field(gt=0)
-    tokens_per_second: float | None = Field(default=None, gt=0, description="a stated target, checked against the rest")
-
-    @property
-    def needed(self) -> float:
-        """Tokens a second that finish the plan in time."""
-        return self.steps * self.tokens_per_step / (self.hours * 3600)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PlanSpec:
-        stated = self.tokens_per_second
-        if stated is not None and stated < 0.99 * self.needed:
-            takes = self.steps * self.tokens_per_step / stated / 3600
-            raise ValueError(
-                f"tokens_per_second: {stated:g}: {self.steps:,} steps x {self.tokens_per_step:,} tokens in "
-                f"{self.hours:g} h need {self.needed:,.0f} tok/s, and at {stated:g} tok/s they take {takes:,.0f} h; "
-                f"set tokens_per_second to at least {math.ceil(self.needed)}, or hours to {math.ceil(takes)}"
-            )
-        return self
 
 
 class Spec(JobSpec):
@@ -90,7 +88,7 @@ class Spec(JobSpec):
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
-    plan: PlanSpec | None = None
+    plan: TrainingPlan | None = Field(default=None, description="the long run that this short one is to judge")
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Spec:
@@ -213,7 +211,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     agreement = check.check_attention(
         _implementation(model),
         model.nsa,
-        check.Shape(model.heads, model.kv_heads, model.head_dim),
+        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
         _compute_dtype(config["precision"]),
         device,
         backward=True,
@@ -241,21 +239,19 @@ def _speed(config: Mapping[str, Any], model: ModelConfig, run: Run, device: torc
     steady = run.seconds[first:]
     tokens = config["batch"] * config["seq_len"]
     method = f"from the end of one step to that of the next, data and optimizer included, the first {first} left out"
-    throughput = summarize("throughput", "tok/s", [tokens / s for s in steady], method)
-    metrics = [summarize("time", "ms", [1000 * s for s in steady], method), throughput]
+    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if gpu in BF16_PEAKS and config["precision"] == "bfloat16":
         per_token = training_flops_per_token(model, config["seq_len"])
         share = 100 * throughput.value * per_token / BF16_PEAKS[gpu]
-        metrics.append(
-            Metric("mfu", "%", share, method=f"{per_token:.4g} FLOPs a token, {BF16_PEAKS[gpu]:.4g} a second")
-        )
+        metrics.append(Metric.of(MFU, share, method=f"{per_token:.4g} FLOPs a token, {BF16_PEAKS[gpu]:.4g} a second"))
     if config["plan"] is not None:
-        plan = PlanSpec.model_validate(config["plan"])
+        plan = TrainingPlan.model_validate(config["plan"])
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
-        hours = plan.steps * plan.tokens_per_step / throughput.value / 3600
-        metrics.append(Metric("planned_time", "h", hours, method=f"{work} at the measured throughput"))
-        metrics.append(Metric("throughput_needed", "tok/s", plan.needed, method=f"{work} in {plan.hours:g} h"))
+        hours = plan.hours_at(throughput.value)
+        metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
+        metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
     return metrics
 
 
@@ -264,11 +260,9 @@ def _quality(run: Run) -> list[Metric]:
     ending = sum(run.losses[-last:]) / last
     heldout = "mean cross entropy over fixed batches of held-out files"
     return [
-        Metric(
-            "loss", "nat/byte", ending, tuple(run.losses), method=f"mean of the last {last} steps; samples: all steps"
-        ),
-        Metric("heldout_loss_before", "nat/byte", run.before, method=heldout),
-        Metric("heldout_loss", "nat/byte", run.after, method=heldout),
+        Metric.of(LOSS, ending, tuple(run.losses), method=f"mean of the last {last} steps; samples: all steps"),
+        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
+        Metric.of(HELDOUT_LOSS, run.after, method=heldout),
     ]
 
 
@@ -279,4 +273,4 @@ def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[M
         return peak.metrics()
     error = 100 * (estimate.total - peak.allocated) / peak.allocated
     method = "(predicted - measured) / measured, of peak_memory"
-    return [*peak.metrics(), Metric("estimate_error", "%", error, method=method)]
+    return [*peak.metrics(), Metric.of(ESTIMATE_ERROR, error, method=method)]

@@ -1,4 +1,4 @@
-"""Native Sparse Attention (arXiv 2502.11089): operators, layer, model and the memory that they need.
+"""Native Sparse Attention (arXiv 2502.11089): operators, layer, model, and predictions of their memory.
 
 Imports torch only. Start at `nsa_attention`; `nsa_core.routes.capture` shows which kernels ran.
 """

@@ -1,4 +1,4 @@
-"""The operators' tensors: gathered, checked (what is wrong is said with argument, value and fix) and split."""
+"""The operators' tensors: gathered, checked and split. An InputError names the argument, its value and the fix."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Operands:
 
     Attributes:
         q: [B,S,Hq,Dk].
-        keys, values: one of [B,T,Hkv,D] for each of cmp, slc, win.
-        k_cmp, v_cmp: compressed ones made elsewhere.
+        keys, values: [B,T,Hkv,D], one for each of cmp, slc, win.
+        k_cmp, v_cmp: compressed keys and values [B,Nc,Hkv,D] made by the caller; None: made by `compress`.
         gates: [B,S,Hq,3].
     """
 
@@ -37,11 +37,11 @@ class Operands:
 
     @property
     def offset(self) -> int:
-        """The position of q's first row."""
+        """Position of q's first row."""
         return self.keys[0].shape[-3] - self.q.shape[-3]
 
     def under_autocast(self) -> Operands:
-        """As autocast has it, where that is on: all but the gates in its dtype."""
+        """These tensors cast to autocast's dtype, except for the gates; themselves where autocast is off."""
         if not _under_autocast(self.q) or self.q.dtype == torch.float64:
             return self
         dtype = autocast_dtype(self.q)
@@ -50,7 +50,7 @@ class Operands:
         return Operands(self.q.to(dtype), keys, values, k_cmp, v_cmp, self.gates)
 
     def check(self, config: NSAConfig, packed: bool) -> None:
-        """Raise InputError for the first tensor that does not fit."""
+        """Raise InputError for the first tensor whose shape, dtype or device does not fit."""
         _check_query(self.q, packed)
         for key, value in zip(self.keys, self.values, strict=True):
             _check_pair(self.q, ("k", key), ("v", value))
@@ -65,7 +65,7 @@ class Operands:
                     check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
 
     def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
-        """Every packed sequence by itself, with a batch axis of one."""
+        """Operands of each packed sequence, with a batch axis of one. Reads cu_seqlens on the host."""
         spans = sequence_spans(cu_seqlens, self.q.shape[0])
         tokens = [config.cmp_tokens(end - start) for start, end in spans]
         for name, x in (("k_cmp", self.k_cmp), ("v_cmp", self.v_cmp)):
@@ -85,7 +85,7 @@ class Operands:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """What autocast makes of x in a product; x's own dtype where autocast is off, and float64 always."""
+    """Dtype of x in a product under autocast; its own where autocast is off, and always for float64."""
     return torch.get_autocast_dtype(x.device.type) if _under_autocast(x) and x.dtype != torch.float64 else x.dtype
 
 
@@ -94,13 +94,13 @@ def _under_autocast(x: Tensor) -> bool:
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
-@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace the question
+@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace is_autocast_available
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """For the operators, which choose the dtypes of their products themselves."""
+    """Context without autocast, for the operators, which choose the dtypes of their products themselves."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
@@ -110,7 +110,7 @@ def _sequence(start: int, end: int, x: Tensor) -> Tensor:
 
 
 def each_once(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
-    """Each changed; one that stands for several branches once, and so still for all of them."""
+    """Map each tensor once, keeping shared tensors shared."""
     cmp, slc, win = tensors
     for_cmp = change(cmp)
     for_slc = for_cmp if slc is cmp else change(slc)
@@ -132,7 +132,7 @@ def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
 
 
 def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **tensors: Tensor) -> None:
-    """Raise InputError for what is no tensor, or no configuration; `optional` ones may be None."""
+    """Raise InputError if one of `tensors` is not a tensor or `config` not an NSAConfig; `optional` may be None."""
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in (tensors | given).items():
         if not isinstance(x, Tensor):
@@ -142,7 +142,7 @@ def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **t
 
 
 def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence. Reads cu_seqlens on the host, once."""
+    """(start, end) of every packed sequence. Reads cu_seqlens on the host, once; raises InputError."""
     fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError("cu_seqlens", type(cu_seqlens).__name__, fix)
@@ -155,7 +155,7 @@ def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:
-    """x is [B,S,H,D], or [total,H,D] when packed."""
+    """Raise InputError unless x is a floating-point [B,S,H,D], or [total,H,D] when packed."""
     layout = "[total, heads, dim] with cu_seqlens" if packed else "[batch, tokens, heads, dim] without cu_seqlens"
     if x.dim() != (3 if packed else 4) or 0 in x.shape:
         raise InputError(name, _text(x), f"give a tensor without empty axes, {layout}")

@@ -1,8 +1,8 @@
-"""What attention remembers between decoding steps. All sequences of a batch have one common length.
+"""Caches of keys and values between decoding steps. All sequences of a batch have one common length.
 
-A cache grows as tokens arrive. One with a capacity takes all its memory at the first token: its tensors stay where they
-are, so that a CUDA graph of a step can be replayed. Steps are counted on the device, in `position`; the lengths on the
-host follow, except over a graph's replays, of which the host sees nothing until `recount`.
+A cache grows as tokens arrive. With a capacity it allocates all memory at the first token: its tensors never move, so
+that a CUDA graph of a step can be replayed. Steps are counted on the device, in `position`, and on the host; replays of
+a graph are counted on the device alone, until `recount`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class _Held:
-    """Tokens in a buffer [B,room,H,D] that is made by the first of them; `length` is how many were appended."""
+    """Buffer [B,room,H,D] of tokens, allocated by the first append; `length` counts the tokens appended."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -27,7 +27,7 @@ class _Held:
 
     @property
     def buffer(self) -> Tensor:
-        """The tokens held, and room for others."""
+        """Tokens held, with the room behind them, [B,room,H,D]."""
         assert self._buffer is not None, "nothing was appended yet"
         return self._buffer
 
@@ -36,8 +36,8 @@ class Appended(_Held):
     """Tokens [B,T,H,D] in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
 
     Args:
-        multiple: the buffer holds a multiple of so many tokens.
-        capacity: tokens that the buffer has room for from the first append on.
+        multiple: the buffer's length is a multiple of this many tokens.
+        capacity: room, in tokens, from the first append on.
     """
 
     def __init__(self, multiple: int = 64, capacity: int = 1) -> None:
@@ -45,22 +45,22 @@ class Appended(_Held):
         self._multiple, self._capacity = multiple, capacity
 
     def append(self, x: Tensor) -> None:
-        """Put x [B,S,H,D] behind the tokens held."""
+        """Append x [B,S,H,D]."""
         end = self.length + x.shape[1]
         self._make_room(end, x)
         self.buffer[:, self.length : end] = x.detach()
         self.length = end
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` in all, where something was appended before."""
+        """Make room for `tokens` tokens in all; something must have been appended before."""
         self._make_room(tokens, self.buffer)
 
     def values(self) -> Tensor:
-        """The tokens held, [B,T,H,D], a view."""
+        """Tokens held [B,T,H,D], a view."""
         return self.buffer[:, : self.length]
 
     def blocks(self) -> Tensor:
-        """The buffer cut into blocks of `multiple` tokens, [B,blocks,multiple,H,D]; zeros behind the tokens held."""
+        """Buffer as blocks of `multiple` tokens [B,blocks,multiple,H,D], a view; zeros behind the tokens held."""
         return self.buffer.unflatten(1, (-1, self._multiple))
 
     def _make_room(self, needed: int, like: Tensor) -> None:
@@ -75,14 +75,14 @@ class Appended(_Held):
 
 
 class Recent(_Held):
-    """The last `size` tokens [B,T,H,D] of those appended; the one at position p lies in slot p % size of the buffer."""
+    """Ring of the last `size` tokens appended [B,T,H,D]; the token at position p is in slot p % size."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
 
     def append(self, x: Tensor) -> None:
-        """Take x [B,S,H,D] in, dropping the oldest tokens."""
+        """Append x [B,S,H,D], overwriting the oldest tokens."""
         if self._buffer is None:
             self._buffer = x.new_zeros((x.shape[0], self._size, *x.shape[2:]))
         end = self.length + x.shape[1]
@@ -92,21 +92,21 @@ class Recent(_Held):
         self.length = end
 
     def values(self) -> Tensor:
-        """The tokens held, [B,min(T,size),H,D], a view, in the order of their slots."""
+        """Tokens held [B,min(T,size),H,D], a view, in the order of their slots."""
         return self.buffer[:, : min(self.length, self._size)]
 
     def in_order(self) -> Tensor:
-        """The tokens held, [B,min(T,size),H,D], oldest first."""
+        """Tokens held [B,min(T,size),H,D], oldest first."""
         return self.values() if self.length <= self._size else self.buffer.roll(-(self.length % self._size), 1)
 
 
 class _Cache(ABC):
-    """Counting and room, the same for both kinds of attention.
+    """Counting and capacity, the same for both kinds of attention.
 
     Attributes:
-        capacity: tokens that it takes at most; None: any number.
-        position: tokens taken in so far, int32 [1] on the device; None before the first.
-        frequencies: of RoPE, float32 [D/2], kept by the first step that needs them.
+        capacity: most tokens that it holds; None: any number.
+        position: tokens held, int32 [1] on the device; None before the first.
+        frequencies: RoPE's, float32 [D/2], kept by the first step that needs them.
     """
 
     def __init__(self, capacity: int | None) -> None:
@@ -122,21 +122,21 @@ class _Cache(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens taken in so far, as far as the host knows: the position of the next one."""
+        """Tokens held as counted on the host: the position of the next one."""
         return self._every_token.length
 
     @abstractmethod
     def note_length(self, tokens: int) -> None:
-        """Note on the host that so many tokens are held, where `position` is changed by other means."""
+        """Set the host's counts to `tokens`, after `position` was changed by other means."""
 
     @abstractmethod
     def _reserve(self, tokens: int) -> None: ...
 
     def check(self, batch: int, tokens: int) -> None:
-        """See that `tokens` more tokens of `batch` sequences can be taken in, as far as the host knows.
+        """Check that `tokens` more tokens of `batch` sequences fit, by the host's count.
 
         Raises:
-            InputError: there is no room for them, or other sequences are held.
+            InputError: there is no room for them, or the cache holds another number of sequences.
         """
         if self.length > 0 and batch != len(self._every_token.buffer):
             raise InputError("batch", batch, f"use {len(self._every_token.buffer)}, the sequences that the cache holds")
@@ -144,10 +144,10 @@ class _Cache(ABC):
             raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
 
     def make_room(self, k: Tensor) -> None:
-        """See that one more token, with keys k [B,1,..], fits behind those that are held.
+        """Make room for one more token, with keys k [B,1,..].
 
         Raises:
-            InputError: as `check`, or its dtype is another, or a graph is being captured of a cache without a capacity.
+            InputError: as `check`, or k has another dtype, or a graph is being captured of a cache without a capacity.
         """
         self.check(len(k), 1)
         held = self._every_token.buffer.dtype
@@ -160,11 +160,11 @@ class _Cache(ABC):
             self._reserve(self.length + 1)
 
     def count_step(self) -> None:
-        """Note on the host that a step, which counted itself on the device, took a token in."""
+        """Count on the host a step that counted itself on the device."""
         self.note_length(self.length + 1)
 
     def recount(self) -> None:
-        """Bring the host's lengths up to the device's after a graph's replays. Waits for the device."""
+        """Set the host's counts to the device's, after replays of a graph. Waits for the device."""
         if self.capacity is not None and self.position is not None:
             self.note_length(int(self.position))
 
@@ -176,14 +176,14 @@ class _Cache(ABC):
 
 
 class NSACache(_Cache):
-    """Keys and values of one NSA layer: what its three branches read, and nothing else.
+    """Keys and values of one NSA layer, as its three branches read them.
 
     Attributes:
-        k_cmp, v_cmp: the compressed tokens, keys rotated.
+        k_cmp, v_cmp: compressed tokens, keys rotated.
         k_slc, v_slc: all tokens of the selected branch, keys rotated.
         k_win, v_win: the last `window` tokens of the window branch, keys rotated.
-        k_open, v_open: the last `cmp_block` tokens of the compressed branch, unrotated: what the next compressed token
-            is made of.
+        k_open, v_open: the last `cmp_block` tokens of the compressed branch, unrotated, from which the next compressed
+            token is made.
     """
 
     def __init__(self, config: NSAConfig, capacity: int | None = None) -> None:
@@ -201,7 +201,7 @@ class NSACache(_Cache):
         return self.k_slc
 
     def take(self, k: Triple, v: Triple) -> None:
-        """Take tokens in, keys and values of cmp (unrotated), slc and win; `add_compressed` is to follow.
+        """Append keys and values [B,S,Hkv,D] of cmp (unrotated), slc and win; call `add_compressed` next.
 
         Raises:
             InputError: as `check`.
@@ -214,7 +214,7 @@ class NSACache(_Cache):
         self._count(k[1])
 
     def add_compressed(self, k_cmp: Tensor, v_cmp: Tensor) -> None:
-        """Add the compressed tokens that the tokens taken in completed."""
+        """Append the compressed tokens [B,N,Hkv,D] that the appended tokens completed."""
         self.k_cmp.append(k_cmp)
         self.v_cmp.append(v_cmp)
 
@@ -242,7 +242,7 @@ class DenseCache(_Cache):
         return self.k
 
     def take(self, k: Tensor, v: Tensor) -> None:
-        """Take tokens in, [B,S,H,D] each. Raises InputError as `check`."""
+        """Append keys and values [B,S,H,D]. Raises InputError as `check`."""
         self.check(*k.shape[:2])
         self.k.append(k)
         self.v.append(v)

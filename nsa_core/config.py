@@ -19,13 +19,13 @@ class NSAConfig:
         cmp_stride: distance between the starts of two compressed tokens [d]; divides cmp_block and slc_block.
         slc_block: tokens of a selection block [l']; at least cmp_block.
         slc_count: blocks selected per query and kv head, the forced ones included [n].
-        init_blocks: the first blocks of the sequence, always selected.
-        local_blocks: the last blocks up to and with the query's own, always selected.
+        init_blocks: first blocks of the sequence, always selected.
+        local_blocks: last blocks, the query's own included, always selected.
         window: tokens that the window branch sees, the query's own included [w].
         compress: "mean", or "mlp" for the layer's learned compression.
 
     Raises:
-        InputError: a value that is no such size, or sizes that do not fit together.
+        InputError: a value is not a valid size, or sizes do not fit together.
     """
 
     cmp_block: int = 32
@@ -66,11 +66,11 @@ class NSAConfig:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks a query chooses by score."""
+        """Blocks that a query chooses by score."""
         return self.slc_count - self.init_blocks - self.local_blocks
 
     def cmp_tokens(self, seq_len: int) -> int:
-        """Compressed tokens of a sequence of `seq_len` tokens; those that a query at seq_len - 1 sees."""
+        """Compressed tokens of a sequence of `seq_len` tokens; as many are visible to a query at seq_len - 1."""
         return max(0, (seq_len - self.cmp_block) // self.cmp_stride + 1)
 
     def slc_blocks(self, seq_len: int) -> int:

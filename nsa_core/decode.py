@@ -1,9 +1,9 @@
-"""One decoding step: a new token into the cache, and its attention, with the meaning that the operators give to it.
+"""One decoding step: stores a new token in the cache and computes its attention, as the operators define it.
 
 A step reads the compressed tokens, the chosen blocks and the window: O(S/d + n·l' + w) tokens, against S of dense
-attention. Where the Triton backend chooses the blocks, and no gradient is asked for, its kernels do the whole step; a
-CUDA graph of that can be captured, if the cache has a capacity and a step ran before, and be replayed until it is full.
-Plain PyTorch does it everywhere else.
+attention. If the Triton backend chooses the blocks and no gradient is needed, its kernels compute the whole step; a
+CUDA graph of it can be captured if the cache has a capacity and a step ran before, and replayed until the cache is
+full. Otherwise plain PyTorch computes it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from .routes import Branch, note
 
 KERNEL, TRITON = "decode", "decode-triton"
 
-# Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first of which is at a position (int32 [1], or int).
+# (keys, values, position of the first) -> compressed keys, rotated, and values. Position: int, or int32 [1].
 Compress = Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]
 
 
 def nsa_step(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, *, theta: float, compress: Compress, backend: str
 ) -> Tensor:
-    """Take one token into the cache; its output [B,1,Hq,Dv].
+    """Attention [B,1,Hq,Dv] of one new token, whose keys and values are stored in the cache.
 
     Args:
-        q: its query [B,1,Hq,Dk], not rotated yet, as the keys.
+        q: its query [B,1,Hq,Dk], unrotated, as the keys.
         k, v: its keys [B,1,3,Hkv,Dk] and values [B,1,3,Hkv,Dv] of the branches cmp, slc, win.
         gates: logits [B,1,Hq,3] in this order.
         cache: holds at least one token.
         theta: RoPE's base.
-        compress: used with a learned compression, and by plain PyTorch.
-        backend: which one chooses the blocks; the prefill's, so that both choose alike.
+        compress: used for a learned compression, and by plain PyTorch.
+        backend: name of the backend that chooses the blocks; use the prefill's, so that both choose alike.
 
     Raises:
-        InputError: the cache is full, holds other sequences or another dtype, or a graph is being captured of one
+        InputError: the cache is full, holds other sequences or another dtype, or a graph is being captured of a cache
             without a capacity.
         BackendError: the backend is unknown or cannot run.
     """
@@ -66,7 +66,7 @@ def nsa_step(
 
 
 def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: float) -> Tensor:
-    """As `nsa_step`, of dense attention: q [B,1,Hq,Dk], k [B,1,Hkv,Dk] and v [B,1,Hkv,Dv], not rotated yet."""
+    """Dense attention of one new token, as `nsa_step`: unrotated q [B,1,Hq,Dk], k [B,1,Hkv,Dk], v [B,1,Hkv,Dv]."""
     if default(q.device, q.dtype) == "triton" and not _needs_gradient(q, k, v):
         return _dense_kernel_step(q, k, v, cache, theta)
     cache.recount()
@@ -107,16 +107,16 @@ def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta
 
 
 def _prepare(cache: NSACache | DenseCache, k: Tensor, theta: float) -> None:
-    """Room for a token with keys k, and RoPE's frequencies, for the kernels."""
+    """Give the cache room for a token with keys k, and RoPE's frequencies."""
     cache.make_room(k)
     if cache.frequencies is None:
         cache.frequencies = frequencies(k.shape[-1], theta, k.device)
 
 
 def _store_learned(cache: NSACache, compress: Compress) -> None:
-    """Compress the last cmp_block tokens, and keep the result if they are a block; nothing of it is known to the host.
+    """Compress the last cmp_block tokens and store the result if they complete a block, without asking the device.
 
-    The newest token is taken in, and not counted yet; one beyond the capacity was not, and completes nothing.
+    The newest token is stored but not counted yet; beyond the capacity it is not stored, and completes nothing.
     """
     assert cache.position is not None
     block, stride = cache.config.cmp_block, cache.config.cmp_stride
@@ -132,7 +132,7 @@ def _store_learned(cache: NSACache, compress: Compress) -> None:
 
 
 def _attend_all(q: Tensor, gates: Tensor, cache: NSACache, blocks: Tensor) -> Tensor:
-    """Gated sum [B,1,Hq,Dv] of the branches for the token that the cache took in last; q is rotated."""
+    """Gated sum [B,1,Hq,Dv] of the branches for the token stored last; q is rotated."""
     scale, config, k_cmp = q.shape[-1] ** -0.5, cache.config, cache.k_cmp.values()
     cmp, slc, win = gates.split(1, -1)
     visible = _positions(blocks, config.slc_block) < cache.length
@@ -145,14 +145,14 @@ def _attend_all(q: Tensor, gates: Tensor, cache: NSACache, blocks: Tensor) -> Te
 
 
 def _positions(blocks: Tensor, size: int) -> Tensor:
-    """Position of every token of the chosen blocks, [B,Hkv,slc_count·size]; past the end for absent blocks."""
+    """Positions of the chosen blocks' tokens [B,Hkv,slc_count·size]; past any end for absent blocks (-1)."""
     within = torch.arange(size, device=blocks.device)
     first = torch.where(blocks < 0, torch.iinfo(torch.int64).max // 2, blocks * size)
     return (first.unsqueeze(-1) + within).flatten(2)
 
 
 def _chosen(cached: Appended, blocks: Tensor) -> Tensor:
-    """The tokens of the chosen blocks, [B,Hkv,slc_count·slc_block,D]."""
+    """Tokens of the chosen blocks [B,Hkv,slc_count·slc_block,D]."""
     batch, heads, _ = blocks.shape
     b = torch.arange(batch, device=blocks.device)[:, None, None]
     h = torch.arange(heads, device=blocks.device)[None, :, None]

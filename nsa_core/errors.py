@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class InputError(ValueError):
-    """A value that cannot be used. Reads "field: value: fix", on one line.
+    """An unusable value. Its text is "field: value: fix", on one line.
 
     Attributes:
         field: the argument or configuration field.
-        value: what was given, as text.
-        fix: what to give instead.
+        value: the value given, as text.
+        fix: how to correct it.
     """
 
     def __init__(self, field: str, value: object, fix: str) -> None:

@@ -1,8 +1,11 @@
-"""The public operators of Native Sparse Attention (arXiv 2502.11089).
+"""The public operators of Native Sparse Attention (arXiv 2502.11089): the door for users, layers and jobs.
+
+Takes plain tensors and an NSAConfig, checks them, resolves backends and unpacks sequences; gives outputs in q's dtype.
+Computes no branch itself (backends/ does), and neither projects, rotates (layer.py) nor keeps a cache (decode.py).
 
 Layouts: q [B,S,Hq,Dk], k [B,T,Hkv,Dk], v [B,T,Hkv,Dv], where the S rows of q are the last S of the T positions (T = S
-in training and prefill, S = 1 in decoding). With `cu_seqlens` [sequences + 1], sequences of different lengths lie
-behind each other without a batch axis: q [total,Hq,Dk] and so on, and T = S. Wrong input raises InputError, a
+in training and prefill, S = 1 in decoding). With `cu_seqlens` [sequences + 1], sequences of different lengths are
+concatenated without a batch axis: q [total,Hq,Dk] and so on, and T = S. Wrong input raises InputError, a
 ValueError that names the argument, its value and the fix.
 """
 
@@ -51,14 +54,14 @@ def nsa_attention(
         v: values [B,T,Hkv,Dv], or a tuple likewise.
         gates: [B,S,Hq,3] in the order cmp, slc, win, already in (0,1).
         config: block sizes, counts and the window.
-        k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones lie behind each other.
+        k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones are concatenated.
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
         cu_seqlens: bounds of packed sequences.
-        max_seqlen: length of the longest packed sequence. With it all are computed at once, as a batch of that length,
-            and nothing waits for the device; without it one after another, and cu_seqlens is read on the host.
+        max_seqlen: length of the longest packed sequence. With it all sequences are computed at once, as a batch of
+            that length, without waiting for the device; without it one by one, and cu_seqlens is read on the host.
         scale: of q·k; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
-        branches: those to compute; the others are neither computed nor in the sum.
+        branches: the branches to compute; the others are neither computed nor part of the sum.
 
     Returns:
         [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. Under autocast the tensors are cast to its dtype first.
@@ -97,21 +100,21 @@ def select_blocks(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The blocks that every query selects (Eq. 8 to 12). No gradient flows through it.
+    """Blocks that every query selects (Eq. 8 to 12). No gradient flows through the selection.
 
     Args:
         q: queries [B,S,Hq,Dk].
-        k: keys [B,T,Hkv,Dk], those of the compressed branch.
+        k: keys [B,T,Hkv,Dk] of the compressed branch.
         config: block sizes and counts.
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k).
         cu_seqlens: bounds of packed sequences.
         max_seqlen: as in nsa_attention.
         scale: of q·k; 1/sqrt(Dk) unless given.
-        backend: which one computes it.
+        backend: name of the backend that computes it.
 
     Returns:
-        int32 [B,S,Hkv,slc_count], ascending, padded with -1; packed [total,Hkv,slc_count], where block 0 is the first
-        of each sequence.
+        int32 [B,S,Hkv,slc_count], ascending, padded with -1; packed [total,Hkv,slc_count], where block 0 is each
+        sequence's first.
 
     Raises:
         InputError, BackendError: as nsa_attention.
@@ -141,11 +144,11 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
         cu_seqlens: bounds of packed sequences; no block crosses one.
 
     Returns:
-        [B,Nc,Hkv,D] in x's dtype, Nc = max(0, (S - l)//d + 1); packed ones behind each other. Sums are in float32
+        [B,Nc,Hkv,D] in x's dtype, Nc = max(0, (S - l)//d + 1); packed ones are concatenated. Sums are in float32
         (float64 for float64).
 
     Raises:
-        InputError: a wrong shape, or a learned compression, which is the layer's.
+        InputError: a wrong shape, or a learned compression, which only the layer computes.
     """
     _inputs.check_types(config, x=x, optional={})
     if config.compress != "mean":
@@ -177,7 +180,7 @@ def dense_attention(
         cu_seqlens: bounds of packed sequences.
         scale: of q·k; 1/sqrt(Dk) unless given.
         window: positions that a query sees, its own included; all unless given.
-        backend: the kernel, one of `backends.dense.KERNELS`; "auto" takes the fastest that is there.
+        backend: the kernel, one of `backends.dense.KERNELS`; "auto" takes the fastest available.
 
     Returns:
         [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. The kernel that ran is noted in `routes` as branch "dense".
@@ -201,7 +204,7 @@ def dense_attention(
 def _attend(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend]
 ) -> Tensor:
-    """The gated sum; the branches of a fused backend at once, unless another one selects the blocks for it."""
+    """Gated sum; a fused backend computes its branches at once, unless another backend selects their blocks."""
     assert operands.gates is not None
     gate = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
     parts: list[Tensor] = []
@@ -213,12 +216,12 @@ def _attend(
             parts += [_branch(branch, operands, gate[branch], config, scale, backends) for branch in own]
     out = parts.pop(0)
     while parts:
-        out += parts.pop(0)  # which frees it
+        out += parts.pop(0)  # frees the part
     return out
 
 
 def _distinct(backends: Iterable[Backend]) -> list[Backend]:
-    """Each once, in order. torch.compile takes equal modules for different keys, so no dict will do."""
+    """Each backend once, in order. No dict: torch.compile takes one module under two names for two keys."""
     found: list[Backend] = []
     for backend in backends:
         if not any(backend is other for other in found):
@@ -227,7 +230,7 @@ def _distinct(backends: Iterable[Backend]) -> list[Backend]:
 
 
 def _is_fused(backend: Backend) -> TypeGuard[FusedBackend]:
-    """As isinstance has it, in a way that torch.compile can trace."""
+    """Whether it is a FusedBackend; torch.compile cannot trace isinstance with a protocol."""
     return hasattr(backend, "attend")
 
 
@@ -244,7 +247,7 @@ def _attend_at_once(
     compressed = operands.k_cmp, operands.v_cmp
     needed = compressed if "cmp" in branches else compressed[: "slc" in branches]
     if config.compress != "mean" and any(x is None for x in needed):
-        compress(operands.keys[0], config)  # raises: a learned compression is not made here
+        compress(operands.keys[0], config)  # raises: only the layer has a learned compression
     return backend.attend(operands.q, pairs, compressed, gates, config, branches, operands.offset, scale)
 
 
@@ -274,7 +277,7 @@ def _select(operands: Operands, config: NSAConfig, scale: float, backend: Backen
 
 
 def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
-    """Strides are summed once, then neighbouring strides into blocks: every block in the same order."""
+    """Means of x's blocks: tokens are summed to strides, strides to blocks, every block in the same order."""
     stride, tokens = config.cmp_stride, config.cmp_tokens(x.shape[1])
     if tokens == 0:
         return x[:, :0]

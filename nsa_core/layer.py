@@ -32,11 +32,11 @@ class LearnedCompression(nn.Module):
         nn.init.normal_(self.place, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,S,Hkv,D] -> [B,Nc,Hkv,D]; Nc = 0 while S < cmp_block.
+        """Compressed tokens [B,Nc,Hkv,D] of x [B,S,Hkv,D]; Nc = 0 while S < cmp_block.
 
-        Blocks overlap, and nothing is unfolded: one product takes every stride of tokens to what it adds to each of the
-        blocks that it is part of, and a block is the sum of its strides. The encodings of places are the same in every
-        block, so they are part of the bias.
+        Overlapping blocks are not unfolded: one product gives each stride's contribution to every block that contains
+        it, and a block is the sum of its strides' contributions. The place encodings are the same in every block, so
+        they go into the bias.
         """
         tokens, stride = self.config.cmp_tokens(x.shape[1]), self.config.cmp_stride
         if tokens == 0:
@@ -59,9 +59,9 @@ class NativeSparseAttention(nn.Module):
 
     Args:
         dim: width of the model.
-        heads, kv_heads: query heads, and kv heads, which divide them.
-        head_dim: of queries, keys and values; even.
-        config: block sizes, counts, the window, and how blocks are compressed.
+        heads, kv_heads: query heads, and kv heads, a divisor of them.
+        head_dim: head dim of queries, keys and values; even.
+        config: block sizes, counts, the window, and the kind of compression.
         backend: as in `nsa_attention`.
         rope_theta: RoPE's base.
     """
@@ -98,11 +98,11 @@ class NativeSparseAttention(nn.Module):
     def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
 
-        With a cache, x continues what the cache holds, and is added to it; no gradient flows through the cache. A
-        prefill of an empty cache runs as one operator, tokens after that run one by one.
+        With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. The prefill of
+        an empty cache runs as one operator, later tokens one by one.
 
         Raises:
-            InputError: the cache has no room for x, or holds other sequences; it is as it was then.
+            InputError: the cache has no room for x, or holds other sequences; it is left unchanged.
         """
         if cache is not None:
             cache.check(*x.shape[:2])
@@ -117,7 +117,7 @@ class NativeSparseAttention(nn.Module):
         return self.out_proj(out.flatten(2))
 
     def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
-        """Rotated q [B,S,Hq,D]; keys (cmp unrotated) and values, three of [B,S,Hkv,D]; gates [B,S,Hq,3]."""
+        """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3]."""
         cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), x.dtype)
         if in_compiled_training(x):
             from .kernels.training.heads import split_heads  # needs Triton
@@ -132,7 +132,7 @@ class NativeSparseAttention(nn.Module):
         return rotate(q, cos, sin), keys, (v_cmp, v_slc, v_win), torch.sigmoid(gates)
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unrotated q [B,S,Hq,D], k and v of the three branches [B,S,3,Hkv,D], logits of the gates [B,S,Hq,3]."""
+        """Unrotated q [B,S,Hq,D], k and v [B,S,3,Hkv,D] of the three branches, gate logits [B,S,Hq,3]."""
         q, k, v, gates = side_by_side(x, self._projections)
         k, v = (y.unflatten(-1, (3, self.kv_heads, self.head_dim)) for y in (k, v))
         return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, 3))
@@ -145,7 +145,7 @@ class NativeSparseAttention(nn.Module):
         return angles(positions, self.head_dim, self.rope_theta, dtype)
 
     def _compress(self, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Compressed keys, rotated, and values, of tokens [B,T,Hkv,D] whose first one is at `position`."""
+        """Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first at `position`."""
         if self.config.compress == "mlp":
             k_cmp, v_cmp = self.compress_k(k), self.compress_v(v)
         elif in_compiled_training(k):
@@ -158,7 +158,7 @@ class NativeSparseAttention(nn.Module):
         return rotate(k_cmp, *self._angles(starts, k_cmp.dtype)), v_cmp
 
     def _step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """One token x [B,1,dim] behind those of the cache."""
+        """Output [B,1,dim] of one token x [B,1,dim] that continues the cache."""
         select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
         heads = self._heads_of(x)
         out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
@@ -178,11 +178,11 @@ class DenseAttention(nn.Module):
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
 
     def new_cache(self, capacity: int | None = None) -> DenseCache:
-        """As NativeSparseAttention.new_cache."""
+        """An empty cache, as NativeSparseAttention.new_cache."""
         return DenseCache(capacity)
 
     def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
-        """As NativeSparseAttention.forward."""
+        """Attend as NativeSparseAttention.forward, densely."""
         if cache is not None:
             cache.check(*x.shape[:2])
             if cache.length > 0:
@@ -211,7 +211,7 @@ class DenseAttention(nn.Module):
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Raise InputError for numbers of heads, or a head dim, that attention with RoPE cannot have."""
+    """Raise InputError for numbers of heads or a head dim that attention with RoPE cannot use."""
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
         if value < 1:
             raise InputError(name, value, "use a whole number >= 1")

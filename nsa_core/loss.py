@@ -1,4 +1,4 @@
-"""Cross entropy of a language model's output head without all logits at once."""
+"""Cross entropy of a language model's output head, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .projections import in_compiled_training
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     """Mean of -log softmax(x · weightᵀ)[targets], float32 (float64 for float64) [nat], differentiable in x and weight.
 
-    Where gradients are wanted they are made together with the values, from the same logits; the backward pass only
-    scales them. Logits of `rows` rows exist at a time.
+    With gradients enabled they are computed together with the values, from the same logits; the backward pass only
+    scales them. Only `rows` rows of logits exist at a time.
 
     Args:
-        x: [N,dim]. Under autocast the products are in its dtype.
+        x: [N,dim]. Under autocast products are in its dtype.
         weight: [V,dim].
-        targets: [N], whole numbers from 0 to V - 1; any other one makes the result infinite.
+        targets: [N], whole numbers in 0 .. V - 1; any other value makes the result infinite.
         rows: rows of x whose logits are held at a time.
     """
     dtype, fused = autocast_dtype(x), in_compiled_training(x)
@@ -61,9 +61,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows and its gradient with respect to them; that of weight is added to dweight.
+    """Summed loss of rows x, and its gradient with respect to x; that with respect to weight is added to dweight.
 
-    fused: by a kernel of the project's, from logits in x's dtype.
+    fused: use the project's kernel, on logits in x's dtype.
     """
     if fused:
         from .kernels.training.cross_entropy import cross_entropy  # needs Triton
@@ -80,16 +80,16 @@ def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bo
 
 
 def _logits(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[R,V], at least float32, and which of them are the targets'."""
+    """Logits [R,V], at least float32, and a mask [R,V] of the targets' places."""
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
     return logits, torch.arange(logits.shape[1], device=x.device) == targets[:, None]
 
 
 def _summed(logits: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies of the rows, and their log-sum-exp [R,1].
+    """Sum of the rows' cross entropies, and their log-sum-exp [R,1].
 
-    The targets' logits are taken in a pass over all, which a compiler makes one with that of the log-sum-exp: picked by
-    index they would be read later, and the logits of all chunks live until then. A row without a target has -inf.
+    The targets' logits come from a pass over all logits, which a compiler fuses with the log-sum-exp's: gathered by
+    index they would be read later, and all chunks' logits would live until then. A row without a target has -inf.
     """
     lse = torch.logsumexp(logits, -1, keepdim=True)
     return (lse[:, 0] - torch.where(is_target, logits, -torch.inf).amax(-1)).sum(), lse

@@ -1,4 +1,4 @@
-"""What a configuration will need, tensor by tensor, before anything is allocated."""
+"""Predicted memory of a configuration, tensor by tensor, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .model import ModelConfig
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that live at the highest moment.
+    """Bytes live at the peak.
 
     Attributes:
         parameters: the model's weights.
-        optimizer: its state.
-        inputs: what the caller holds: the operator's tensors and the output's gradient, or tokens and targets.
-        gradients: of parameters, or of the operator's tensors.
-        activations: outputs, and what is kept for the backward pass.
-        workspace: what lives within an operation.
+        optimizer: the optimizer's state.
+        inputs: tensors that the caller holds: the operator's and the output's gradient, or tokens and targets.
+        gradients: gradients of parameters, or of the operator's tensors.
+        activations: outputs, and tensors kept for the backward pass.
+        workspace: temporary tensors within an operation.
     """
 
     parameters: int
@@ -37,17 +37,17 @@ class MemoryEstimate:
 
     @property
     def extra(self) -> int:
-        """What the pass allocates at its peak beyond what was there before it."""
+        """Bytes that the pass adds at its peak to those allocated before it."""
         return self.gradients + self.activations + self.workspace
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """Sum of all parts."""
         return self.parameters + self.optimizer + self.inputs + self.extra
 
 
 def predicts(implementation: str) -> bool:
-    """Whether the memory of `implementation` can be estimated here: of "triton" only where Triton is installed."""
+    """Whether the memory of `implementation` can be predicted here; "triton" needs Triton installed."""
     return unpredicted(implementation) is None
 
 
@@ -64,17 +64,17 @@ def estimate_attention(
     backward: bool,
     device: torch.device,
 ) -> MemoryEstimate:
-    """The operator alone: q, one k, one v and gate logits, through a sigmoid, to the output, and back.
+    """Memory of the operator alone: q, one k, one v and gate logits, through a sigmoid, to the output and back.
 
     Args:
-        config: block sizes; without a meaning for "dense".
+        config: block sizes; ignored for "dense".
         implementation: "chunked", "naive", "reference", "triton" or "dense" (without gates).
-        batch, seq_len, query_heads, kv_heads, head_dim, dtype: of the tensors.
-        backward: the gradients of all inputs, towards a given gradient of the output.
-        device: chunks and kernels differ with it; of a GPU that is not here, they are those of an A100.
+        batch, seq_len, query_heads, kv_heads, head_dim, dtype: sizes and dtype of the tensors.
+        backward: include the gradients of all inputs, from a given gradient of the output.
+        device: decides chunks and kernels; a GPU that is not in this host counts as an A100.
 
     Raises:
-        InputError: an implementation that `predicts` does not know.
+        InputError: `predicts` is false for the implementation.
     """
     sizes = Sizes(batch, seq_len, query_heads, kv_heads, head_dim, dtype, device)
     gates = 0 if implementation == "dense" else sizes.gates
@@ -100,21 +100,21 @@ def estimate_model(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
-    """NSATransformer from tokens and targets to the loss, and back to the gradients of all parameters.
+    """Memory of an NSATransformer from tokens and targets to the loss, and back to the gradients of all parameters.
 
     Args:
-        config: the model; its checkpointing counts where `backward` is set, its attention and backend give way to
-            `implementation`.
+        config: the model; its checkpointing matters if `backward`, and `implementation` replaces its attention and
+            backend.
         implementation: "chunked", "naive", "reference", "triton" or "dense".
-        batch, seq_len: of tokens.
-        dtype: of parameters and activations.
-        backward: the pass is a training step's; else it runs without gradients.
-        optimizer: whose state exists, and whose step follows: fused on a GPU, one parameter at a time on a CPU.
-        device: as of estimate_attention.
-        autocast: the dtype that activations are cast to, where weights are kept in a wider one.
+        batch, seq_len: shape of the tokens.
+        dtype: dtype of parameters and activations.
+        backward: a training step; else a pass without gradients.
+        optimizer: the optimizer whose state and step count: fused on a GPU, one parameter at a time on a CPU.
+        device: as in `estimate_attention`.
+        autocast: the dtype that activations are cast to, if weights are kept in a wider one.
 
     Raises:
-        InputError: an implementation that `predicts` does not know.
+        InputError: `predicts` is false for the implementation.
     """
     sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, autocast or dtype, device)
     model, ledger = Model(config, implementation, sizes, dtype.itemsize), Ledger()
@@ -123,7 +123,7 @@ def estimate_model(
     if backward:
         model.backward(ledger)
     if optimizer is not None and device.type != "cuda":
-        ledger.touch(model.largest_parameter * dtype.itemsize)  # its denominator
+        ledger.touch(model.largest_parameter * dtype.itemsize)  # AdamW's denominator
     state = 0 if optimizer is None else 2 * parameters
     return _estimate(ledger, parameters=parameters, optimizer=state, inputs=2 * sizes.tokens * 8)
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer over Native Sparse Attention or dense attention, and the shapes that have a name."""
+"""A decoder-only transformer over Native Sparse Attention or dense attention, and named configurations of it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class ModelConfig:
         vocab_size: tokens of the vocabulary.
         dim: width of the residual stream.
         layers: number of blocks.
-        heads, kv_heads: query heads, and kv heads, which divide them.
-        head_dim: of queries, keys and values; even.
+        heads, kv_heads: query heads, and kv heads, a divisor of them.
+        head_dim: head dim of queries, keys and values; even.
         ffn_dim: hidden width of SwiGLU.
         attention: "nsa" or "dense".
-        nsa: the sparse attention's sizes; without a meaning for "dense".
+        nsa: the sparse attention's sizes; ignored for "dense".
         backend: as in `nsa_attention`; "auto" for "dense".
         tie_embeddings: the output head shares the embedding's weights.
-        checkpointing: keep only the input of every block in training, and compute the block anew in the backward pass.
+        checkpointing: in training keep only each block's input, and recompute the block in the backward pass.
         rope_theta: RoPE's base.
 
     Raises:
-        InputError: a value that makes no model.
+        InputError: a value is out of range, or does not fit the others.
     """
 
     vocab_size: int
@@ -75,7 +75,7 @@ class ModelConfig:
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        # Bytes as tokens and blocks of 8: all branches are at work from a few dozen tokens on.
+        # Bytes as tokens and blocks of 8: all branches have work from a few dozen tokens on.
         "tiny": ModelConfig(
             vocab_size=256,
             dim=64,
@@ -86,7 +86,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             ffn_dim=192,
             nsa=NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16),
         ),
-        # The shape of the M7C run with the width of SwiGLU that brings it to 125 million parameters.
+        # The shape of the M7C run, with the SwiGLU width that gives 125 million parameters.
         "m7c_125m": ModelConfig(
             vocab_size=50_304, dim=768, layers=12, heads=12, kv_heads=2, head_dim=64, ffn_dim=2_304
         ),
@@ -105,7 +105,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layers = (self.gate, self.up)
-        if in_compiled_training(x) and self.gate.out_features % 4 == 0:  # without columns of padding
+        if in_compiled_training(x) and self.gate.out_features % 4 == 0:  # else `product` would pad columns
             from .kernels.training.swiglu import swiglu  # needs Triton
 
             return self.down(swiglu(product(x, layers)))
@@ -134,8 +134,8 @@ class NSATransformer(nn.Module):
 
     Attributes:
         config: its shape.
-        checkpointing_effective: whether the last forward pass really kept only the blocks' inputs: asked for, in
-            training mode, with gradients enabled and no cache.
+        checkpointing_effective: whether the last forward pass really kept only the blocks' inputs: configured, in
+            training mode, with gradients enabled and without a cache.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -159,8 +159,8 @@ class NSATransformer(nn.Module):
     ) -> Tensor:
         """Logits [B,S,vocab_size] of every position, or the mean cross entropy [nat] where targets [B,S] are given.
 
-        With a cache of `new_cache`, tokens continue what it holds, and are added to it. The loss never holds all
-        logits: memory grows by the hidden states alone.
+        With a cache from `new_cache`, tokens continue those it holds, and are stored in it. The loss never holds all
+        logits, so that memory grows with the hidden states alone.
         """
         x = self.embedding(tokens)
         self.checkpointing_effective = (
@@ -180,7 +180,7 @@ class NSATransformer(nn.Module):
     def generate(
         self, tokens: Tensor, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Continue tokens [B,S] by `count`: [B,S+count]; the likeliest ones, or sampled at a temperature > 0."""
+        """Tokens [B,S+count]: [B,S] continued by the likeliest ones, or by samples at a temperature > 0."""
         cache, new = self.new_cache(tokens.shape[1] + count), tokens
         for _ in range(count):
             logits = self.forward(new, cache=cache)[:, -1].float()
@@ -195,7 +195,7 @@ class NSATransformer(nn.Module):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def _initialise(self) -> None:
-        """Normal weights of deviation 0.02, the projections into the residual stream divided by sqrt(2·layers)."""
+        """Draw normal weights of deviation 0.02, divided by sqrt(2·layers) in projections into the residual stream."""
         into_stream = ("out_proj", "ffn.down")
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

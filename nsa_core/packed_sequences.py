@@ -1,7 +1,7 @@
 """Packed sequences as a padded batch, without waiting for the device.
 
-What lies behind a sequence's end in its row of the batch is other sequences' tokens: nothing before them sees them
-(attention is causal), and no gradient comes from them, since none reaches the outputs that are dropped.
+A row of the batch is filled up with other sequences' tokens. They change nothing: attention is causal, so no earlier
+row sees them, and they send no gradient, because their own outputs are dropped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .errors import InputError
 
 @dataclass(frozen=True)
 class Packing:
-    """Where sequences behind each other lie in a batch.
+    """Places of packed sequences in a padded batch.
 
     Attributes:
-        starts, lengths: of the sequences, int64 [sequences].
+        starts, lengths: first token and number of tokens of each sequence, int64 [sequences].
         longest: rows of the batch.
         total: tokens of all sequences.
     """
@@ -32,7 +32,7 @@ class Packing:
     total: int
 
     def batch(self, operands: Operands, config: NSAConfig) -> Operands:
-        """Packed operands [total,..] as [sequences,longest,..]; k_cmp and v_cmp likewise."""
+        """Packed operands [total,..] as a batch [sequences,longest,..]; k_cmp and v_cmp likewise."""
         return Operands(
             q=self._padded(operands.q),
             keys=each_once(self._padded, operands.keys),
@@ -43,7 +43,7 @@ class Packing:
         )
 
     def packed(self, x: Tensor) -> Tensor:
-        """[sequences,longest,..] -> [total,..]."""
+        """Batch x [sequences,longest,..] packed as [total,..]."""
         tokens = torch.arange(self.total, device=x.device)
         sequence = torch.searchsorted(self.starts, tokens, right=True) - 1
         return x.flatten(0, 1).index_select(0, sequence * self.longest + tokens - self.starts[sequence])
@@ -65,11 +65,11 @@ class Packing:
 
 
 def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.device) -> Packing:
-    """Of `total` packed tokens.
+    """Packing of `total` tokens with bounds `cu_seqlens`.
 
     Raises:
-        InputError: cu_seqlens are no bounds of sequences, or max_seqlen is not a length that holds them. Values on a
-            GPU are checked there: an assertion of the device's.
+        InputError: cu_seqlens are not bounds of sequences, or one is longer than max_seqlen. Values on a GPU are
+            checked there, by a device-side assertion.
     """
     if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1:
         raise InputError("max_seqlen", repr(max_seqlen), "use the length of the longest sequence, a whole number >= 1")
@@ -85,10 +85,10 @@ def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.devic
 
 
 def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tensor:
-    """As int32 on `device`, checked where they are: on the host, or by the device without waiting for it.
+    """Bounds as int32 on `device`, checked where they are: on the host, or by the device without waiting for it.
 
     Raises:
-        InputError: they are no bounds of sequences of `total` tokens.
+        InputError: they are not bounds of sequences of `total` tokens.
     """
     if _on_host(cu_seqlens):
         sequence_spans(cu_seqlens, total)
@@ -103,5 +103,5 @@ def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tens
 
 
 def _on_host(x: Tensor) -> bool:
-    """Whether its values can be read without waiting; torch.compile traces without them."""
+    """Whether x's values can be read without waiting; torch.compile traces without values."""
     return not isinstance(x, Tensor) or not (x.is_cuda or torch.compiler.is_compiling())

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from ._inputs import autocast_dtype
 from .backends import triton
 
-_ALIGNED = 8  # columns: rows of 16 bytes in half precision, which the fast matrix products want
+_ALIGNED = 8  # columns: fast matrix products need rows of 16 bytes, 8 numbers of half precision
 
 
 def side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
-    """What each of `layers` makes of x.
+    """Outputs of `layers` for their common input x.
 
-    In compiled training by one product with all their weights side by side: the gradient of x is one product as well,
-    in place of one a layer and their sum, and a narrow layer costs no product of its own. Elsewhere layer after layer:
-    putting weights together is paid for where no compiler fuses it with their cast.
+    Compiled training uses one product with all weights side by side: the gradient of x is then one product, too, in
+    place of one per layer and their sum, and a narrow layer costs no product of its own. Elsewhere each layer runs by
+    itself: concatenating the weights costs time unless a compiler fuses it with their cast.
     """
     if not _in_compiled_training():
         return [layer(x) for layer in layers]
@@ -36,7 +36,7 @@ def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def in_compiled_training(x: Tensor) -> bool:
-    """Whether x is computed with by training that is compiled for a GPU in half precision, which has kernels for it."""
+    """Whether this is training compiled for a GPU in half precision, for which there are kernels around attention."""
     if not (_in_compiled_training() and x.is_cuda):
         return False
     dtype = autocast_dtype(x)

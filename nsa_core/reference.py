@@ -18,7 +18,7 @@ from .routes import note
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run there, or None: it runs everywhere."""
+    """Always None: this backend runs everywhere."""
     return None
 
 
@@ -73,12 +73,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """[B,T,Hkv,D] -> [B,heads,T,D], each kv head repeated for its group."""
+    """x [B,T,Hkv,D] as [B,heads,T,D], each kv head repeated for its group."""
     return _wide(x).transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """q·k·scale, [B,H,S,T]."""
+    """Scores q·k·scale, [B,H,S,T]."""
     return _wide(q).transpose(1, 2) @ _per_query_head(k, q.shape[2]).transpose(-1, -2) * scale
 
 
@@ -89,7 +89,7 @@ def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """gate · Σ_s p[t,s] v[s], as [B,S,H,Dv]."""
+    """Gated output gate · Σ_s p[t,s] v[s], [B,S,H,Dv]."""
     out = (p @ _per_query_head(v, p.shape[1])).transpose(1, 2)
     if gate is not None:
         out = out * _wide(gate).unsqueeze(-1)

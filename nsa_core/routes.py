@@ -1,7 +1,7 @@
-"""Which kernel really computed which branch.
+"""A record of the kernel that really computed each branch.
 
-Every backend calls `note` where it does the work, so that a capture shows what was executed, not what was asked for.
-torch.compile calls it while it traces: a capture around the call that compiles shows what every later call executes.
+Every backend calls `note` where it does the work, so that a capture shows the kernels executed, not those requested.
+torch.compile calls it while it traces: a capture around the compiling call shows the kernels of every later call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Branch = Literal["cmp", "slc", "win", "select", "dense"]
 
 @dataclass(frozen=True)
 class BranchRun:
-    """One execution of a branch: what was computed and by which kernel ("chunked", "sdpa-flash", ...)."""
+    """One execution of a branch, and the kernel that computed it ("chunked", "sdpa-flash", ...)."""
 
     branch: Branch
     kernel: str
@@ -39,8 +39,8 @@ def capture() -> Iterator[list[BranchRun]]:
         _captures.reset(token)
 
 
-@torch.compiler.assume_constant_result  # traced code runs it once, instead of tracing into it
+@torch.compiler.assume_constant_result  # traced code calls it once instead of tracing into it
 def note(branch: Branch, kernel: str) -> None:
-    """Record that `kernel` computes `branch` now. For backends; free when nobody captures."""
+    """Record that `kernel` computes `branch` now. For backends; costs nothing without a capture."""
     for runs in _captures.get():
         runs.append(BranchRun(branch, kernel))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -20,26 +20,18 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from jobs.axes import AXES, MORE, more_columns
+from jobs.quantities import Plot
+
 MIN_LENGTHS = 3
-SERIES = (
-    "run_id",
-    "run_name",
-    "origin",
-    "source",
-    "implementation",
-    "workload",
-    "pass",
-    "query_heads",
-    "kv_heads",
-    "head_dim",
-    "layers",
-    "dtype",
-    "device",
-    "gpu",
-    "metric",
-    "unit",
-)
-_WHOLE = ("query_heads", "kv_heads", "head_dim", "layers")
+_RUN = ("run_id", "run_name", "origin", "source")
+_MEASURED = ("gpu", "metric", "unit")
+
+
+def series_columns(columns: Iterable[str]) -> list[str]:
+    """The columns of a frame whose values name a series: rows that agree in all of them are on one curve."""
+    axes = [axis.name for axis in AXES if axis.in_series]
+    return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
 
 
 @dataclass(frozen=True)
@@ -70,25 +62,23 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Fit(PowerLaw):
-    """The power law of one series: one run × implementation × workload × pass × shape × dtype × device × metric."""
+    """The power law of one series.
 
-    run_id: str
-    run_name: str
-    origin: str
-    source: str | None
-    implementation: str | None
-    workload: str | None
-    pass_: str | None
-    query_heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    layers: int | None
-    dtype: str | None
-    device: str | None
-    gpu: str | None
-    metric: str
-    unit: str
+    Attributes:
+        series: what names it: the values of `series_columns`, None where there is none.
+        point_ids: the points fitted.
+    """
+
+    series: Mapping[str, Any]
     point_ids: tuple[str, ...]
+
+    @property
+    def metric(self) -> str:
+        return self.series["metric"]
+
+    @property
+    def run_id(self) -> str:
+        return self.series["run_id"]
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
@@ -122,29 +112,31 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
 
 
 def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
-    """A fit for each series of `rows` (columns of the view v_scaling) that has three distinct lengths.
+    """A fit for each series of `rows` (columns of the view v_scaling or v_metrics) that has three distinct lengths.
 
-    Throughput is left out: it is the inverse of time. Zero values (nothing allocated beyond the inputs) have no
-    logarithm; a series that holds one has no power law.
+    Of v_scaling, only what is declared to grow is fitted: a rate is a time turned over. Zero values (nothing allocated
+    beyond the inputs) have no logarithm; a series that holds one has no power law.
     """
-    fitted = rows.loc[(rows["metric"] != "throughput") & rows["seq_len"].notna()]
+    fitted = rows.loc[rows["seq_len"].notna()]
+    if "plot" in rows:
+        fitted = fitted.loc[fitted["plot"] == Plot.GROWTH]
+    columns = series_columns(rows.columns)
     fits = []
-    for identity, group in fitted.groupby(list(SERIES), dropna=False, sort=True):
+    for identity, group in fitted.groupby(columns, dropna=False, sort=True):
         if group["per_sequence"].min() <= 0:
             continue
         law = fit_power_law(group["seq_len"].tolist(), group["per_sequence"].tolist())
         if law is not None:
-            fits.append(Fit(**asdict(law), **_identity(identity), point_ids=tuple(group["point_id"])))
+            fits.append(Fit(**asdict(law), series=_series(columns, identity), point_ids=tuple(group["point_id"])))
     return fits
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
     """Fits as a frame, a row a fit: the series' columns, then the attributes of its power law and its points."""
     numbers = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient", "lengths", "point_ids")
-    names = {name: "pass_" if name == "pass" else name for name in SERIES} | {name: name for name in numbers}
-    return pd.DataFrame(
-        [{name: getattr(fit, attribute) for name, attribute in names.items()} for fit in fits], columns=list(names)
-    )
+    columns = series_columns({name for fit in fits for name in fit.series})
+    rows = [{**fit.series, **{name: getattr(fit, name) for name in numbers}} for fit in fits]
+    return pd.DataFrame(rows, columns=[*columns, *numbers])
 
 
 def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
@@ -160,10 +152,15 @@ def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tupl
     return [(b, (high - low) / math.log2(b / a)) for (a, low), (b, high) in pairwise(means)]
 
 
-def _identity(values: Any) -> dict[str, Any]:
-    identity: dict[str, Any] = {
-        name: None if pd.isna(value) else value for name, value in zip(SERIES, values, strict=True)
+def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:
+    whole = {axis.name for axis in AXES if axis.type == "whole"}
+    series = {name: None if pd.isna(value) else value for name, value in zip(columns, values, strict=True)}
+    return {
+        name: int(value) if value is not None and (name in whole or _is_whole(name, value)) else value
+        for name, value in series.items()
     }
-    identity |= {name: None if identity[name] is None else int(identity[name]) for name in _WHOLE}
-    identity["pass_"] = identity.pop("pass")
-    return identity
+
+
+def _is_whole(name: str, value: Any) -> bool:
+    """Whether a frame made a float of the whole number of an axis of a kind's own."""
+    return name.startswith(MORE) and isinstance(value, float)

@@ -1,4 +1,4 @@
-"""A point's files: whole in the run's folder, their end in the journal and the database, to be read from any host."""
+"""A point's files: complete in the run's folder; their last 64 KiB in the journal and the database, for any host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STORED_BYTES = 64 << 10
 
 
 def save(folder: Path, index: int, attempt: int, files: Mapping[str, str]) -> tuple[ArtifactData, ...]:
-    """Write `files` (name -> text) to `folder`/<index>/<attempt>/ and describe them."""
+    """Write `files` (name -> text) to `folder`/<index>/<attempt>/ and return their descriptions."""
     if not files:
         return ()
     place = Path(f"{index:04d}") / str(attempt)
@@ -23,7 +23,7 @@ def save(folder: Path, index: int, attempt: int, files: Mapping[str, str]) -> tu
 def _save(folder: Path, path: Path, text: str) -> ArtifactData:
     data = text.encode(errors="replace")
     (folder / path).write_bytes(data)
-    # Postgres takes no NUL in a text; what a process printed may hold some.
+    # Postgres rejects NUL in text; a process may have printed some.
     content = data[-STORED_BYTES:].decode(errors="replace").replace("\0", "\\0")
     return ArtifactData(
         name=path.name,

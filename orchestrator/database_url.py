@@ -1,4 +1,4 @@
-"""The database's address and the errors that speak of it; needs no driver, so that a dry run can check it anywhere."""
+"""The database's URL and its errors. Needs no database driver, so that a dry run can check it anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StoreUnavailable(StoreError):  # noqa: N818  (a state of the world, not a 
 
 
 def check_url(url: str) -> str:
-    """The URL, with its driver named, when its form is one that the store can open.
+    """The URL with its driver named, if the store can open URLs of its form.
 
     Raises:
         StoreError: no URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
@@ -40,7 +40,7 @@ def check_url(url: str) -> str:
 
 
 def hide_password(text: str) -> str:
-    """`text` with the passwords of the URLs in it replaced by ***."""
+    """`text` with the passwords in its URLs replaced by ***."""
     text = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)  # to the last @: one in the password may be unescaped
     return re.sub(r"(password=)[^&\s]+", r"\1***", text)
 

@@ -1,5 +1,5 @@
-"""The base of every error that is the user's to mend."""
+"""The base of all errors that the user can fix."""
 
 
 class UserError(ValueError):
-    """Shown as it is, without a traceback, exit code 2: each line names the field, the value and the fix."""
+    """An error shown without a traceback, with exit code 2. Each line names the field, the value and the fix."""

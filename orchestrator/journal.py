@@ -1,6 +1,6 @@
-"""The journal: a run's records, one JSON object a line, only ever appended to and on disk before anything else.
+"""The journal: a run's records, one JSON object a line, append-only, synced to disk before they go anywhere else.
 
-A process that dies while writing leaves a torn last line; readers leave it out, and the next writer removes it.
+A process that dies while writing leaves a torn last line; readers skip it, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Journal:
     """The journal of one run, open for appending by this process alone."""
 
     def __init__(self, path: Path) -> None:
-        """Create it, or take up an existing one.
+        """Create the journal, or open an existing one and remove its torn last line.
 
         Raises:
-            JournalError: it cannot be written, or another process is writing it.
+            JournalError: the file cannot be written, or another process is writing it.
         """
         self.path = path
         try:
@@ -51,7 +51,7 @@ class Journal:
         _sync_folder(path.parent)
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records; they are on disk when this returns."""
+        """Append records; they are on disk when this returns."""
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
         self._file.write(lines)
         self._file.flush()
@@ -71,7 +71,7 @@ def read(path: Path) -> Iterator[Record]:
     """The records of a journal in order, without a torn last line.
 
     Raises:
-        JournalError: the file cannot be read, or a line before the last is no record.
+        JournalError: the file cannot be read, or a line before the last is not a record.
     """
     try:
         with path.open("rb") as file:
@@ -92,12 +92,12 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 
 
 def _whole(path: Path) -> int:
-    """The length of the file up to its last whole line, in bytes."""
+    """The bytes of the file up to the end of its last whole line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new file's name survive a power cut, too."""
+    """Sync a folder, so that a new file's name survives a power cut."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -26,13 +26,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What holds for all points of a run.
+    """The conditions that all points of a run share.
 
     Attributes:
-        device: where they run.
-        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit of ours.
+        device: the device of the points.
+        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit.
         threads: CPU threads of a child.
-        warm: one child serves many points until one is not ok.
+        warm: one child serves many points, until one is not ok.
     """
 
     device: Device
@@ -44,7 +44,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Progress:
-    """A running point got further."""
+    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 where it is unknown."""
 
     run_id: str
     point_id: str
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ended:
-    """A point's attempt ended; `files` are its artifacts, whole: name -> text."""
+    """A point's attempt ended; `files` are its complete artifacts: name -> text."""
 
     outcome: OutcomeRecord
     files: Mapping[str, str] = field(default_factory=dict)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from jobs.axes import Axis
+from jobs.quantities import Quantity
 from orchestrator.states import Origin, PointState, RunState
 
 
@@ -42,6 +44,8 @@ class RunRecord(_Record):
     host: str | None = None
     artifacts: str | None = None  # folder of the run's journal and artifacts, on the host that wrote it
     resumed: int = 0
+    quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds did
+    axes: tuple[Axis, ...] = ()  # that the kind declares beside those of all kinds
 
 
 class PointRecord(_Record):
@@ -54,7 +58,7 @@ class PointRecord(_Record):
     key: str
     label: str
     config: dict[str, Any]
-    axes: dict[str, Any]  # jobs.point.Axes
+    axes: dict[str, Any]  # jobs.axes.Axes.to_record
     estimate_bytes: int | None = None
     state: PointState = PointState.PENDING
     reason: str | None = None

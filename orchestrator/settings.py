@@ -1,4 +1,4 @@
-"""Settings from the environment or a `.env` file; `nsa doctor` lists them with where each value came from."""
+"""Settings from the environment or a `.env` file; `nsa doctor` lists each with its source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from jobs.validation import split
 from orchestrator.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-"""The sources that run: a checkout, or the copy of one that Ray unpacked."""
+"""The folder of the running sources: a checkout, or Ray's unpacked copy of one."""
 
 
 class SettingsError(UserError):
@@ -20,7 +21,7 @@ class SettingsError(UserError):
 
 
 def default_home() -> Path:
-    """`var/` in the checkout; `~/.nsa` for code that Ray unpacked into a folder that will be deleted."""
+    """`var/` in the checkout; `~/.nsa` for an installed package and for Ray's unpacked copy, which Ray deletes."""
     unpacked = any(part.startswith("_ray_pkg_") for part in CHECKOUT.parts)
     installed = not (CHECKOUT / "pyproject.toml").exists()
     return Path.home() / ".nsa" if unpacked or installed else CHECKOUT / "var"
@@ -47,7 +48,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
-            raise ValueError("is no HTTP address; write http://HOST:PORT")
+            raise ValueError("is not an HTTP address; write http://HOST:PORT")
         return value
 
     @field_validator("home", "artifacts")
@@ -55,7 +56,7 @@ class Settings(BaseSettings):
     def _may_be_a_folder(cls, value: Path | None) -> Path | None:
         there = next((path for path in (value, *value.absolute().parents) if path.exists()), None) if value else None
         if there is not None and not there.is_dir():
-            raise ValueError(f"{str(there)!r} is no folder; name one")
+            raise ValueError(f"{str(there)!r} is not a folder; name one")
         return value
 
     @cached_property
@@ -64,7 +65,7 @@ class Settings(BaseSettings):
 
     @property
     def no_database_yet(self) -> bool:
-        """The database is a SQLite file that does not exist: nothing was ever stored."""
+        """Whether the database is a SQLite file that does not exist: nothing was ever stored."""
         scheme, _, path = self.database.partition(":///")
         return scheme == "sqlite" and not Path(path).exists()
 
@@ -74,7 +75,7 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    """The settings of this process. Raises SettingsError, one line a mistake."""
+    """The settings of this process. Raises SettingsError: one line a mistake."""
     try:
         return Settings()
     except ValidationError as err:
@@ -82,5 +83,5 @@ def load_settings() -> Settings:
 
 
 def _mistake(error: ErrorDetails) -> str:
-    name = str(error["loc"][0]).upper().removeprefix("NSA_")
-    return f"NSA_{name}: {str(error['input'])!r}: {error['msg'].removeprefix('Value error, ')}"
+    variable = f"NSA_{str(error['loc'][0]).upper().removeprefix('NSA_')}"
+    return ": ".join(split(error, variable))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PointState(StrEnum):
-    """Where a point stands. Only `OK` carries numbers."""
+    """A point's state. Only `OK` carries numbers."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -35,17 +35,17 @@ FAILED = frozenset(
 
 
 class RunState(StrEnum):
-    """Where a run stands: `DONE` when every point ended, whatever their states."""
+    """A run's state: `DONE` when every point has ended, in any state."""
 
     PENDING = "pending"
     RUNNING = "running"
     DONE = "done"
     CANCELLED = "cancelled"
-    FAILED = "failed"  # the run itself could not go on; its points say what was measured
+    FAILED = "failed"  # the run itself could not go on; points that had ended keep their states
 
 
 class Origin(StrEnum):
-    """Who took a run's numbers: this project, or somebody whose figures were imported."""
+    """The origin of a run's numbers: measured by this project, or imported as reported by others."""
 
     MEASURED = "measured"
     REPORTED = "reported"

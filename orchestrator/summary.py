@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from jobs.quantities import Role
 from orchestrator.states import PointState, Result
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from orchestrator.analysis import Fit
     from orchestrator.gates.verdicts import TargetVerdict
     from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 
-_HEADLINE = ("time", "peak_extra_memory")
 _STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
 _WIDTH_OF_A_PIPE = 200
 
@@ -48,9 +51,12 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
         for table in bench_text.tables(benches):
             print_table(table, console)
     else:
-        fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in _HEADLINE]
+        headline = queries.quantities(store, [run_id]).names(role=Role.HEADLINE)
+        fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
         if fits:
             print_fits(fits, console)
+        else:
+            print_results(queries.measurements(store, run_ids=[run_id]), headline, console)
     verdicts = evaluate(store, load_gates(gates_file), run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
     print_verdicts(verdicts, console, brief=True)
@@ -66,12 +72,26 @@ def print_table(table: ReportTable, console: Console) -> None:
         console.print(table.note, style="dim", markup=False)
 
 
+def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
+    """The headline quantities of each point, a row a point; nothing where there is none."""
+    names = [name for name in headline if name in set(metrics["metric"])]
+    shown = metrics.loc[metrics["metric"].isin(names)]
+    if shown.empty:
+        return
+    units = dict(zip(shown["metric"], shown["unit"], strict=True))
+    table = _table("Results", "point", *(f"{name} ({units[name]})" for name in names))
+    for label, rows in shown.groupby("label", sort=False):
+        values = dict(zip(rows["metric"], rows["value"], strict=True))
+        table.add_row(escape(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))
+    console.print(table)
+
+
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
     """How each series grows, a row a series and metric."""
     title = "Growth with sequence length S: metric ~ S^exponent"
     table = _table(title, "series", "metric", "exponent", "95 % interval", "S")
     for fit in fits:
-        series = " ".join(filter(None, (fit.implementation, fit.workload, fit.pass_)))
+        series = " ".join(filter(None, (fit.series[name] for name in ("implementation", "workload", "pass"))))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
         lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
         table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, lengths)

@@ -45,6 +45,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler of groups and single tests, in the order of their collection."""
     if config.getoption("dist") != "loadscope":
         return None
+    if missing := [name for group in GROUPS for name in group if not (config.rootpath / name).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: GROUPS: there is no {', '.join(missing)}")
     from xdist.scheduler import LoadScopeScheduling
 
     class Grouped(LoadScopeScheduling):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jobs.point import Metric
+from jobs.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS, Backend, dense
 from nsa_core.model import ModelConfig, NSATransformer
@@ -37,7 +38,7 @@ class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; 
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """Heads of an attention operator."""
 
     query_heads: int
@@ -61,15 +62,13 @@ class Agreement:
 
     def metrics(self) -> list[Metric]:
         return [
-            Metric("oracle_error", "1", self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
-            Metric(
-                "oracle_error_bound", "1", self.bound, method="twice an eager run's in the same dtype, plus a floor"
-            ),
+            Metric.of(ORACLE_ERROR, self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
+            Metric.of(ORACLE_ERROR_BOUND, self.bound, method="twice an eager run's in the same dtype, plus a floor"),
         ]
 
 
 def make_inputs(
-    shape: Shape, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
+    shape: HeadShape, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
 ) -> dict[str, Tensor]:
     """q [B,S,Hq,D], k, v [B,S,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -99,7 +98,7 @@ def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str)
 def check_attention(
     implementation: str,
     config: NSAConfig,
-    shape: Shape,
+    shape: HeadShape,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -116,7 +115,7 @@ def check_attention(
     """
     config = replace(config, compress="mean")
     kv_heads = min(shape.kv_heads, 2)
-    small = Shape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
+    small = HeadShape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
     seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     blocks = None
@@ -211,7 +210,7 @@ def _results(call: Callable[[Mapping[str, Tensor]], Tensor], inputs: Mapping[str
 
 
 def _check_selection(
-    implementation: str, config: NSAConfig, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int
+    implementation: str, config: NSAConfig, shape: HeadShape, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
     """Compare the selections of all queries that have a choice: that can see more blocks than they select."""
     reach = config.slc_count * config.slc_block

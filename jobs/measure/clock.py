@@ -23,7 +23,7 @@ _BATCH_S = 0.2  # queued at a time on CUDA
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """How long to measure.
 
     Attributes:
@@ -47,7 +47,7 @@ class Timing:
     method: str
 
 
-def measure_time(call: Callable[[], object], device: torch.device, plan: Plan, beat: Beat) -> Timing:
+def measure_time(call: Callable[[], object], device: torch.device, plan: TimingPlan, beat: Beat) -> Timing:
     """Time `call`, which must do the same work each time.
 
     Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
@@ -61,7 +61,7 @@ def measure_time(call: Callable[[], object], device: torch.device, plan: Plan, b
     return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({steady}), {len(samples)} samples")
 
 
-def _warm_up(call: Callable[[], object], device: torch.device, plan: Plan, beat: Beat) -> list[float]:
+def _warm_up(call: Callable[[], object], device: torch.device, plan: TimingPlan, beat: Beat) -> list[float]:
     """Seconds of each warm-up run."""
     runs: list[float] = []
     while not runs or not (_is_steady(runs) or len(runs) >= plan.warmup or sum(runs) >= plan.max_s):
@@ -78,13 +78,13 @@ def _is_steady(runs: list[float]) -> bool:
     return len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
 
 
-def _enough(samples_ms: list[float], plan: Plan) -> bool:
+def _enough(samples_ms: list[float], plan: TimingPlan) -> bool:
     spent = sum(samples_ms) / 1000
     return bool(samples_ms) and (spent >= plan.max_s or (len(samples_ms) >= plan.repeats and spent >= plan.min_s))
 
 
 def _sample_cpu(
-    call: Callable[[], object], device: torch.device, plan: Plan, warmups: list[float], beat: Beat
+    call: Callable[[], object], device: torch.device, plan: TimingPlan, warmups: list[float], beat: Beat
 ) -> list[float]:
     samples: list[float] = []
     while not _enough(samples, plan):
@@ -96,7 +96,7 @@ def _sample_cpu(
 
 
 def _sample_cuda(
-    call: Callable[[], object], device: torch.device, plan: Plan, warmups: list[float], beat: Beat
+    call: Callable[[], object], device: torch.device, plan: TimingPlan, warmups: list[float], beat: Beat
 ) -> list[float]:
     batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
     flush = l2_filler(device)

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from jobs.point import Metric
+from jobs.quantities import PEAK_DRIVER, PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_RSS
 
 _MIB = 2**20
 
@@ -44,11 +45,11 @@ class Peak:
 
     def metrics(self) -> list[Metric]:
         """In MiB."""
-        held = "peak_rss" if self.driver is None else "peak_reserved"
-        found = [("peak_extra_memory", self.extra), ("peak_memory", self.allocated), (held, self.held)]
+        held = PEAK_RSS if self.driver is None else PEAK_RESERVED
+        found = [(PEAK_EXTRA_MEMORY, self.extra), (PEAK_MEMORY, self.allocated), (held, self.held)]
         if self.driver is not None:
-            found.append(("peak_driver", self.driver))
-        return [Metric(name, "MiB", value / _MIB, method=self.method) for name, value in found]
+            found.append((PEAK_DRIVER, self.driver))
+        return [Metric.of(quantity, size / _MIB, method=self.method) for quantity, size in found]
 
 
 def measure_peak(call: Callable[[], object], device: torch.device, resident: int) -> Peak:

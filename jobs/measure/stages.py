@@ -3,8 +3,8 @@
 Taken from the device's own timestamps of every kernel (CUPTI, through torch.profiler), not from events around launches:
 an event pair adds microseconds to a kernel that takes as long, and counts the wait for a host that launches too slowly
 as the stage's own. So these times add up to the time in which the device computed; the rest of the call's time is gaps.
-What each launch worked for is told by the order of launches of one name, which is the order in which they run: the
-operator uses one stream.
+A kernel's stage is its launch's. Kernels of one name are matched with launches in order, because the operator uses one
+stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.measure.clock import l2_filler
 from jobs.measure.stats import summarize
 from jobs.point import Beat, Metric
-from nsa_core.kernels.stages import Started, observe, stage
+from jobs.quantities import STAGE
+from nsa_core.kernels.runtime.launch import Started, observe
 
 Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel
 OTHER = "other"  # kernels that are not the project's: PyTorch's sorts, sums, copies
@@ -81,7 +82,7 @@ def _profile(
 
 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
-    """The launches' kernels by the stages that they worked for, all others as OTHER.
+    """Time of the launches' kernels by stage, and of all others as OTHER.
 
     Raises:
         ProfileError: there is no launch, or the kernels are not those of the launches.
@@ -90,7 +91,7 @@ def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
         raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")
     waiting: dict[str, deque[str]] = {}
     for launch in launches:
-        waiting.setdefault(launch.kernel, deque()).append(stage(launch.kernel, launch.constants))
+        waiting.setdefault(launch.kernel, deque()).append(launch.stage)
     spent: Profile = Counter()
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         stages = waiting.get(kernel.name)
@@ -110,7 +111,7 @@ def summarize_stages(profiles: Sequence[Profile]) -> Stages:
         name: [sum(ns for (stage, _), ns in profiled.items() if stage == name) / 1e6 for profiled in profiles]
         for name in names
     }
-    metrics = [summarize(f"stage_{name}", "ms", times, _METHOD) for name, times in samples.items()]
+    metrics = [summarize(STAGE.named(name), times, _METHOD) for name, times in samples.items()]
     kernels = sorted(profiles[-1].items(), key=lambda item: -item[1])
     lines = [f"{ns / 1e6:10.4f} ms  {name:30} {kernel}" for (name, kernel), ns in kernels]
     return Stages(

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jobs.point import Metric
+from jobs.quantities import Quantity
 
 _RESAMPLES = 2000
 
 
-def summarize(name: str, unit: str, samples: Sequence[float], method: str = "") -> Metric:
-    """The metric whose value is the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
+def summarize(quantity: Quantity, samples: Sequence[float], method: str = "") -> Metric:
+    """A quantity's metric: the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
 
     The bootstrap is seeded: the same samples give the same interval. With fewer than three samples there is no
     interval to speak of, and none is given.
@@ -21,7 +22,7 @@ def summarize(name: str, unit: str, samples: Sequence[float], method: str = "") 
         ValueError: there is no sample.
     """
     if not samples:
-        raise ValueError(f"{name}: no sample was taken")
+        raise ValueError(f"{quantity.name}: no sample was taken")
     values = np.asarray(samples, dtype=np.float64)
     low = high = None
     if len(values) >= 3:
@@ -29,8 +30,8 @@ def summarize(name: str, unit: str, samples: Sequence[float], method: str = "") 
         low, high = (float(x) for x in np.percentile(np.median(draws, axis=1), [2.5, 97.5]))
     p10, p90 = (float(x) for x in np.percentile(values, [10, 90]))
     return Metric(
-        name=name,
-        unit=unit,
+        name=quantity.name,
+        unit=quantity.unit,
         value=float(np.median(values)),
         samples=tuple(float(x) for x in values),
         p10=p10,

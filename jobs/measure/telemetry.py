@@ -14,6 +14,16 @@ import pynvml
 from jobs.measure import nvml
 from jobs.measure.stats import summarize
 from jobs.point import Metric
+from jobs.quantities import (
+    GPU_MEMORY_USED,
+    GPU_POWER,
+    GPU_PROCESSES,
+    GPU_SM_CLOCK,
+    GPU_TEMPERATURE,
+    GPU_THROTTLED,
+    GPU_UTILIZATION,
+    Quantity,
+)
 
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, which the metric's method says
 
@@ -122,32 +132,33 @@ def _look(gpu: str, device: Any, seconds: float) -> Sample:
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
     """Metrics over all samples of all GPUs, and a table per GPU as text."""
     metrics = [
-        _metric("gpu_utilization", "%", [s.utilization for s in samples]),
-        _metric("gpu_power", "W", [s.power_w for s in samples]),
-        _metric("gpu_sm_clock", "MHz", [s.sm_mhz for s in samples]),
-        _metric("gpu_temperature", "C", [s.celsius for s in samples]),
-        _peak("gpu_memory_used", "MiB", [s.memory_mib for s in samples]),
-        _peak("gpu_processes", "1", [None if s.pids is None else len(s.pids) for s in samples]),
+        _metric(GPU_UTILIZATION, [s.utilization for s in samples]),
+        _metric(GPU_POWER, [s.power_w for s in samples]),
+        _metric(GPU_SM_CLOCK, [s.sm_mhz for s in samples]),
+        _metric(GPU_TEMPERATURE, [s.celsius for s in samples]),
+        _peak(GPU_MEMORY_USED, [s.memory_mib for s in samples]),
+        _peak(GPU_PROCESSES, [None if s.pids is None else len(s.pids) for s in samples]),
     ]
     told = [bool(s.throttle & sum(_THROTTLE)) for s in samples if s.throttle is not None]
     if told:
         share = 100 * sum(told) / len(told)
-        metrics.append(Metric("gpu_throttled", "%", share, method="share of NVML samples with a throttle"))
+        metrics.append(Metric.of(GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
     return TelemetrySummary(tuple(m for m in metrics if m is not None), _text(samples, problem))
 
 
-def _metric(name: str, unit: str, values: Sequence[float | None]) -> Metric | None:
+def _metric(quantity: Quantity, values: Sequence[float | None]) -> Metric | None:
     known = [float(v) for v in values if v is not None]
     if not known:
         return None
     step = -(-len(known) // _KEPT)
     thinned = f", every {step}th of {len(known)} kept" if step > 1 else ""
-    return summarize(name, unit, known[::step], f"NVML samples while the point ran, start-up included{thinned}")
+    return summarize(quantity, known[::step], f"NVML samples while the point ran, start-up included{thinned}")
 
 
-def _peak(name: str, unit: str, values: Sequence[float | None]) -> Metric | None:
+def _peak(quantity: Quantity, values: Sequence[float | None]) -> Metric | None:
     known = [float(v) for v in values if v is not None]
-    return Metric(name, unit, max(known), method="highest of the NVML samples while the point ran") if known else None
+    method = "highest of the NVML samples while the point ran"
+    return Metric.of(quantity, max(known), method=method) if known else None
 
 
 def _text(samples: Sequence[Sample], problem: str | None) -> str:

@@ -1,9 +1,9 @@
-"""What an attention operator allocates, forward and backward, one file an implementation.
+"""Memory that an attention operator allocates, forward and backward, one file per implementation.
 
-The Triton kernels' footprint is counted while their host code runs on tensors without memory. The others are written
-down tensor by tensor: every function names the code that it accounts for; tensors below a thousandth of the whole
-(positions, offsets) are left out. Sizes in bytes; symbols as in the operators: B batch, S tokens, Hq and Hkv heads,
-D head dim, Nc compressed tokens, P one branch's scores.
+The Triton kernels' footprint is counted while their host code runs on meta tensors. The others are written down tensor
+by tensor: every function names the code that it accounts for; tensors below a thousandth of the whole (positions,
+offsets) are left out. Sizes in bytes; symbols as in the operators: B batch, S tokens, Hq and Hkv heads, D head dim,
+Nc compressed tokens, P one branch's scores.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ IMPLEMENTATIONS = ("chunked", "naive", "reference", "triton", "dense")
 
 
 class Footprint(Protocol):
-    """One implementation's account."""
+    """One implementation's account of its memory."""
 
     @property
     def released(self) -> int:
-        """Bytes of a layer's keys and values that the backward does not need, as the operator has made copies."""
+        """Bytes of a layer's keys and values that the backward does not need, because the operator keeps copies."""
         ...
 
     def forward(self, ledger: Ledger, grad: bool) -> None:
-        """Run forward. Holds the output (as activation) and, with `grad`, what the backward needs."""
+        """Account for a forward: holds the output (as activation) and, with `grad`, the backward's tensors."""
         ...
 
     def backward(self, ledger: Ledger) -> None:
-        """Run backward. Releases what it needed, the output not included, and holds the gradients of q, k and v."""
+        """Account for a backward: releases its tensors except for the output, holds gradients of q, k and v."""
         ...
 
 
 def unpredicted(implementation: str) -> str | None:
-    """Why the memory of `implementation` cannot be told here, and what to do; None if it can."""
+    """Reason why the memory of `implementation` cannot be predicted here, with the fix; None if it can."""
     if implementation not in IMPLEMENTATIONS:
         return f"use one of {', '.join(IMPLEMENTATIONS)}"
     if implementation == "triton":
@@ -52,14 +52,14 @@ def unpredicted(implementation: str) -> str | None:
 
 
 def footprint(implementation: str, sizes: Sizes, config: NSAConfig, *, compresses: bool) -> Footprint:
-    """The account of `implementation`.
+    """Account of `implementation`.
 
     Args:
-        compresses: whether it compresses one k and one v for all branches, or is given three of each, compressed ones
-            included, by a layer.
+        compresses: the operator compresses one k and one v for all branches; else a layer gives it three of each, the
+            compressed ones among them.
 
     Raises:
-        InputError: nothing is known about it here.
+        InputError: `unpredicted` has a reason against it.
     """
     reason = unpredicted(implementation)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""What PyTorch operations allocate, counted while they run on `meta` tensors, which have shapes but no memory."""
+"""Counted allocations of PyTorch operations on `meta` tensors, which have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all storages made within it: each from the operation that makes it until nothing refers to it any more.
+    """Bytes of all storages made within the context, each counted until nothing refers to it.
 
-    What autograd saves is seen as well: it refers to storages. What an operation allocates for itself is not.
+    Tensors saved by autograd count, because they refer to storages. An operation's own temporary memory does not.
 
     Args:
-        granule: bytes that the allocator rounds sizes up to.
+        granule: multiple, in bytes, that the allocator rounds sizes up to.
 
     Attributes:
-        now: bytes that live.
-        peak: the most that lived since it was last set.
+        now: bytes live.
+        peak: most bytes live since it was last set.
     """
 
     def __init__(self, granule: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What the backends that go branch by branch (functional._attend) have in common."""
+"""Common accounts of backends that compute branch by branch (functional._attend)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def branches_forward(
     run: Mapping[Branch, Callable[[], None]],
     select: Callable[[Ledger], None],
 ) -> None:
-    """functional._attend: branch after branch, each added to the first one's output."""
+    """Account for functional._attend: branch after branch, each added to the first one's output."""
     compressed = sizes.compressed(config) if compresses else 0
     ledger.hold("activations", 2 * compressed)
     run["cmp"]()
@@ -36,12 +36,12 @@ def branches_forward(
 
 
 def kept(sizes: Sizes, config: NSAConfig, compresses: bool) -> int:
-    """What the branches' backward needs beside the operator's own tensors: the compressed ones and the selection."""
+    """Bytes that the backward needs beside the operator's own tensors: compressed keys and values, the selection."""
     return (2 * sizes.compressed(config) if compresses else 0) + sizes.blocks(config)
 
 
 def key_gradients(sizes: Sizes, config: NSAConfig, branch: Branch, compresses: bool) -> int:
-    """Gradients of keys and values that stay after a branch: one pair for all, or one for each given separately."""
+    """Bytes of the gradients of keys and values that stay after a branch: one pair for all branches, or one each."""
     if compresses:
         return 2 * sizes.kv if branch == "win" else 0
     return 2 * sizes.compressed(config) if branch == "cmp" else 2 * sizes.kv

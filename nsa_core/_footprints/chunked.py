@@ -1,4 +1,4 @@
-"""What backends/chunked.py allocates, a chunk of queries at a time."""
+"""Memory of backends/chunked.py, a chunk of queries at a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .sizes import Sizes
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceBytes:
     """Bytes of a chunk's tensors in backends/chunked.py.
 
     Attributes:
-        rows: outputs of the chunk's queries, as large as the queries.
-        queries: queries as operands, as large as the output's gradient; 0 where a view serves.
-        keys: keys read, as large as values read; 0 where a view serves.
-        key_sums: gradient of the keys read, as that of the values read.
+        rows: outputs of the chunk's queries; as many bytes as the queries.
+        queries: queries as operands, as many bytes as the output's gradient; 0 where a view serves.
+        keys: keys read, as many bytes as the values read; 0 where a view serves.
+        key_sums: gradient of the keys read, as many bytes as that of the values.
         scores: P, in the accumulator's dtype.
-        operand_scores: P once more, where products want another dtype.
+        operand_scores: P once more, if products need another dtype.
         hidden: the mask.
         shared: P summed over the heads of a group.
         blocks: one float per selection block of every query.
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunked:
-    """backends/chunked.py: q, k, v, gates and the selection are kept; all else lives for one chunk."""
+    """Account of backends/chunked.py: q, k, v, gates and the selection are kept; all else lives for one chunk."""
 
     sizes: Sizes
     config: NSAConfig
@@ -71,21 +71,21 @@ class Chunked:
         ledger.release("activations", kept(s, self.config, self.compresses))
 
     def _copies(self, branch: Branch) -> int:
-        """Keys and values with heads before tokens, where a view does not serve."""
+        """Bytes of keys and values with heads before tokens; 0 where a view serves."""
         s = self.sizes
         size = s.compressed(self.config) if branch == "cmp" else s.kv
         copied = (s.batch > 1 and s.kv_heads > 1) or (branch == "slc" and s.kv_heads > 1)
         return 2 * size if copied else 0
 
     @property
-    def _shape(self) -> _chunks.Shape:
+    def _shape(self) -> _chunks.CallShape:
         s = self.sizes
         narrow = s.element < 4 and s.device.type == "cuda"
         element = s.element if narrow else s.wide
-        return _chunks.Shape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
+        return _chunks.CallShape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
 
-    def _pieces(self, branch: Branch, backward: bool) -> Iterator[Piece]:
-        """As backends/_pieces.py cuts the queries; only those that can make the peak, so that S costs no time."""
+    def _pieces(self, branch: Branch, backward: bool) -> Iterator[PieceBytes]:
+        """Pieces as backends/_pieces.py cuts them; only those that can reach the peak, for speed at any S."""
         s, config, shape = self.sizes, self.config, self._shape
         if branch == "cmp":
             for start, stop in _last_ranges(0, s.seq_len, _chunks.span_rows(shape, config.cmp_tokens(s.seq_len))):
@@ -102,14 +102,14 @@ class Chunked:
             for start, stop in _last_ranges(dense, s.seq_len, _chunks.gather_rows(shape, keys, backward)):
                 yield self._piece(stop - start, keys, gathered=True)
 
-    def _piece(self, rows: int, keys: int, gathered: bool) -> Piece:
+    def _piece(self, rows: int, keys: int, gathered: bool) -> PieceBytes:
         s, shape = self.sizes, self._shape
         pairs, own = s.batch * rows * keys, rows if gathered else 1
         converted = shape.element != s.element
         read = s.batch * s.kv_heads * own * keys * s.dim
         outputs = s.batch * rows * s.heads * s.dim
         in_place = s.kv_heads == 1 and (s.batch == 1 or rows == s.seq_len) and not converted
-        return Piece(
+        return PieceBytes(
             rows=outputs * s.wide,
             queries=0 if in_place else outputs * shape.element,
             keys=read * shape.element if gathered or converted else 0,
@@ -128,15 +128,15 @@ class Chunked:
         ledger.release("workspace", copies + self.sizes.q)
 
     def _select(self, ledger: Ledger) -> None:
-        """`select`: one chunk's names live until the next chunk's replace them."""
+        """Account for `select`: one chunk's tensors live until the next chunk's take their names."""
         before = 0
         for piece in self._pieces("cmp", backward=False):
             ledger.touch(before + piece.queries + piece.keys + 2 * piece.scores)
             ledger.touch(piece.scores + 2 * piece.shared + piece.blocks)
-            ledger.touch(piece.scores + 6 * piece.blocks)  # scores, ranked ones, and 64-bit keys twice
+            ledger.touch(piece.scores + 6 * piece.blocks)  # scores, ranked scores, and 64-bit keys twice
             before = piece.scores + piece.blocks
 
-    def _forward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
+    def _forward_pieces(self, ledger: Ledger, pieces: list[PieceBytes]) -> None:
         p = part = 0
         for piece in pieces:
             ledger.touch(p + part + piece.hidden + piece.queries + piece.keys + 2 * piece.scores)
@@ -144,8 +144,8 @@ class Chunked:
             ledger.touch(p + part + piece.hidden + piece.keys + piece.operand_scores + piece.rows)
             part = piece.rows
 
-    def _backward_pieces(self, ledger: Ledger, pieces: list[Piece]) -> None:
-        queries = operands = p = ds = 0  # what the chunk before has left: queries and dout, keys and values, P, dS
+    def _backward_pieces(self, ledger: Ledger, pieces: list[PieceBytes]) -> None:
+        queries = operands = p = ds = 0  # left by the previous chunk: queries and dout, keys and values, P, dS
         for piece in pieces:
             read = piece.queries + 2 * piece.keys + piece.hidden
             ledger.touch(2 * queries + operands + p + ds + read)
@@ -161,10 +161,10 @@ class Chunked:
 
 
 def _last_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    """The last three of the ranges that _pieces.py goes through.
+    """Last three of the ranges that _pieces.py uses.
 
-    Pieces only grow from one to the next, save for the last, which may have fewer queries; and a piece meets no more
-    than what the one before it left. So the peak is the last's, or that of the one before it after its own predecessor.
+    Pieces only grow from one to the next, except for the last, which may have fewer queries; and only the previous
+    piece's tensors are still live. So the peak is that of the last piece, or of the one before it.
     """
     for start in range(first, last, step)[-3:]:
         yield start, min(start + step, last)

@@ -1,4 +1,4 @@
-"""What scaled_dot_product_attention allocates (backends/dense.py)."""
+"""Memory of scaled_dot_product_attention (backends/dense.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Dense:
-    """scaled_dot_product_attention's fused kernels; k and v are the caller's, nothing but lse is kept beside out."""
+    """Account of scaled_dot_product_attention's fused kernels: beside the output only lse is kept."""
 
     sizes: Sizes
     released = 0

@@ -1,7 +1,7 @@
-"""What the Triton kernels' operator allocates: counted while its own host code runs, forward and backward.
+"""Memory of the Triton kernels' operator, counted while its own host code runs, forward and backward.
 
-There is no account to keep in step with the kernels: backends/triton.py runs as it is, with autograd, on tensors that
-have no memory and with the launches left out.
+No account has to be kept in step with the kernels: backends/triton.py itself runs, with autograd, on meta tensors and
+with its launches left out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .allocations import Allocations
 from .ledger import Ledger
 from .sizes import Sizes
 
-_CUDA_GRANULE = 512  # bytes that PyTorch's caching allocator rounds up to
-_LONGEST = 1 << 20  # tokens that are traced; the chunks of a longer call are many and alike
+_CUDA_GRANULE = 512  # PyTorch's caching allocator rounds up to multiples of so many bytes
+_LONGEST = 1 << 20  # most tokens that are traced; a longer call only has more equal chunks
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of one pass, beyond its operands and the gradient that the backward starts from.
+    """Bytes of one pass, beyond its operands and the output's gradient.
 
     Attributes:
-        forward: the most that live during the forward.
-        kept: after it, the output included.
-        released: operands that nobody needs after it: copies were made of them.
-        backward: the most that live during the backward, `kept` included.
-        gradients: after it, of q and of all keys and values.
+        forward: peak during the forward.
+        kept: live after it, the output included.
+        released: operands not needed after it, because copies were made.
+        backward: peak during the backward, `kept` included.
+        gradients: gradients of q and of all keys and values.
     """
 
     forward: int
@@ -46,7 +46,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Kernels:
-    """backends/triton.py, all branches at once."""
+    """Account of backends/triton.py, all branches at once."""
 
     sizes: Sizes
     config: NSAConfig
@@ -78,7 +78,7 @@ class Kernels:
 
 
 def _cut(sizes: Sizes, tokens: int) -> Sizes:
-    """The same with about so many tokens, in fewer sequences or, where one has more, in one."""
+    """The same sizes with about `tokens` tokens: fewer sequences, or one shorter sequence."""
     seq_len = min(sizes.seq_len, tokens)
     return replace(sizes, batch=tokens // seq_len, seq_len=seq_len)
 
@@ -109,8 +109,8 @@ def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> 
 
 
 @dataclass(frozen=True)
-class Operands:
-    """Of backends/triton.attend. Where `compressed`, the pair of cmp is compressed already."""
+class MetaOperands:
+    """Meta tensors for backends/triton.attend. `compressed`: cmp's pair is compressed already."""
 
     q: Tensor
     gates: Tensor
@@ -119,7 +119,7 @@ class Operands:
 
     @property
     def differentiated(self) -> list[Tensor]:
-        """Gates, q, and each key and value once."""
+        """Gates, q, and each distinct key and value."""
         tensors = self.gates, self.q, *(x for pair in self.pairs.values() for x in pair)
         return list({id(x): x for x in tensors}.values())
 
@@ -129,8 +129,8 @@ class Operands:
         return triton.attend(self.q, self.pairs, compressed, self.gates, config, BRANCHES, 0, scale)
 
 
-def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> Operands:
-    """Those of the operator alone, or as NativeSparseAttention has them: its values are parts of one projection."""
+def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> MetaOperands:
+    """Operands of the operator alone; or as NativeSparseAttention gives them, values being views of one projection."""
     kv = sizes.batch, sizes.seq_len, sizes.kv_heads, sizes.dim
     anchor = torch.empty((), dtype=sizes.dtype, device="meta", requires_grad=True)
 
@@ -140,11 +140,11 @@ def _operands(sizes: Sizes, config: NSAConfig, compresses: bool) -> Operands:
     q, gates = (tensor(sizes.batch, sizes.seq_len, sizes.heads, width) for width in (sizes.dim, 3))
     if compresses:
         pair = tensor(*kv), tensor(*kv)
-        return Operands(q, gates, {"cmp": pair, "slc": pair, "win": pair}, compressed=False)
+        return MetaOperands(q, gates, {"cmp": pair, "slc": pair, "win": pair}, compressed=False)
     tokens = config.cmp_tokens(sizes.seq_len)
     k_cmp, v_cmp = (tensor(sizes.batch, tokens, *kv[2:]) for _ in range(2))
     _, v_slc, v_win = tensor(*kv[:2], 3, *kv[2:]).unbind(2)
     pairs: dict[Branch, tuple[Tensor, Tensor]] = {
         "cmp": (k_cmp, v_cmp), "slc": (tensor(*kv), v_slc), "win": (tensor(*kv), v_win),
     }  # fmt: skip
-    return Operands(q, gates, pairs, compressed=True)
+    return MetaOperands(q, gates, pairs, compressed=True)

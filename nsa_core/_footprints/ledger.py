@@ -1,4 +1,4 @@
-"""An account of what lives when: tensors are held and released in the order of the code, the highest moment is kept."""
+"""A ledger of live bytes: tensors are held and released in the order of the code, and the peak is kept."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ Part = Literal["gradients", "activations", "workspace"]
 
 
 class Ledger:
-    """Bytes by part, now and at the highest moment so far."""
+    """Bytes by part, now and at the peak so far."""
 
     def __init__(self) -> None:
         self.now: Counter[Part] = Counter()
         self.peak: Counter[Part] = Counter()
 
     def hold(self, part: Part, size: float) -> None:
-        """`size` bytes more live from now on."""
+        """Count `size` more bytes as live."""
         self.now[part] += round(size)
         if self.now.total() > self.peak.total():
             self.peak = self.now.copy()
 
     def release(self, part: Part, size: float) -> None:
-        """`size` bytes are given back."""
+        """Count `size` bytes as freed."""
         self.now[part] -= round(size)
 
     def touch(self, size: float) -> None:
-        """`size` bytes of workspace come and go."""
+        """Hold and release `size` bytes of workspace."""
         self.hold("workspace", size)
         self.release("workspace", size)

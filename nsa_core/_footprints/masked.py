@@ -1,4 +1,4 @@
-"""What backends/naive.py and the oracle, reference.py, allocate: S² scores behind masks."""
+"""Memory of backends/naive.py and of the oracle, reference.py: S² scores under masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Masked:
-    """backends/naive.py; the oracle, reference.py, keeps the same tensors and masks the selection more wastefully."""
+    """Account of backends/naive.py; and of reference.py, which keeps the same tensors but needs more for its masks."""
 
     sizes: Sizes
     config: NSAConfig
@@ -40,31 +40,31 @@ class Masked:
         ledger.release("activations", kept(s, self.config, self.compresses))
 
     def _select(self, ledger: Ledger) -> None:
-        """Over the compressed tokens: scores, masked ones, softmax and the mask as float."""
+        """Account for `select`: scores, masked scores, softmax and the mask as float."""
         ledger.touch(3 * self._scores("cmp") + self._cast_mask("cmp") + self._mask("cmp"))
 
     def _keys(self, branch: Branch) -> int:
         return self.config.cmp_tokens(self.sizes.seq_len) if branch == "cmp" else self.sizes.seq_len
 
     def _scores(self, branch: Branch) -> int:
-        """P in the dtype of softmax."""
+        """Bytes of P in the dtype of softmax."""
         return self.sizes.tokens * self.sizes.heads * self._keys(branch) * self.sizes.wide
 
     def _mask(self, branch: Branch) -> int:
-        """Elements (of one byte) of the mask: per head where blocks are selected, else shared by all."""
+        """Bytes of the mask, one per element: per head for the selected branch, else shared by all heads."""
         pairs = self.sizes.seq_len * self._keys(branch)
         return pairs * self.sizes.batch * self.sizes.heads if branch == "slc" else pairs
 
     def _cast_mask(self, branch: Branch) -> int:
-        """On the CPU, p * mask first makes the mask a float tensor."""
+        """Bytes of the mask as float, which p * mask makes on the CPU; 0 elsewhere."""
         return self._mask(branch) * self.sizes.wide if self.sizes.device.type == "cpu" else 0
 
     def _saved(self, branch: Branch) -> int:
-        """softmax, p, the mask and its inverse, keys and values per query head, and the output before its gate."""
+        """Bytes that autograd saves: softmax, p, mask and inverse, expanded keys and values, the ungated output."""
         s = self.sizes
         narrow = self._scores(branch) * s.element // s.wide
         expanded = s.batch * self._keys(branch) * s.heads * s.dim * s.element
-        own_queries = s.q if s.batch > 1 else 0  # batch and heads of q fold into one axis by a copy
+        own_queries = s.q if s.batch > 1 else 0  # q is copied to fold batch and heads into one axis
         return self._scores(branch) + narrow + 2 * self._mask(branch) + 2 * expanded + s.q + own_queries
 
     def _branch_forward(self, ledger: Ledger, branch: Branch, grad: bool) -> None:

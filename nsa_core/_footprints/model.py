@@ -1,4 +1,4 @@
-"""What the model allocates, forward and backward, written down tensor by tensor beside layer.py and model.py."""
+"""Memory of the model, forward and backward, tensor by tensor as in layer.py and model.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Model:
 
     Attributes:
         config: the model.
-        implementation: of its attention.
+        implementation: the attention's implementation.
         sizes: the attention's tensors.
-        weight: bytes of an element of the weights, their gradients and the residual stream. Where it is not that of
-            `sizes`, autocast is on: each linear layer keeps a cast copy of its input and of its weight.
+        weight: bytes of an element of the weights, their gradients and the residual stream. If `sizes` has another,
+            autocast is on: each linear layer keeps a cast copy of its input and of its weight.
     """
 
     config: ModelConfig
@@ -29,7 +29,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, in elements."""
+        """Elements of the model's weights."""
         c = self.config
         heads = 1 if c.tie_embeddings else 2
         layer = self._attention_parameters + self._ffn_parameters + 2 * c.dim
@@ -42,7 +42,7 @@ class Model:
         return c.dim * max(c.vocab_size, c.ffn_dim, c.heads * c.head_dim)
 
     def forward(self, ledger: Ledger, grad: bool) -> None:
-        """From tokens to the loss; with `grad`, what the backward needs stays."""
+        """Account from tokens to the loss; with `grad`, the backward's tensors stay held."""
         ledger.hold("activations", self._stream)  # the embedded tokens
         for _ in range(self.config.layers):
             self._block_forward(ledger, grad and not self.config.checkpointing)
@@ -51,12 +51,12 @@ class Model:
                 ledger.release("activations", self._stream)  # the block's input
         self._norm_forward(ledger, grad)
         kept_by_autocast = 0 if grad and not self.config.checkpointing else self.config.layers * self._cast_weights
-        ledger.hold("workspace", kept_by_autocast)  # till the forward pass ends; else every block's own
+        ledger.hold("workspace", kept_by_autocast)  # until the forward pass ends; else released by each block
         self._loss_forward(ledger, grad)
         ledger.release("workspace", kept_by_autocast)
 
     def backward(self, ledger: Ledger) -> None:
-        """From the loss to the gradients of all parameters."""
+        """Account from the loss to the gradients of all parameters."""
         c = self.config
         embedding = c.vocab_size * c.dim * self.weight
         self._loss_backward(ledger)
@@ -78,7 +78,7 @@ class Model:
 
     @property
     def _stream(self) -> int:
-        """[B,S,dim]"""
+        """Bytes of the residual stream [B,S,dim]."""
         return self.sizes.tokens * self.config.dim * self.weight
 
     @property
@@ -87,33 +87,33 @@ class Model:
         return self.weight != self.sizes.element
 
     def _read(self, layers: int) -> int:
-        """What `layers` linear layers keep of their common input [B,S,dim]."""
+        """Bytes that `layers` linear layers keep of their common input [B,S,dim]."""
         return layers * self.sizes.tokens * self.config.dim * self.sizes.element if self._mixed else self._stream
 
     @property
     def _projections(self) -> int:
-        """Linear layers that read the attention's input: q, k, v and NSA's gates."""
+        """Number of linear layers on the attention's input: q, k, v and NSA's gates."""
         return 4 if self._sparse else 3
 
     @property
     def _cast_weights(self) -> int:
-        """A block's matrices as autocast has them."""
+        """Bytes of a block's matrices as cast by autocast."""
         return (self._attention_parameters + self._ffn_parameters) * self.sizes.element if self._mixed else 0
 
     @property
     def _cast_head(self) -> int:
-        """The output head's as well, and the rows that it reads."""
+        """Bytes of the output head's matrix and of the rows it reads, as cast by autocast."""
         rows = min(LOSS_ROWS, self.sizes.tokens)
         return (self.config.vocab_size + rows) * self.config.dim * self.sizes.element if self._mixed else 0
 
     @property
     def _hidden(self) -> int:
-        """[B,S,ffn_dim]"""
+        """Bytes of SwiGLU's hidden layer [B,S,ffn_dim]."""
         return self.sizes.tokens * self.config.ffn_dim * self.sizes.element
 
     @property
     def _logits(self) -> int:
-        """float32 [rows,V] of one chunk of the loss."""
+        """Bytes of one chunk's logits in the loss, float32 [rows,V]."""
         return min(LOSS_ROWS, self.sizes.tokens) * self.config.vocab_size * 4
 
     @property
@@ -146,25 +146,25 @@ class Model:
 
     @property
     def _normalised(self) -> int:
-        """RMSNorm before its weight: kept on the CPU, where it is made of single operations."""
+        """Bytes of RMSNorm's result before its weight: kept on the CPU, where RMSNorm is not fused."""
         return self._stream if self.sizes.device.type == "cpu" else 0
 
     def _norm_forward(self, ledger: Ledger, grad: bool) -> None:
-        """Holds its output, and what it keeps."""
+        """Account for RMSNorm's forward: holds its output and the tensors it keeps."""
         ledger.hold("activations", self._stream + (self._normalised if grad else 0))
         ledger.touch(self._stream)
 
     def _norm_read(self, ledger: Ledger, layers: int) -> None:
-        """Its output goes, where the layers that read it keep copies."""
+        """Replace RMSNorm's output by the copies that `layers` keep of it."""
         ledger.hold("activations", self._read(layers) - self._stream)
 
     def _norm_backward(self, ledger: Ledger, kept: int) -> None:
-        """Releases `kept`, what was kept of its output."""
+        """Account for RMSNorm's backward: releases `kept`, the bytes kept of its output."""
         ledger.touch(3 * self._stream)
         ledger.release("activations", kept + self._normalised)
 
     def _block_forward(self, ledger: Ledger, grad: bool) -> None:
-        """Keeps with `grad` all but the block's input and output, without it nothing."""
+        """Account for a block's forward: with `grad` holds all but its input and output, else nothing."""
         before = ledger.now["activations"]
         ledger.hold("activations", self._cast_weights)
         self._norm_forward(ledger, grad)
@@ -184,7 +184,7 @@ class Model:
             ledger.release("activations", ledger.now["activations"] - before)
 
     def _attention_inputs(self) -> int:
-        """What the operator is called with, and keeps: rotated q and keys, values, gates, angles."""
+        """Bytes of the operator's inputs, which it keeps: rotated q and keys, values, gates, angles."""
         s = self.sizes
         angles = s.seq_len * s.dim * s.wide
         if not self._sparse:
@@ -192,14 +192,14 @@ class Model:
         return s.q + 5 * s.kv + s.gates + angles + 2 * s.compressed(self.config.nsa)
 
     def _compression_kept(self) -> int:
-        """The learned compression of keys and values: their strides, two hidden layers."""
+        """Bytes kept by the learned compression: strides of keys and values, two hidden layers."""
         if self.config.nsa.compress == "mean" or not self._sparse:
             return 0
         return 2 * (self.config.nsa.cmp_stride + 4) * self.sizes.compressed(self.config.nsa)
 
     def _attention_forward(self, ledger: Ledger, grad: bool) -> None:
         s = self.sizes
-        unrotated = 3 * s.kv if self._sparse else 0  # the keys as projected; the compressed branch's stay in hand
+        unrotated = 3 * s.kv if self._sparse else 0  # the projected keys; the compressed branch's remain in use
         ledger.hold("workspace", unrotated)
         ledger.hold("activations", self._attention_inputs())
         if grad:
@@ -213,7 +213,7 @@ class Model:
         ledger.touch(2 * self._stream)
 
     def _loss_forward(self, ledger: Ledger, grad: bool) -> None:
-        """Chunk by chunk: logits, what their log-sum-exp takes, the targets' places; with `grad`, gradients at once."""
+        """Account for the loss by chunks: logits, log-sum-exp, targets' places; with `grad` also the gradients."""
         ledger.hold("workspace", self._cast_head)
         ledger.touch(9 * self._logits // 4)
         if grad:
@@ -227,11 +227,11 @@ class Model:
 
     @property
     def _rows(self) -> int:
-        """Gradients [B,S,dim] of the output head's input, as they are computed."""
+        """Bytes of the gradient [B,S,dim] of the output head's input, in the dtype of products."""
         return self.sizes.tokens * self.config.dim * self.sizes.element
 
     def _loss_backward(self, ledger: Ledger) -> None:
-        """Scales the gradients that the forward made, and has them in the weights' dtype."""
+        """Account for scaling the forward's gradients and casting them to the weights' dtype."""
         head = self.config.vocab_size * self.config.dim
         ledger.hold("workspace", self._stream)
         ledger.hold("gradients", head * self.weight)
@@ -265,7 +265,7 @@ class Model:
         ledger.release("workspace", s.q)
         kept = self._attention_inputs() - self._operator.released
         ledger.release("activations", kept + self._compression_kept())
-        ledger.touch(3 * s.q)  # halves of q turned back
+        ledger.touch(3 * s.q)  # halves of q rotated back
         ledger.release("gradients", ledger.now["gradients"] - before)  # of q, k, v: no parameters
         ledger.hold("gradients", (self._attention_parameters + 2 * self.config.dim) * self.weight)
         self._norm_backward(ledger, self._read(self._projections))

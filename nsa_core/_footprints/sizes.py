@@ -11,7 +11,7 @@ from ..config import NSAConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """The tensors of one call."""
+    """Sizes of one call's tensors; its properties are bytes, except for `tokens`."""
 
     batch: int
     seq_len: int
@@ -27,7 +27,7 @@ class Sizes:
 
     @property
     def wide(self) -> int:
-        """Bytes of what softmax and sums run in."""
+        """Bytes of an element of softmax and sums."""
         return max(4, self.element)
 
     @property
@@ -36,23 +36,23 @@ class Sizes:
 
     @property
     def q(self) -> int:
-        """[B,S,Hq,D]: queries, and the output."""
+        """Queries, or the output, [B,S,Hq,D]."""
         return self.tokens * self.heads * self.dim * self.element
 
     @property
     def kv(self) -> int:
-        """[B,S,Hkv,D]: keys or values of one branch."""
+        """Keys or values of one branch, [B,S,Hkv,D]."""
         return self.tokens * self.kv_heads * self.dim * self.element
 
     @property
     def gates(self) -> int:
-        """[B,S,Hq,3]."""
+        """Gates [B,S,Hq,3]."""
         return self.tokens * self.heads * 3 * self.element
 
     def compressed(self, config: NSAConfig) -> int:
-        """[B,Nc,Hkv,D]."""
+        """Compressed keys or values [B,Nc,Hkv,D]."""
         return self.batch * config.cmp_tokens(self.seq_len) * self.kv_heads * self.dim * self.element
 
     def blocks(self, config: NSAConfig) -> int:
-        """int32 [B,S,Hkv,n]: the selection."""
+        """Selected blocks, int32 [B,S,Hkv,n]."""
         return self.tokens * self.kv_heads * config.slc_count * 4

@@ -1,4 +1,7 @@
-"""The ways of computing the branches, one file each, and the choice among them."""
+"""The backends, which compute the branches, one file each, and the choice among them.
+
+Other distributions offer more in the entry point group `nsa_bench.implementations`: objects of the protocol `Backend`.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,46 @@ from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
 from . import chunked, flash, naive, triton
+from ._offered import OfferedBackend, offered, offered_backend
+
+__all__ = [
+    "BACKENDS",
+    "WINDOW_BACKENDS",
+    "Backend",
+    "FusedBackend",
+    "OfferedBackend",
+    "WindowBackend",
+    "available_backends",
+    "backend_names",
+    "default",
+    "offered",
+    "resolve",
+]
 
 
 class WindowBackend(Protocol):
-    """What a backend module provides that computes the window branch, if no other.
+    """A backend module that computes at least the window branch.
 
-    All take q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and return in q's dtype. `gate`
-    [B,S,Hq] multiplies the branch's output; None stands for ones.
+    Every function takes q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and returns
+    [B,S,Hq,Dv] in q's dtype. `gate` [B,S,Hq] multiplies the branch's output; None stands for ones.
     """
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot run there; None if it can."""
+        """Reason why it cannot run on `device` in `dtype`; None if it can."""
         ...
 
     def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-        """Window branch over the last `window` positions up to and with the query's own."""
+        """Window branch over the last `window` positions, the query's own included."""
         ...
 
 
 class Backend(WindowBackend, Protocol):
-    """What a backend module provides that computes every branch."""
+    """A backend module that computes every branch."""
 
     def compressed(
         self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
     ) -> Tensor:
-        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r is at position offset + r."""
+        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r of q is at position offset + r."""
         ...
 
     def select(self, q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
@@ -48,13 +66,13 @@ class Backend(WindowBackend, Protocol):
     def selected(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
     ) -> Tensor:
-        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] and the blocks of `select`."""
+        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] in `blocks`, as `select` gives them."""
         ...
 
 
 @runtime_checkable
 class FusedBackend(Backend, Protocol):
-    """A backend that can also compute all branches at once, sharing what they have in common."""
+    """A backend that can also compute all branches at once, sharing their common work."""
 
     def attend(
         self,
@@ -67,9 +85,10 @@ class FusedBackend(Backend, Protocol):
         offset: int,
         scale: float,
     ) -> Tensor:
-        """The gated sum of `branches`, whose columns gates [B,S,Hq,len(branches)] has in this order.
+        """Gated sum [B,S,Hq,Dv] of `branches`; gates [B,S,Hq,len(branches)] has their columns in this order.
 
-        `pairs` has the keys and values of all three branches; `compressed` replaces the mean compression of cmp's.
+        `pairs` holds the keys and values of all three branches; `compressed` (keys, values) replaces the mean
+        compression of cmp's.
         """
         ...
 
@@ -80,23 +99,33 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "flash": flash})
 
 
+def backend_names() -> list[str]:
+    """Names of the backends that compute every branch: this package's, then those of other distributions."""
+    return [*BACKENDS, *_usable()]
+
+
 def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
-    """Backends' names, each with None if it can run on `device` in `dtype`, else the reason why not.
+    """Names of backends, each with None if it can run on `device` in `dtype`, else with the reason why not.
 
     Args:
-        branch: list those that compute this one; None: those that compute every branch.
+        branch: list the backends that compute this branch; None: those that compute every branch.
     """
-    return {name: backend.unavailable(device, dtype) for name, backend in _backends(branch).items()}
+    answers: dict[str, WindowBackend | OfferedBackend] = {**_backends(branch), **_usable()}
+    return {name: each.unavailable(device, dtype) for name, each in answers.items()}
+
+
+def _usable() -> dict[str, OfferedBackend]:
+    return {one.name: one for one in offered() if one.problem is None}
 
 
 def resolve(
     backend: str | Mapping[str, str], branches: Iterable[Branch], device: torch.device, dtype: torch.dtype
 ) -> dict[Branch, Backend]:
-    """The backend of each branch (and of "select") that will run.
+    """Backend of each branch, and of "select".
 
     Args:
         backend: one name for all, or a name per branch; "auto", and a branch not named, take `default`.
-        branches: what will be computed.
+        branches: the branches to be computed, "select" among them if blocks are chosen.
 
     Raises:
         BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here or
@@ -104,7 +133,9 @@ def resolve(
     """
     wanted = list(branches)
     if not isinstance(backend, str | Mapping):
-        raise BackendError("backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(BACKENDS)}")
+        raise BackendError(
+            "backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(backend_names())}"
+        )
     named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
@@ -116,16 +147,28 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype) -
     if name == "auto":
         name = default(device, dtype)
     backends = _backends(branch)
-    if isinstance(name, str) and name in WINDOW_BACKENDS and name not in backends:
-        fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {", ".join(backends)}'
-        raise BackendError("backend", repr(name), fix)
-    if not isinstance(name, str) or name not in backends:
-        raise BackendError("backend", repr(name), f"use one of auto, {', '.join(backends)}")
-    reason = backends[name].unavailable(device, dtype)
+    backend = None
+    if isinstance(name, str):
+        backend = backends[name] if name in backends else offered_backend(name)
+    if backend is None:
+        raise BackendError("backend", repr(name), _unknown(name, branch))
+    reason = backend.unavailable(device, dtype)
     if reason is not None:
         usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
-    return cast(Backend, backends[name])  # a WindowBackend at "win" alone, where nothing else is asked of it
+    return cast(Backend, backend)  # a plain WindowBackend only for "win", where only `window` is called
+
+
+def _unknown(name: object, branch: Branch) -> str:
+    """The fix for a name that is not a backend of the branch."""
+    known = ", ".join([*_backends(branch), *_usable()])
+    if isinstance(name, str) and name in WINDOW_BACKENDS:
+        return f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {known}'
+    broken = [one for one in offered() if one.name == name and one.problem is not None]
+    return (
+        "".join(f"{one.package} {one.version} offers it, but {one.problem}; " for one in broken)
+        + f"use one of auto, {known}"
+    )
 
 
 def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
@@ -133,10 +176,10 @@ def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
 
 
 def default(device: torch.device, dtype: torch.dtype, reasons: Mapping[str, str | None] | None = None) -> str:
-    """What "auto" takes: the Triton kernels for half precision on a GPU, else the chunked way, which runs everywhere.
+    """Name of the backend that "auto" takes: "triton" for half precision on a GPU, else "chunked", which runs anywhere.
 
-    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. `reasons` is what
-    `available_backends` says where it will run, if that is another host.
+    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. For another host, `reasons` is
+    what `available_backends` returns there.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "chunked"

@@ -1,7 +1,7 @@
-"""Which keys a chunk of queries attends to, for each branch.
+"""Branches cut into pieces, for the chunked backend.
 
-A piece is a chunk of queries and its keys: a span of tokens, the same for all its queries, or gathered blocks of every
-query's own. Keys and values are [X,T,D] here, X = batch · kv heads.
+A piece is a chunk of queries with its keys: one span of tokens for all its queries, or gathered blocks, each query its
+own. Keys and values are [X,T,D] here, X = batch · kv heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
-from ._chunks import Shape, band_rows, gather_rows, operand_dtype, span_rows
+from ._chunks import CallShape, band_rows, gather_rows, operand_dtype, span_rows
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Piece:
     Attributes:
         start, stop: rows of q.
         where: a span of tokens, or the rows to gather from [X·T/unit, unit·D], int64 [X·C·n].
-        hidden: bool [1 or X,C,1,H], True where a query must not see one of the last H keys.
+        hidden: bool [1 or X,C,1,H], True where one of the last H keys is masked for a query.
         empty: whether some query may see no key at all.
     """
 
@@ -36,26 +36,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A branch, cut into pieces.
+class ChunkedBranch:
+    """One branch cut into pieces, and the layout in which they read keys and values.
 
     Attributes:
-        pieces: (selected blocks or None, whether for the backward) -> the pieces, covering every query once.
-        unit: tokens of a block that is gathered as a whole; T is padded to a multiple.
+        pieces: (selected blocks or None, for the backward?) -> pieces that cover every query once.
+        unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it.
     """
 
     pieces: Callable[[Tensor | None, bool], Iterator[Piece]]
     unit: int = 1
 
     def heads_first(self, x: Tensor) -> Tensor:
-        """[B,T,H,D] -> [B·H,T,D], T padded with zeros; a view where that is possible."""
+        """x [B,T,H,D] as [B·H,T,D], T padded with zeros; a view where possible."""
         missing = -x.shape[1] % self.unit
         x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
         x = x.transpose(1, 2).flatten(0, 1)
         return x.contiguous() if self.unit > 1 else x
 
     def read(self, x: Tensor, piece: Piece) -> Tensor:
-        """The piece's keys [X,L,D], or [X·C,L,D] when gathered, as operands of a product."""
+        """Keys of the piece [X,L,D], or [X·C,L,D] when gathered, in the dtype of products."""
         if isinstance(piece.where, slice):
             part = x[:, piece.where]
         else:
@@ -64,7 +64,7 @@ class Plan:
         return part.to(operand_dtype(part))
 
     def add(self, total: Tensor, piece: Piece, part: Tensor) -> None:
-        """Add `part`, laid out as `read` gives it, to `total` [X,T,D]; in a fixed order."""
+        """Add `part`, in the layout of `read`, to `total` [X,T,D], in a fixed order."""
         if isinstance(piece.where, slice):
             total[:, piece.where] += part
             return
@@ -75,8 +75,8 @@ class Plan:
             blocks.index_add_(0, piece.where, parts)
 
 
-def compressed(shape: Shape, config: NSAConfig, offset: int, tokens: int, device: torch.device) -> Plan:
-    """Compressed tokens that end at or before the query."""
+def compressed(shape: CallShape, config: NSAConfig, offset: int, tokens: int, device: torch.device) -> ChunkedBranch:
+    """The compressed branch: a query sees the compressed tokens that end at or before it."""
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
         for start, stop in _ranges(0, shape.rows, span_rows(shape, tokens)):
@@ -85,11 +85,11 @@ def compressed(shape: Shape, config: NSAConfig, offset: int, tokens: int, device
             hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
             yield Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
 
-    return Plan(pieces)
+    return ChunkedBranch(pieces)
 
 
-def band(shape: Shape, window: int, offset: int, device: torch.device) -> Plan:
-    """The last `window` positions up to and with the query's own."""
+def band(shape: CallShape, window: int, offset: int, device: torch.device) -> ChunkedBranch:
+    """The window branch: a query sees the last `window` positions, its own included."""
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
         for start, stop in _ranges(0, shape.rows, band_rows(shape, window)):
@@ -99,11 +99,14 @@ def band(shape: Shape, window: int, offset: int, device: torch.device) -> Plan:
             hidden = (tokens > positions) | (tokens <= positions - window)
             yield Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
 
-    return Plan(pieces)
+    return ChunkedBranch(pieces)
 
 
-def selected(shape: Shape, config: NSAConfig, offset: int, device: torch.device) -> Plan:
-    """The chosen blocks' tokens up to the query; queries that choose every block share a span and gather nothing."""
+def selected(shape: CallShape, config: NSAConfig, offset: int, device: torch.device) -> ChunkedBranch:
+    """The selected branch: a query sees the tokens of its blocks up to its own position.
+
+    Queries that select every block share a span and gather nothing.
+    """
     keys = config.slc_count * config.slc_block
     dense = min(max(0, keys - offset), shape.rows)
 
@@ -117,11 +120,11 @@ def selected(shape: Shape, config: NSAConfig, offset: int, device: torch.device)
         for start, stop in _ranges(dense, shape.rows, gather_rows(shape, keys, backward)):
             yield _gathered(blocks[:, start:stop], start, offset, total, config)
 
-    return Plan(pieces, config.slc_block)
+    return ChunkedBranch(pieces, config.slc_block)
 
 
 def _gathered(chosen: Tensor, start: int, offset: int, total: int, config: NSAConfig) -> Piece:
-    """The piece of queries from `start` on that chose blocks [B,C,Hkv,n] out of `total` per head."""
+    """Piece of the C queries from `start` on with their chosen blocks [B,C,Hkv,n], out of `total` per head."""
     stop = start + chosen.shape[1]
     per_head = chosen.transpose(1, 2).flatten(0, 1).long()  # [X,C,n]
     first = torch.arange(len(per_head), device=chosen.device)[:, None, None] * total

@@ -1,8 +1,8 @@
-"""Flash attention by kernels made elsewhere: flash-attn 4, flash-attn 2 and PyTorch's variable-length attention.
+"""Flash attention by third-party kernels: flash-attn 4, flash-attn 2 and PyTorch's variable-length attention.
 
-All take half precision on a GPU, one head dim of queries, keys and values that is a multiple of 8 (zeros make it up:
-they change neither q·k nor the columns that are kept), and rows of q that are the last of the positions of k. Their
-gradients have the same bits twice only under torch.use_deterministic_algorithms(True), which costs them time.
+All take half precision on a GPU, and rows of q at the last positions of k. Queries, keys and values have one head dim,
+a multiple of 8: zeros pad them, which change neither q·k nor the columns that are kept. Gradients are bit-reproducible
+only under torch.use_deterministic_algorithms(True), at some cost in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import pad
 
-# Name of a kernel's package, and the module that has it; PyTorch's own needs none.
+# Package and module of each kernel; PyTorch's own needs none.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "flash-attn-4": ("flash-attn-4", "flash_attn.cute"),
     "flash-attn-2": ("flash-attn", "flash_attn"),
@@ -29,7 +29,7 @@ PROVIDERS = ("flash-attn-4", "flash-attn-2", "torch-varlen")
 
 _HALF = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8
-# Compute capabilities by major number, with the widest head dim that each kernel takes there, forward and backward.
+# Widest head dim of each kernel, forward and backward, by the major number of the compute capability.
 _WIDEST: Mapping[str, Mapping[int, int]] = {
     "flash-attn-4": {9: 256, 10: 128, 11: 128},
     "flash-attn-2": {8: 256, 9: 256, 10: 256, 11: 256, 12: 256},
@@ -39,10 +39,10 @@ _WIDEST: Mapping[str, Mapping[int, int]] = {
 
 @dataclass(frozen=True)
 class Host:
-    """What decides which kernels can run.
+    """GPU and packages of a host, which decide which kernels can run there.
 
     Attributes:
-        capability: the GPU's compute capability; None where there is no GPU.
+        capability: the GPU's compute capability; None without a GPU.
         lacks: kernels whose package cannot be used, with the reason.
     """
 
@@ -51,7 +51,7 @@ class Host:
 
     @classmethod
     def described(cls, capability: str, versions: Mapping[str, str]) -> Host:
-        """Another host, by its GPU's capability ("9.0") and the versions of the packages installed there."""
+        """Another host, from its GPU's capability ("9.0") and the versions of the packages installed there."""
         major, minor = capability.split(".")
         return cls((int(major), int(minor)), lacking(versions))
 
@@ -70,7 +70,7 @@ def lacking(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def unusable(name: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
-    """Why the kernel cannot compute half-precision attention of head dims up to `width` there; None if it can."""
+    """Reason why kernel `name` cannot compute head dims up to `width` in `dtype` on `host`; None if it can."""
     if host.capability is None:
         return "it runs on cuda, not on the cpu"
     if dtype not in _HALF:
@@ -85,21 +85,21 @@ def unusable(name: str, host: Host, dtype: torch.dtype, width: int) -> str | Non
 
 
 def first_usable(names: Iterable[str], host: Host, dtype: torch.dtype, width: int) -> str | None:
-    """The first of `names` that can compute it, or None."""
+    """First of `names` that can compute it on `host`, or None."""
     return next((name for name in names if unusable(name, host, dtype, width) is None), None)
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention [B,S,Hq,Dv] over the last `window` positions (None: all), by the kernel of that name."""
+    """Causal attention [B,S,Hq,Dv] over the last `window` positions (None: all), by kernel `name`."""
     return _at_one_width(_ATTEND[name], q, k, v, scale, _left(window, k.shape[1]))
 
 
 def attend_packed(
     name: str, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """The same for sequences behind each other: q [total,Hq,Dk], k, v likewise, int32 bounds [sequences + 1].
+    """Attention [total,Hq,Dv] of packed sequences: q [total,Hq,Dk], k, v likewise, int32 bounds [sequences + 1].
 
-    The kernels want the longest sequence's length as a number of the host; the total is a bound that costs no waiting.
+    The kernels want the longest sequence's length on the host; the total is a bound known without waiting.
     """
     run = _ATTEND_PACKED[name]
     return _at_one_width(lambda *args: run(*args, bounds), q, k, v, scale, _left(window, len(k)))
@@ -107,14 +107,14 @@ def attend_packed(
 
 @cache
 def _lacking() -> Mapping[str, str]:
-    """Of this process. A package that is there may still not load: built for another PyTorch, say."""
+    """Kernels lacking in this process. An installed package may still fail to load: built for another PyTorch, say."""
     versions = {package: version for package, _ in PACKAGES.values() if (version := _version(package))}
     lacks = lacking(versions)
     for name, (package, module) in PACKAGES.items():
         if package in versions:
             try:
                 import_module(module)
-            except Exception as err:  # whatever its import raises, others can compute
+            except Exception as err:  # whatever its import raises, other kernels remain
                 lacks[name] = f"{package} {versions[package]} does not load: {str(err).partition(chr(10))[0]}"
     return lacks
 
@@ -127,7 +127,7 @@ def _version(package: str) -> str | None:
 
 
 def _left(window: int | None, tokens: int) -> int | None:
-    """Keys that a query sees before its own, which the kernels count apart; None where it sees all."""
+    """Keys that a query sees before its own, as the kernels count a window; None where it sees all."""
     return None if window is None or window >= tokens else window - 1
 
 
@@ -140,17 +140,17 @@ def _at_one_width(
 
 
 def common_width(q: Tensor, v: Tensor) -> int:
-    """The one head dim that fused kernels want of queries, keys and values: a multiple of 8."""
+    """Head dim of queries, keys and values that fused kernels take: the wider one, padded to a multiple of 8."""
     return -(-max(q.shape[-1], v.shape[-1]) // _MULTIPLE) * _MULTIPLE
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """x [..,D] with zeros up to `width`; x itself where it is as wide: padding by nothing would copy it."""
+    """x [..,D] padded with zeros to `width`; x itself if it is as wide: `pad` would copy it."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Left alone by torch.compile: it compiles its kernels itself. The graph breaks there."""
+    """`run`, untraced by torch.compile, as the package compiles its own kernels. The graph breaks there."""
     untraced: Any = torch.compiler.disable(run)
     return untraced
 
@@ -204,7 +204,7 @@ def _torch_varlen_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: in
     return _varlen((q, k, v), (bounds, bounds), (len(q), len(k)), scale, left)
 
 
-# From 2.12 on, groups have to be asked for; before, they were taken unasked.
+# Grouped heads are an option from PyTorch 2.12 on; before, they were always accepted.
 _GROUPS: Mapping[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
@@ -217,7 +217,7 @@ def _varlen(
     scale: float,
     left: int | None,
 ) -> Tensor:
-    """Pairs are of q and of k."""
+    """Attention by PyTorch's kernel; `bounds` and `longest` are each for q, then for k."""
     out = varlen.varlen_attn(*qkv, *bounds, *longest, scale=scale, window_size=_pair(left), **_GROUPS)
     assert isinstance(out, Tensor)
     return out

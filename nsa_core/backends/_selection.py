@@ -1,7 +1,7 @@
-"""From compressed probabilities to selected blocks, for backends that hold a chunk of queries at a time.
+"""Selected blocks from compressed probabilities, for backends that hold a chunk of queries at a time.
 
-Sums run in a fixed order, head after head and token after token, so that equal importance gives equal bits, and equal
-bits go to the lower index: the selection does not depend on the chunking, the device or the backend.
+Sums run in a fixed order, head after head and token after token, so that equal importance gives equal bits; ties go to
+the lower index. So the selection does not depend on the chunking, the device or the backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INDEX = (1 << 31) - 1  # the lower 32 bits of a key hold _INDEX - index: lower 
 
 
 def importance(p: Tensor, blocks: int, config: NSAConfig) -> Tensor:
-    """p_slc of Eq. 9 and 10.
+    """Importance p_slc of selection blocks (Eq. 9 and 10).
 
     Args:
         p: p_cmp [X,C,G,N] of C queries and the G heads of a group over N compressed tokens.
@@ -43,10 +43,10 @@ def importance(p: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 
 
 def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
-    """The blocks selected by `scores` [X,C,blocks] for queries at `positions` [C].
+    """Blocks selected by `scores` [X,C,blocks] for queries at `positions` [C] (Eq. 11).
 
     Candidates start at or before the query. The first `init_blocks` and the last `local_blocks` of them are forced;
-    the rest goes by score descending, then index ascending.
+    the others are ordered by score descending, then index ascending.
 
     Returns:
         int32 [X,C,slc_count], ascending, padded with -1.
@@ -64,9 +64,9 @@ def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _top_keyed(ranked: Tensor, index: Tensor, count: int) -> Tensor:
-    """Top `count` indices of float32 scores, _INDEX for those below 0: one key of score bits and inverted index.
+    """Indices of the `count` best float32 scores, _INDEX in place of scores below 0.
 
-    The bits of floats >= 0 ascend as the floats do, so that distinct integers carry the whole order.
+    The bits of floats >= 0 ascend as the floats do, so that one integer of score bits and inverted index orders fully.
     """
     keys = (ranked.view(torch.int32).long() << 32) | (_INDEX - index)
     best = keys.topk(count, dim=-1, sorted=False).values
@@ -74,6 +74,6 @@ def _top_keyed(ranked: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def _top_sorted(ranked: Tensor, count: int) -> Tensor:
-    """The same for float64, whose bits leave no room for an index."""
+    """Indices as `_top_keyed`, for float64, whose bits leave no room for an index."""
     values, order = ranked.sort(dim=-1, descending=True, stable=True)
     return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)

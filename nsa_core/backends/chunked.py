@@ -1,12 +1,13 @@
 """PyTorch on CPU and GPU with memory linear in S: chunks of queries, recomputed in the backward.
 
-The forward keeps its inputs and the selected blocks, nothing of S·S size. The backward computes each chunk's
-probabilities P again and applies, for o = g·Pv and scores s = scale·qk,
+The forward keeps its inputs and the selected blocks, and no tensor of S² elements. The backward recomputes each chunk's
+probabilities P and applies, for o = g·Pv and scores s = scale·qk,
 
     dg = do·(Pv),   dv = Pᵀ(g·do),   ds = P ∘ (g·do vᵀ - g·dg),   dq = scale·ds k,   dk = scale·dsᵀq.
 
-Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Products of half precision
-accumulate in float32 (on the CPU they are computed in float32), as do softmax and the gradients of keys and values.
+Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Half-precision products
+accumulate in float32 (on the CPU their operands are cast to it); softmax and the gradients of keys and values are in
+float32.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch.autograd.function import once_differentiable
 from ..config import NSAConfig
 from ..routes import note
 from . import _pieces, _selection
-from ._chunks import Shape, operand_dtype
-from ._pieces import Piece, Plan
+from ._chunks import CallShape, operand_dtype
+from ._pieces import ChunkedBranch, Piece
 
-_HIDDEN = -1e30  # finite, so that a row that sees nothing gives no NaN
+_HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run there, or None."""
+    """Reason why this backend cannot run on `device`; None if it can."""
     return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
 
 
@@ -37,20 +38,20 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    plan = _pieces.compressed(Shape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
-    return _attend(q, k_cmp, v_cmp, gate, None, plan, scale)
+    branch = _pieces.compressed(CallShape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    plan = _pieces.compressed(Shape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = _pieces.compressed(CallShape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
-        keys = plan.heads_first(k_cmp)
-        for piece in plan.pieces(None, False):
-            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
+        keys = branch.heads_first(k_cmp)
+        for piece in branch.pieces(None, False):
+            p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
             scores = _selection.importance(p, config.slc_blocks(offset + piece.stop), config)
             positions = torch.arange(offset + piece.start, offset + piece.stop, device=q.device)
             best = _selection.choose(scores, positions, config)
@@ -63,8 +64,8 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    plan = _pieces.selected(Shape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, blocks, plan, scale)
+    branch = _pieces.selected(CallShape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, blocks, branch, scale)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
@@ -74,15 +75,15 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Attention over the last `window` positions, without a note of the route: for the callers that make their own."""
-    plan = _pieces.band(Shape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, None, plan, scale)
+    """Attention over the last `window` positions, for callers that note the route themselves."""
+    branch = _pieces.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, None, branch, scale)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: ChunkedBranch, scale: float
 ) -> Tensor:
-    out = _Attend.apply(q, k, v, gate, blocks, plan, scale)
+    out = _Attend.apply(q, k, v, gate, blocks, branch, scale)
     assert isinstance(out, Tensor)
     return out
 
@@ -92,16 +93,23 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, plan: Plan, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        blocks: Tensor | None,
+        branch: ChunkedBranch,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, gate, blocks)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.branch, ctx.scale = branch, scale
         kv_heads = k.shape[2]
-        keys, values = plan.heads_first(k), plan.heads_first(v)
+        keys, values = branch.heads_first(k), branch.heads_first(v)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for piece in plan.pieces(blocks, False):
-            p = _probabilities(_rows(q, piece, kv_heads), plan.read(keys, piece), piece, scale)
-            part = _product(p, plan.read(values, piece))
+        for piece in branch.pieces(blocks, False):
+            p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
+            part = _product(p, branch.read(values, piece))
             if gate is not None:
                 part *= _rows(gate.unsqueeze(-1), piece, kv_heads)
             _store(out, piece, part)
@@ -111,15 +119,15 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gate, blocks = ctx.saved_tensors
-        plan, kv_heads = ctx.plan, k.shape[2]
-        keys, values = plan.heads_first(k), plan.heads_first(v)
+        branch, kv_heads = ctx.branch, k.shape[2]
+        keys, values = branch.heads_first(k), branch.heads_first(v)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (keys, values))
         with torch.autocast(q.device.type, enabled=False):
-            for piece in plan.pieces(blocks, True):
-                rows, key, value = _rows(q, piece, kv_heads), plan.read(keys, piece), plan.read(values, piece)
+            for piece in branch.pieces(blocks, True):
+                rows, key, value = _rows(q, piece, kv_heads), branch.read(keys, piece), branch.read(values, piece)
                 p = _probabilities(rows, key, piece, ctx.scale)
                 dpart = _rows(dout, piece, kv_heads)
                 dg = (_product(p, value) * dpart).sum(-1, keepdim=True)
@@ -127,28 +135,28 @@ class _Attend(torch.autograd.Function):
                     g = _rows(gate.unsqueeze(-1), piece, kv_heads)
                     _store(dgate.unsqueeze(-1), piece, dg)
                     dpart, dg = (dpart * g).to(dpart.dtype), dg * g
-                plan.add(dv, piece, _transposed_product(p, dpart, len(value)))
+                branch.add(dv, piece, _transposed_product(p, dpart, len(value)))
                 ds = _product(dpart, value.mT).sub_(dg).mul_(p).mul_(ctx.scale)
                 _store(dq, piece, _product(ds, key))
-                plan.add(dk, piece, _transposed_product(ds, rows, len(key)))
+                branch.add(dk, piece, _transposed_product(ds, rows, len(key)))
         return dq, _as_given(dk, k), _as_given(dv, v), dgate, None, None, None
 
 
 def _rows(x: Tensor, piece: Piece, kv_heads: int) -> Tensor:
-    """Rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
+    """The piece's rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
     part = x[:, piece.start : piece.stop].unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)
     return part.to(operand_dtype(x)).contiguous()
 
 
 def _store(x: Tensor, piece: Piece, part: Tensor) -> None:
-    """The inverse of _rows: part [X,C,G,D] into rows of x [B,S,Hq,D]."""
+    """Store part [X,C,G,D] in the piece's rows of x [B,S,Hq,D]: the inverse of _rows."""
     into = x[:, piece.start : piece.stop]
     batch, kv_heads = x.shape[0], len(part) // x.shape[0]
     into.unflatten(2, (kv_heads, -1)).copy_(part.unflatten(0, (batch, kv_heads)).transpose(1, 2))
 
 
 def _as_given(total: Tensor, like: Tensor) -> Tensor:
-    """[X,T,D] sums as the gradient of `like` [B,T,H,D]."""
+    """Sums [X,T,D] as the gradient of `like` [B,T,H,D], in its dtype."""
     per_head = total[:, : like.shape[1]].unflatten(0, (like.shape[0], like.shape[2]))
     return per_head.transpose(1, 2).to(like.dtype)
 
@@ -169,16 +177,16 @@ def _transposed_product(x: Tensor, y: Tensor, batch: int) -> Tensor:
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
-    """[X,C,G,A] -> [batch,R,A]; A may be 0."""
+    """x [X,C,G,A] as [batch,R,A]; A may be 0."""
     return x.reshape(batch, prod(x.shape[:-1]) // batch, x.shape[-1])
 
 
 def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Tensor:
-    """Softmax of scale·q·k over the keys that each query sees, [X,C,G,L]; zeros where it sees none."""
+    """Softmax of scale·q·k over the visible keys, [X,C,G,L]; zeros in rows that see none."""
     scores = _product(rows, keys.mT).mul_(scale)
     part = piece.hidden.shape[-1]
     scores[..., scores.shape[-1] - part :].masked_fill_(piece.hidden, _HIDDEN)
     p = torch.softmax(scores, -1)
-    if piece.empty:  # every key is among the possibly hidden ones
+    if piece.empty:  # `hidden` then covers every key
         p.masked_fill_(piece.hidden, 0)
     return p

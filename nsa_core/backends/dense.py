@@ -1,4 +1,4 @@
-"""Dense causal attention by the fastest kernel there is, or the one asked for, with the kernel that ran on record."""
+"""Dense causal attention by the fastest kernel available, or by a named one; the kernel that ran is noted in routes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _SDPA: Mapping[str, SDPBackend] = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
-# All rows of all positions; one row at the last position; or a window, or several rows at the last positions.
-Case = Literal["square", "one row", "band"]
-KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # that can be asked for
+# "square": rows for all positions. "one row": the last position. "band": a window, or several of the last positions.
+QueryLayout = Literal["square", "one row", "band"]
+KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # names that a caller may give
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: str = "auto") -> Tensor:
     """Causal attention [B,S,Hq,Dv]; the rows of q are the last S positions of k.
 
-    Windows, and several rows of q behind a longer k, are for the flash kernels, and chunked where there is none: a
-    mask for scaled_dot_product_attention would take S² memory, and its is_causal aligns to the first key instead of
-    the last.
+    Windows, and several rows of q at the end of a longer k, go to the flash kernels, or else to the chunked backend: a
+    mask for scaled_dot_product_attention would take S² memory, and its is_causal aligns q with the first keys instead
+    of the last.
 
     Raises:
-        BackendError: the kernel that was asked for cannot compute it.
+        BackendError: the named kernel cannot compute it.
     """
     rows, tokens = q.shape[1], k.shape[1]
     window = None if window is None or window >= tokens else window
-    names = _candidates_here(kernel, _case(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
+    names = _candidates_here(kernel, _layout(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
     if names[0] in _SDPA:
         return _sdpa(q, k, v, scale, names)
     note("dense", names[0])
@@ -52,17 +52,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
 def packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, kernel: str = "auto"
 ) -> Tensor:
-    """The same for sequences behind each other: q [total,Hq,Dk], k, v likewise -> [total,Hq,Dv].
+    """Causal attention [total,Hq,Dv] of packed sequences: q [total,Hq,Dk], k, v likewise.
 
-    A flash kernel takes them all at once and waits for nothing: what is wrong with the values of cu_seqlens on a GPU
-    is then an assertion of the device's. Where there is none, sequence after sequence is computed.
+    A flash kernel takes all at once without waiting for the device: wrong values of cu_seqlens on a GPU then fail a
+    device-side assertion. Without one, sequences are computed one by one.
 
     Raises:
-        InputError: cu_seqlens are no bounds of sequences.
-        BackendError: the kernel that was asked for cannot compute it.
+        InputError: cu_seqlens are not bounds of sequences.
+        BackendError: the named kernel cannot compute it.
     """
-    case: Case = "square" if kernel in _SDPA else "band"  # one after another, or all at once as a band is
-    names = _candidates_here(kernel, case, q.device, q.dtype, _providers.common_width(q, v))
+    layout: QueryLayout = "square" if kernel in _SDPA else "band"  # SDPA: one by one; flash: all at once
+    names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
     if names[0] not in _providers.PROVIDERS:
         spans = sequence_spans(cu_seqlens, len(q))
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
@@ -72,32 +72,32 @@ def packed(
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:
-    """Every kernel of KERNELS, with None if it can run here for tensors on `device`, else the reason why not."""
+    """Names in KERNELS, each with None if it can run here for tensors on `device`, else with the reason why not."""
     host = _providers.here(device)
     return {kernel: unusable(kernel, host, dtype, width) for kernel in KERNELS}
 
 
 def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
-    """Why `kernel` of KERNELS cannot compute head dims up to `width` there; None if nothing is known against it."""
+    """Reason why `kernel` of KERNELS cannot compute head dims up to `width` on `host`; None if none is known."""
     if kernel not in _SDPA:
         return _providers.unusable(kernel, host, dtype, width)
     if host.capability is None:
         return None if kernel == "sdpa-flash" else "it runs on cuda, not on the cpu"
-    return _providers.unusable("torch-varlen", host, dtype, width)  # the same demands on GPU and dtype
+    return _providers.unusable("torch-varlen", host, dtype, width)  # the same requirements of GPU and dtype
 
 
-def candidates(kernel: str, case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
-    """The kernel that computes the case there, or several of PyTorch's, of which the first that takes the input does.
+def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """Kernel that computes the layout on `host`, or several of PyTorch's, of which the first to accept the input runs.
 
     Raises:
         BackendError: `kernel` is neither "auto" nor a kernel that can compute it.
     """
     if kernel == "auto":
-        return _fastest(case, host, dtype, width)
+        return _fastest(layout, host, dtype, width)
     if kernel not in KERNELS:
         raise BackendError("backend", repr(kernel), f"use one of auto, {', '.join(KERNELS)}")
     reason = unusable(kernel, host, dtype, width)
-    if reason is None and kernel in _SDPA and case == "band":
+    if reason is None and kernel in _SDPA and layout == "band":
         reason = "it has neither windows nor several rows behind a longer k"
     if reason is not None:
         usable = [name for name in KERNELS if name != kernel and unusable(name, host, dtype, width) is None]
@@ -106,44 +106,44 @@ def candidates(kernel: str, case: Case, host: Host, dtype: torch.dtype, width: i
 
 
 _candidates_here = torch.compiler.assume_constant_result(
-    lambda kernel, case, device, dtype, width: candidates(kernel, case, _providers.here(device), dtype, width)
+    lambda kernel, layout, device, dtype, width: candidates(kernel, layout, _providers.here(device), dtype, width)
 )
 
 
-def _case(rows: int, tokens: int, window: int | None) -> Case:
+def _layout(rows: int, tokens: int, window: int | None) -> QueryLayout:
     if window is not None or 1 < rows < tokens:
         return "band"
     return "one row" if rows == 1 else "square"
 
 
-def _fastest(case: Case, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
-    """By measurement on an H200 (docs/kernel-log.md): flash-attn 4, then cuDNN's, then what A100s have, too.
+def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """Kernels in order of speed as measured on an H200 (docs/kernel-log.md): flash-attn 4, cuDNN, then those of A100s.
 
-    PyTorch's split a single row's keys over the GPU; cuDNN's knows no such row.
+    For a single row PyTorch's flash kernel comes first: it splits the keys over the GPU, which cuDNN's does not.
     """
     hopper = host.capability is not None and host.capability[0] >= 9
     ahead = {"band": _providers.PROVIDERS, "square": ("flash-attn-4",) if hopper else ("flash-attn-2",), "one row": ()}
-    provider = _providers.first_usable(ahead[case], host, dtype, width)
+    provider = _providers.first_usable(ahead[layout], host, dtype, width)
     if provider is not None:
         return (provider,)
-    if case == "band":
+    if layout == "band":
         return ("chunked",)
-    first = ("sdpa-cudnn", "sdpa-flash") if hopper and case == "square" else ("sdpa-flash", "sdpa-cudnn")
+    first = ("sdpa-cudnn", "sdpa-flash") if hopper and layout == "square" else ("sdpa-flash", "sdpa-cudnn")
     return (*first, "sdpa-efficient", "sdpa-math")
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...]) -> Tensor:
     one_row = q.shape[1] == 1
-    causal = not one_row  # a bool, even where torch.compile knows the length as a symbol
+    causal = not one_row  # a plain bool, also where torch.compile traces the length as a symbol
     value_dim, width = v.shape[-1], _providers.common_width(q, v)
     q, k, v = (_providers.widened(x, width).transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     kernel = _first_viable(order, q, k, v, causal, grouped)
-    if kernel in (None, "sdpa-math") and grouped:  # not every fused kernel knows groups: give each query head its own
+    if kernel in (None, "sdpa-math") and grouped:  # not every fused kernel has groups: repeat keys for each query head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
         kernel = _first_viable(order, q, k, v, causal, grouped)
-    if kernel is None:  # one was asked for: else there is always "sdpa-math"
+    if kernel is None:  # only for a named kernel: "auto" ends with "sdpa-math"
         raise BackendError("backend", repr(order[0]), "PyTorch cannot run it on this input; use auto")
     note("dense", kernel)
     with sdpa_kernel(_SDPA[kernel]):
@@ -157,12 +157,12 @@ def _first_viable(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causa
         return _ask(order, q, k, v, causal, grouped)
     heads = q.shape[1], k.shape[1], q.shape[3]
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    rows = 64 if causal else 1  # any length stands for all but a single row
+    rows = 64 if causal else 1  # any length but one gives the same answer
     return _ask_while_tracing(order, *heads, rows, str(q.device), q.dtype, trained, grouped)
 
 
 def _ask(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> str | None:
-    choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]: there is no public way to ask
+    choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]: no public function tells
     try:
         with sdpa_kernel([_SDPA[name] for name in order], set_priority=True):
             chosen = SDPBackend(choose(q, k, v, None, 0.0, causal, enable_gqa=grouped))
@@ -183,7 +183,7 @@ def _ask_while_tracing(
     trained: bool,
     grouped: bool,
 ) -> str | None:
-    """The answer for torch.compile, which traces without tensors to ask for."""
+    """Answer of `_ask` on stand-in tensors of these sizes: torch.compile has none to pass while it traces."""
     row = torch.empty(dim, device=device, dtype=dtype, requires_grad=trained)
     q, k = row.expand(1, heads, rows, dim), row.expand(1, kv_heads, 64, dim)
     return _ask(order, q, k, k, rows > 1, grouped)

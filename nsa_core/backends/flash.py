@@ -1,7 +1,7 @@
-"""The window branch by flash attention kernels: flash-attn 4, flash-attn 2 or PyTorch's, the fastest that is there.
+"""The window branch by the fastest flash attention kernel installed: flash-attn 4, flash-attn 2 or PyTorch's.
 
-The route names the one that ran. Its gradients have the same bits twice only under
-torch.use_deterministic_algorithms(True), which is why "auto" does not take it.
+The route names the kernel that ran. Gradients are bit-reproducible only under
+torch.use_deterministic_algorithms(True), so "auto" does not take this backend.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from . import _providers
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no flash kernel can run there, or None."""
+    """Reason why no flash kernel can run on `device` in `dtype`; None if one can."""
     if device.type != "cuda":
         return f"it runs on cuda, not on {device.type}"
-    # Where there is no GPU, the question is about another host: the least that has kernels stands for it.
+    # Without a GPU here the question is about another host: assume the oldest GPU that has kernels.
     host = _providers.here(device) if torch.cuda.is_available() else _providers.Host((8, 0), {})
     return _why_not(host, dtype, 0)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Window branch; raises BackendError where no kernel takes the head dims."""
+    """Window branch; raises BackendError if no kernel takes the head dims."""
     provider = _fastest(q.device, q.dtype, _providers.common_width(q, v))
     note("win", provider)
     out = _providers.attend(provider, q, k, v, scale, window)
@@ -41,6 +41,6 @@ def _fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
 
 
 def _why_not(host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
-    """The reason of the kernel that comes with PyTorch: that one is there wherever it can run."""
+    """Reason of the last provider, PyTorch's own kernel, which is never missing; None if some kernel can run."""
     reasons = [_providers.unusable(name, host, dtype, width) for name in _providers.PROVIDERS]
     return None if None in reasons else reasons[-1]

@@ -1,7 +1,7 @@
-"""The S² way: every branch as dense attention under a mask, all of it kept by autograd.
+"""Every branch as dense attention under a mask: S² memory, all of it kept by autograd.
 
-What the project started from, and the contrast of every scaling benchmark. Products run in the input's dtype, softmax
-in float32 (float64 for float64).
+The project's starting point, and the contrast in every scaling benchmark. Products run in the input's dtype, softmax in
+float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from . import _selection
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run there, or None: it runs everywhere."""
+    """Always None: this backend runs everywhere."""
     return None
 
 
 def compressed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
 ) -> Tensor:
-    """Compressed branch, [B,Hq,S,Nc] scores: S²/d of memory."""
+    """Compressed branch; its scores [B,Hq,S,Nc] take S²/d memory."""
     note("cmp", "naive")
     return _attend(q, k_cmp, v_cmp, gate, _visible_compressed(q, k_cmp, config, offset), scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """Selected blocks, for all queries at once. Scores are float32 (float64) products."""
+    """Selected blocks of all queries at once, from scores in float32 (float64 for float64)."""
     note("select", "naive")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.no_grad():
@@ -80,7 +80,7 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 
 def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """[B,Hq,S,T]; a row that sees nothing is zeros."""
+    """Softmax over the visible keys [B,Hq,S,T]; zeros in rows that see none."""
     scores = q.transpose(1, 2) @ _expand(k, q.shape[2]).transpose(-1, -2) * scale
     wide = scores if scores.dtype == torch.float64 else scores.float()
     return torch.softmax(wide.masked_fill(~visible, torch.finfo(wide.dtype).min), -1) * visible

@@ -1,6 +1,6 @@
 """Every branch by the project's Triton kernels, forward and backward.
 
-The kernels are imported when they first run: without Triton this backend says so, and the others work.
+The kernels are imported when they first run: without Triton this backend reports itself unavailable.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..errors import BackendError
 from ..routes import Branch, note
 
 _WIDEST = 256  # head dim
-_MOST = 65_535  # sequences times kv heads: programs along one dimension of CUDA's grid
+_MOST = 65_535  # sequences times kv heads: CUDA's limit of programs along one grid dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.compiler.assume_constant_result  # traced code asks once, and cannot look for modules
+@torch.compiler.assume_constant_result  # asked once while tracing, which cannot search for modules
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run there, or None. On the CPU it runs in Triton's interpreter alone, for tests."""
+    """Reason why this backend cannot run there, or None. On the CPU it needs Triton's interpreter, for tests."""
     if find_spec("triton") is None:
         return 'it needs Triton: pip install "nsa-bench[gpu]"'
     if dtype not in _DTYPES:
@@ -38,7 +38,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def too_wide(capability: tuple[int, int] | None, dtype: torch.dtype, width: int) -> str | None:
-    """Why no tile of the kernels holds head dims of this width on such a GPU; None if one does."""
+    """Reason why no tile holds head dims of `width` on a GPU of this compute capability; None if one does."""
     old = capability is not None and capability < (9, 0)
     limit = 128 if old and dtype == torch.float32 else _WIDEST
     return f"its tiles hold head dims up to {limit} there, not {width}" if width > limit else None
@@ -61,7 +61,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
 def selected(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
 ) -> Tensor:
-    """Selected branch; a block meets all queries that chose it."""
+    """Selected branch; each block is loaded once for all queries that chose it."""
     return _one("slc", q, k, v, gate, blocks, config, k.shape[1] - q.shape[1], scale)
 
 
@@ -74,9 +74,9 @@ def attend(
     q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
     gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The gated sum of all branches: blocks are chosen with the compressed branch's softmax, one kernel merges."""
+    """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
-    plan = kernels.Plan(config, branches, offset, scale)
+    plan = kernels.Call(config, branches, offset, scale)
     for branch in branches:
         note(branch, "triton")
     if "cmp" in branches and "slc" in branches:
@@ -100,12 +100,12 @@ def _one(
 ) -> Tensor:  # fmt: skip
     note(branch, "triton")
     kernels = _kernels(q, v)
-    plan = kernels.Plan(config, (branch,), offset, scale)
+    plan = kernels.Call(config, (branch,), offset, scale)
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
 
 
 def _kernels(q: Tensor, other: Tensor) -> ModuleType:
-    """The kernels, for q [B,S,Hq,Dk] and keys or values [B,T,Hkv,D] of these sizes.
+    """Kernels' module, after a check of q [B,S,Hq,Dk] and `other`, keys or values [B,T,Hkv,D].
 
     Raises:
         BackendError: tiles of such heads do not fit the device, or there are too many of them.
@@ -113,7 +113,7 @@ def _kernels(q: Tensor, other: Tensor) -> ModuleType:
     from ..kernels import operators
 
     programs = q.shape[0] * other.shape[2]
-    if programs > _MOST and not q.is_meta:  # what more would take can still be told
+    if programs > _MOST and not q.is_meta:  # meta tensors: memory can still be predicted
         fix = f"{q.shape[0]} sequences of {other.shape[2]} kv heads are {programs}; it takes {_MOST} at once, use fewer"
         raise BackendError("backend", "'triton'", fix)
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None

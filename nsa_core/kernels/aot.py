@@ -1,12 +1,11 @@
 # pyright: reportMissingImports=false
-"""Compiles every kernel, as the operator would launch it, for devices that are not here, and says what it takes.
+"""Compiles every kernel as the operator would launch it, without a device, and prints its resources.
 
     python -m nsa_core.kernels.aot [--full] [--arch 80 90]
 
-The operator runs on tensors without memory with its launches recorded instead of run, so that what is compiled are the
-pinned configurations themselves. Registers and spills are read from the cubin. Exits 1 where a kernel takes more shared
-memory than a block may have, spills more than `Case.spill_limit`, or where ptxas serializes Hopper's matrix
-instructions.
+The operator runs on meta tensors with its launches recorded instead of run, so that the pinned configurations are the
+ones compiled. Registers and spills are read from the cubin. Exits 1 if a kernel takes more shared memory than a block
+may have, spills more than `CompileCase.spill_limit`, or if ptxas serializes its wgmma instructions.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..config import NSAConfig
 from . import operators
-from .decode import step as decode
-from .runtime import launch as _launch
-from .runtime.launch import Launch
+from .decode import step
+from .runtime.launch import Launch, record
 from .runtime.tiles import assume
 from .runtime.tma import Tiled
 from .training import cross_entropy, heads, swiglu
 
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one block may have
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
 _NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
-class Case:
-    """An operator to compile: heads, head dims and dtype."""
+class CompileCase:
+    """Heads, head dims and dtype of an operator to compile."""
 
     heads: int
     kv_heads: int
@@ -55,7 +53,7 @@ class Case:
 
     @property
     def spill_limit(self) -> int:
-        """Bytes a thread: beyond a head dim of 128 two float32 accumulators alone fill the registers."""
+        """Bytes of spills a thread may have: beyond a head dim of 128 two float32 accumulators fill the registers."""
         return 128 if max(self.dim, self.value_dim) <= 128 else 384
 
     def __str__(self) -> str:
@@ -64,13 +62,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: bytes of shared memory a block; registers and bytes of spills a thread.
+    """Resources of a compiled kernel.
 
-    `serialized`: ptxas found no way to keep Hopper's matrix instructions asynchronous and waits after each.
-    `products`, `held`: of these instructions, all, and those that have their first operand in registers.
+    Attributes:
+        shared: bytes of shared memory a block.
+        registers, spills: registers, and bytes of spills, a thread.
+        serialized: ptxas could not keep the wgmma instructions asynchronous, and waits after each.
+        products, held: wgmma instructions, and those of them whose first operand is in registers.
     """
 
-    case: Case
+    case: CompileCase
     kernel: str
     arch: int
     shared: int
@@ -86,24 +87,24 @@ class Usage:
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
-REPRESENTATIVE = (Case(12, 2, 64, 64, _BF16), Case(32, 8, 128, 128, _BF16))
+REPRESENTATIVE = (CompileCase(12, 2, 64, 64, _BF16), CompileCase(32, 8, 128, 128, _BF16))
 FULL = (
-    *(Case(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
-    *(Case(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
-    *(Case(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
+    *(CompileCase(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
+    *(CompileCase(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
+    *(CompileCase(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
 )
 
 
-def launches(case: Case, arch: int) -> list[Launch]:
-    """One launch of each kernel, constants and tile that forward, backward and a decoding step of `case` make.
+def launches(case: CompileCase, arch: int) -> list[Launch]:
+    """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
 
-    Of short sequences and long ones, for which other tiles are pinned, with separate keys and shared ones.
+    Sequences are short and long, as other tiles are pinned for each, and keys separate and shared.
     """
-    with assume(arch), _launch.record() as seen:
+    with assume(arch), record() as seen:
         for tokens in (2048, 65_536):
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)
-        decode.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
+        step.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
         _train_once(case)
     return list({_identity(launch): launch for launch in seen}.values())
 
@@ -112,13 +113,13 @@ def _identity(launch: Launch) -> tuple[str, str]:
     return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
 
 
-def _run_once(case: Case, tokens: int, shared: bool) -> None:
-    """A forward, and a forward and backward, of tensors that have no memory."""
+def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
+    """Run a forward without gradients, then forward and backward, on meta tensors."""
 
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    plan = operators.Plan(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    plan = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
     pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
@@ -128,8 +129,8 @@ def _run_once(case: Case, tokens: int, shared: bool) -> None:
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 
 
-def _train_once(case: Case) -> None:
-    """What of a model's compiled training has kernels besides attention."""
+def _train_once(case: CompileCase) -> None:
+    """Run the non-attention kernels of compiled training."""
 
     def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -143,8 +144,8 @@ def _train_once(case: Case) -> None:
     cross_entropy.forward(logits, made(8, dtype=torch.int64))
 
 
-def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
-    """Compile one launch as Triton's own run-time would, pointers and sizes divisible by 16 known as such."""
+def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
+    """Resources of one launch, compiled as Triton's run-time would: multiples of 16 among its arguments are marked."""
     names = [name for name in launch.kernel.arg_names if name in launch.arguments]
     signature = {name: _type(launch.arguments[name]) for name in names} | dict.fromkeys(launch.constants, "constexpr")
     signature = {name: signature[name] for name in launch.kernel.arg_names}
@@ -156,7 +157,7 @@ def compile_for(case: Case, launch: Launch, arch: int) -> Usage:
     source = kind(launch.kernel, signature, dict(launch.constants), attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
     registers, spills = _resources(compiled.asm["cubin"])
-    name = f"{launch.kernel.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__}"
+    name = f"{launch.kernel.__module__.removeprefix(f'{__package__}.')}.{launch.kernel.__name__}"
     ptx = compiled.asm["ptx"]
     products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
     return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(ptx), products, held)
@@ -175,7 +176,7 @@ def _divisible(value: object) -> bool:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread, as cuobjdump reads them."""
+    """Registers, and bytes of local memory, a thread, as cuobjdump reads them."""
     tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
     text = _told(cubin, tool, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
@@ -191,7 +192,7 @@ def _serialized(ptx: str) -> bool:
 
 
 def _told(given: bytes, *command: str) -> str:
-    """What a tool says of a file with the given content."""
+    """Output of a tool for a file with the content `given`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(given)
         file.flush()
@@ -199,7 +200,8 @@ def _told(given: bytes, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def usages(cases: Iterable[Case], archs: Iterable[int]) -> Iterator[Usage]:
+def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage]:
+    """Resources of every distinct launch of `cases`, once for each compute capability of `archs`."""
     for arch in archs:
         done: set[tuple[object, ...]] = set()
         for case in cases:
@@ -220,7 +222,7 @@ def main() -> int:
     bad = 0
     for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
         bad += not use.fits
-        line = f"sm{use.arch} {use.case!s:22} {use.kernel:24} shared {use.shared:7} regs {use.registers:4}"
+        line = f"sm{use.arch} {use.case!s:22} {use.kernel:50} shared {use.shared:7} regs {use.registers:4}"
         line += f" spills {use.spills:5}" + f" held {use.held}/{use.products}" * (use.products > 0)
         print(f"{line}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
     return int(bad > 0)

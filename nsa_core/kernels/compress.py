@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
 """Mean compression of keys and values in one launch, forward and backward.
 
-Compressed token i is the mean of x at [i·STRIDE, i·STRIDE + BLOCK). Sums of strides come first and are then summed to
-blocks, so that neighbours share their bits. In the backward a position gathers from the tokens that cover it, onto its
-gradients from the other branches where they have the same keys and values.
+Compressed token i is the mean of x at [i·STRIDE, i·STRIDE + BLOCK). Tokens are summed to strides and strides to blocks,
+so that neighbouring blocks share partial sums to the bit. In the backward a position gathers the gradients of the
+tokens that cover it, and adds those from the other branches where they have the same keys and values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .runtime.launch import launch
 from .runtime.tiles import Tile, ceil_div, padded, power_of_two
 
 _TILE = Tile(warps=4)
-_ROWS = 4  # few, so that short sequences fill the device, too
+_ROWS = 4  # compressed tokens a program: few, so that short sequences fill the device
 
 
 @triton.jit
@@ -26,7 +26,12 @@ def _mean(
     K, V, KC, VC, T, N,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """KC [B,N,D] and VC [B,N,DV] from K [B,T,D], V [B,T,DV], heads flattened into D: ROWS tokens, DP columns."""
+    """Means of every compression block of keys and values.
+
+    Grid: (tiles of ROWS compressed tokens, tiles of DP columns, sequences). A program owns ROWS tokens and DP columns
+    of keys and of values, sums them stride by stride in float32, and writes the means to KC and VC.
+    K [B,T,D], V [B,T,DV], KC [B,N,D], VC [B,N,DV], contiguous, heads flattened into D and DV.
+    """
     b, i, c = tl.program_id(2).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     d = c * DP + tl.arange(0, DP)
     for of_values in tl.static_range(2):
@@ -36,7 +41,7 @@ def _mean(
         total = tl.zeros([ROWS, DP], tl.float32)
         for stride in range(BLOCK // STRIDE):
             part = tl.zeros([ROWS, DP], tl.float32)
-            for u in tl.static_range(STRIDE):  # loads that do not wait for each other
+            for u in tl.static_range(STRIDE):  # unrolled, so that loads overlap
                 row = b * T + (i + stride) * STRIDE + u
                 part += tl.load(x + row[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
             total += part
@@ -50,9 +55,12 @@ def _spread(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
     OTHERS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """DK [B,T,D] and DVALUE [B,T,DV] of one stride of positions, all covered by the same BLOCK/STRIDE tokens.
+    """Gradients of keys and values from those of the compressed tokens that cover them.
 
-    Gradients of compressed tokens are in parts [chunks,B,N,D]. Those of the OTHERS, [B,T,D], are added.
+    Grid: (strides, tiles of DP columns, sequences). A program owns DP columns of the STRIDE positions of one stride,
+    all covered by the same BLOCK/STRIDE tokens; it sums these tokens' gradients over `chunks` parts in order, adds DKO
+    and DVO where OTHERS, and writes DK and DVALUE.
+    DKC [chunks,B,N,D], DVC [chunks,B,N,DV]; DKO, DK [B,T,D], DVO, DVALUE [B,T,DV], heads flattened into D and DV.
     """
     b, stride, c = tl.program_id(2).to(tl.int64), tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, ROWS), c * DP + tl.arange(0, DP)
@@ -62,7 +70,7 @@ def _spread(
         width = DV if of_values else D
         token = tl.zeros([DP], tl.float32)
         for chunk in range(0, chunks, UNROLL):
-            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+            for u in tl.static_range(UNROLL):  # unrolled, so that loads overlap
                 for before in tl.static_range(BLOCK // STRIDE):
                     part, i = 0 * d + chunk + u, 0 * d + stride - (BLOCK // STRIDE - 1) + before
                     row = (part.to(tl.int64) * tl.num_programs(2) + b) * N + i
@@ -76,16 +84,17 @@ def _spread(
 
 
 def forward(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], contiguous ones."""
+    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of contiguous k [B,T,HKV,D] and v [B,T,HKV,DV]."""
     tokens = config.cmp_tokens(k.shape[1])
     k_cmp, v_cmp = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
     pointers = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}
-    _run(_mean, pointers | {"T": k.shape[1], "N": tokens}, {"ROWS": _ROWS}, k.shape, v.shape, tokens, _ROWS, config)
+    arguments = pointers | {"T": k.shape[1], "N": tokens}
+    _run(_mean, "compress", arguments, {"ROWS": _ROWS}, k.shape, v.shape, tokens, _ROWS, config)
     return k_cmp, v_cmp
 
 
 def backward(dk_cmp: Tensor, dv_cmp: Tensor, length: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Gradients of the `length` keys and values, from those of the compressed ones, contiguous ones."""
+    """Gradients of keys and values [B,length,..] from those of the compressed ones [B,N,..], contiguous."""
     dk, dv = (x.new_empty(len(x), length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
     pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DKO": dk_cmp, "DVO": dv_cmp, "DK": dk, "DVALUE": dv}
     numbers = {"T": length, "N": dk_cmp.shape[1], "chunks": 1}
@@ -99,8 +108,9 @@ def gather(
     """Gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV] from all branches, in `dtype`.
 
     Args:
-        others: those from the other branches, as long and wide.
-        compressed: those of the compressed ones in parts, [chunks,B,N,HKV,D] and [chunks,B,N,HKV,DV].
+        others: gradients from the other branches, of the same shapes.
+        compressed: gradients of the compressed keys and values in parts to be summed, [chunks,B,N,HKV,D] and
+            [chunks,B,N,HKV,DV].
     """
     dk, dv = (torch.empty_like(x, dtype=dtype) for x in others)
     pointers = {"DKC": compressed[0], "DVC": compressed[1], "DKO": others[0], "DVO": others[1], "DK": dk, "DVALUE": dv}
@@ -112,16 +122,16 @@ def gather(
 def _run_spread(arguments: dict[str, Tensor | int], others: bool, dk: Tensor, dv: Tensor, config: NSAConfig) -> None:
     stride = config.cmp_stride
     constants = {"ROWS": power_of_two(stride), "OTHERS": others, "UNROLL": 4}
-    _run(_spread, arguments, constants, dk.shape, dv.shape, dk.shape[1], stride, config)
+    _run(_spread, "compress_backward", arguments, constants, dk.shape, dv.shape, dk.shape[1], stride, config)
 
 
 def _run(
-    kernel: object, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size, v: torch.Size,
-    rows: int, step: int, config: NSAConfig,
+    kernel: object, stage: str, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size,
+    v: torch.Size, rows: int, step: int, config: NSAConfig,
 ) -> None:  # fmt: skip
     """Over `rows` rows of the output, `step` a program, all heads' columns side by side."""
     width, value_width = k[2] * k[3], v[2] * v[3]
     columns = min(128, padded(max(width, value_width)))
     grid = ceil_div(rows, step), ceil_div(max(width, value_width), columns), k[0]
     sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": config.cmp_block, "STRIDE": config.cmp_stride}
-    launch(kernel, grid, arguments, sizes | constants, _TILE)
+    launch(kernel, grid, arguments, sizes | constants, _TILE, stage=stage)

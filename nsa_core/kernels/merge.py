@@ -1,5 +1,9 @@
 # pyright: reportMissingImports=false
-"""The ends of forward and backward: the slots of the selected branch merged, the gates applied or folded away."""
+"""Merging and gating: the ends of the forward, and what the backward starts and ends with.
+
+A slot holds what one chosen block adds to one (row, head) pair: a partial output with its log-sum-exp in the forward, a
+partial gradient of q in the backward.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from .shared.packed_slots import add_packed, in_order
 
 @triton.jit
 def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
-    """Where the i-th (row, head) pair of a Rows lies among all (row, head) pairs of q."""
+    """Index of the i-th (row, head) pair of a `Rows` among all pairs of q."""
     row = first + i // G
     group, row = row // length, begin + row % length
     return (group // (HQ // G) * S + row) * HQ + group % (HQ // G) * G + i % G
@@ -26,19 +30,19 @@ def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _slot(i, G: tl.constexpr, FREE: tl.constexpr):
-    """The first slot of the i-th (row, head) pair, in 32 bits, which count all numbers of a chunk: 2 GiB at most."""
+    """Index of the i-th pair's first slot; 32 bits suffice for the numbers of a chunk, 2 GiB at most."""
     return (i // G * FREE * G + i % G).to(tl.int32)
 
 
 @triton.jit
 def _no_slots(M: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
-    """What `_add_slots` starts from."""
+    """Zeros for `_add_slots` to accumulate in: [M,WIDTH], or in the layout of packed slots."""
     return tl.zeros([M, WIDTH // 8, 2, 2, 2] if PACKED else [M, WIDTH], tl.float32)
 
 
 @triton.jit
 def _add_slots(total, PARTS, EXPONENTS, slot, weight, ok, d, D: tl.constexpr, PACKED: tl.constexpr):
-    """total + weight · slots, one of each pair."""
+    """Accumulator `total` plus weight · one slot of each pair."""
     if PACKED:
         total = add_packed(total, PARTS, EXPONENTS, slot, weight, ok)
     else:
@@ -53,9 +57,9 @@ def _slots_sum(
     G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """(Σ weight · slot over FREE ranks in order [M,DVP], weight of the output whose log-sum-exp is in LSE, their sum).
+    """(Σ weight · slot over FREE ranks in order [M,DVP], weight of the output behind LSE [M], sum of all weights [M]).
 
-    KEEPS: LSE becomes that of both.
+    KEEPS: overwrites LSE with the log-sum-exp of output and slots together.
     """
     own = tl.load(LSE + place, mask=ok, other=float("inf"))
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
@@ -71,7 +75,7 @@ def _slots_sum(
     if PACKED:
         total = in_order(total, M)
     if KEEPS:
-        tl.debug_barrier()  # every warp reads all of the tile's LSE, and one could be here before another has
+        tl.debug_barrier()  # every warp reads the tile's LSE: wait for all before it is overwritten
         tl.store(LSE + place, tl.where(l > 0, m + tl.log2(l), float("inf")), mask=ok)
     return total, weight, l
 
@@ -82,16 +86,18 @@ def _merge(
     HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, SUMMED: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """OUT = Σ over WAYS of gate · output, for M (row, head) pairs; way SLC, if there is one, has slots.
+    """Gated sum of the branches' outputs, with the selected branch's slots merged in.
 
-    Of three ways the first and third are summed first, and rounded, as they come where SUMMED: all in O1. What is
-    merged with slots is written back where KEEPS.
+    Grid: (tiles of M (row, head) pairs). A program owns M pairs and all DV columns, merges way SLC (-1: none) with its
+    FREE slots, and writes Σ gate · output to OUT. Of three ways the first and third are summed and rounded first;
+    SUMMED: O1 holds that sum already. KEEPS: the merged output and LSE of way SLC are written back.
+    O1, O2, O3, OUT [B,S,HQ,DV]; LSE [B,S,HQ] float32, base 2; GATES [B,S,HQ,WAYS]; PARTS, EXPONENTS, LPARTS as `Slots`.
     """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d, place = i < total, tl.arange(0, DVP), _place(i, first, length, S, begin, HQ, G)
     inside = ok[:, None] & (d < DV)[None, :]
     at = place[:, None] * DV + d[None, :]
-    if SLC >= 0:  # before outputs are read, which would fill registers meanwhile
+    if SLC >= 0:  # before outputs are loaded, which would hold registers meanwhile
         slots, weight, l = _slots_sum(
             PARTS, EXPONENTS, LPARTS, LSE, place, ok, _slot(i, G, FREE), d, G, FREE, DV, DVP, M, PACKED, KEEPS
         )
@@ -121,7 +127,11 @@ def _sum_dq(
     HQ: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """DQ += the FREE slots of M (row, head) pairs in rank order."""
+    """Adds the slots of the selected backward to DQ.
+
+    Grid: (tiles of M (row, head) pairs). A program owns M pairs and all D columns, sums their FREE slots in rank order,
+    and adds the sum to DQ [B,S,HQ,D] in place. PARTS, EXPONENTS as `Slots`.
+    """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d, slot, place = tl.arange(0, DP), _slot(i, G, FREE), _place(i, first, length, S, begin, HQ, G)
     ok, one = i < total, tl.full([M], 1.0, tl.float32)
@@ -146,9 +156,12 @@ def _prepare(
     O1, O2, O3, LSE1, LSE2, LSE3, GATES, DO, DGATES, STATS, total,
     WAYS: tl.constexpr, SHARED: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """STATS [WAYS,.,2] = (lse - log2 gate, do · o); the second is DGATES [.,WAYS] too.
+    """Statistics that every branch's backward starts from, and the gates' gradient.
 
-    Where SHARED, one more of the last two ways taken as one: p = p1 + p2 and p (dp - delta) = Σ pi (dp - deltai).
+    Grid: (tiles of M (row, head) pairs). A program owns M pairs and all DV columns, and writes (lse - log2 gate, do ·
+    o) of each way to STATS [WAYS,B,S,HQ,2] float32, and do · o to DGATES [B,S,HQ,WAYS]. SHARED: STATS has one more
+    entry, for the last two ways taken as one: p = p1 + p2 and p (dp - delta) = Σ pi (dp - deltai).
+    O1, O2, O3, DO [B,S,HQ,DV]; LSE1, LSE2, LSE3 [B,S,HQ] float32, base 2; GATES [B,S,HQ,WAYS].
     """
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     ok, d = i < total, tl.arange(0, DVP)
@@ -176,14 +189,14 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that lie alike in every sequence, those of one group of heads after those of another.
+    """The same row range of every sequence, ordered by sequence, head group, row.
 
-    They are numbered by sequence, group and row; a group are the query heads of one kv head, or all.
+    A group is the query heads of one kv head, or all query heads.
 
     Attributes:
-        heads: of a group.
-        begin, length: the first row of each sequence, and how many of each.
-        first, count: the numbers of those that are meant: all of them, or a chunk.
+        heads: query heads of a group.
+        begin, length: the range's first row in its sequence, and its rows.
+        first, count: the numbers, in this order, of the rows meant: all of them, or one chunk.
     """
 
     heads: int
@@ -195,13 +208,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slots:
-    """What the free blocks add to some rows.
+    """Contributions of the free blocks to a chunk of rows.
 
     Attributes:
-        parts: in q's dtype, [rows.count or more,free,G,D]; or packed (packed.py), int32 [..,packed.WORDS].
-        exponents: of packed ones, int32 [rows.count or more,free,G].
-        lse: float32 [rows.count or more,free,G]; without a meaning in the backward.
-        rows: those that choose blocks, or a chunk of them.
+        parts: in q's dtype, [rows.count or more,free,G,D]; or packed (shared/packed_slots.py), int32 [..,WORDS].
+        exponents: of packed slots, int32 [rows.count or more,free,G]; None if the slots are not packed.
+        lse: base-2 log-sum-exps, float32 [rows.count or more,free,G]; unused in the backward.
+        rows: the rows that choose blocks, or a chunk of them.
     """
 
     parts: Tensor
@@ -215,7 +228,7 @@ class Slots:
 
     @property
     def pointers(self) -> dict[str, Tensor]:
-        """As the kernels that read them name them; what is not packed has no EXPONENTS, for which anything stands."""
+        """Kernel arguments by name. Unpacked slots have no exponents; any pointer will do."""
         return dict(PARTS=self.parts, EXPONENTS=self.parts if self.exponents is None else self.exponents)
 
     @property
@@ -228,29 +241,30 @@ class Slots:
 
 
 def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows) -> None:
-    """Writes Σ of one to three outputs [B,S,HQ,DV] times their columns of gates [B,S,HQ,ways] to `out`.
+    """Write the sum of one to three outputs, each times its column of gates, to `out`.
 
     Args:
-        outputs: of each way; or of three ways the gated sum of the first and third, in `out`'s dtype, and the second.
-            The bits are the same.
+        outputs: [B,S,HQ,DV] of each way; or, of three ways, the gated sum of the first and third in `out`'s dtype, then
+            the second. The bits are the same.
+        gates, out: [B,S,HQ,ways] and [B,S,HQ,DV].
     """
     pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "GATES"), gates) | dict(OUT=out)
     constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False, KEEPS=False)
-    _launch_rows(_merge, out, rows, pointers, constants, _tile(out))
+    _launch_rows(_merge, "merge", out, rows, pointers, constants, _tile(out))
 
 
 def gated_sum_with_slots(
     outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots, keeps: bool
 ) -> None:
-    """The same for rows that have slots, which are first merged into one way's output.
+    """Write the gated sum for rows that have slots, which are first merged into one way's output.
 
     Args:
-        lse: [B,S,HQ], of that way.
-        keeps: whether its output and lse are written back.
+        way, lse: the column of that way, and its base-2 log-sum-exp, float32 [B,S,HQ].
+        keeps: write its merged output and lse back.
     """
     pointers = _ways(outputs) | dict(LSE=lse, LPARTS=slots.lse, GATES=gates, OUT=out)
     constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=keeps)
-    _launch_slots(_merge, out, slots, pointers, constants)
+    _launch_slots(_merge, "merge", out, slots, pointers, constants)
 
 
 def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -263,25 +277,26 @@ def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
 
 
 def sum_dq(slots: Slots, dq: Tensor) -> None:
-    """Adds the slots to dq [B,S,HQ,D]."""
-    _launch_slots(_sum_dq, dq, slots, dict(DQ=dq), _width(dq, "D"))
+    """Add the slots to dq [B,S,HQ,D] in place."""
+    _launch_slots(_sum_dq, "merge_backward", dq, slots, dict(DQ=dq), _width(dq, "D"))
 
 
 def prepare(
     outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, do: Tensor, shared: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the branches' backwards start from, in one pass.
+    """The gates' gradient and the statistics that the branches' backwards start from, in one pass.
 
-    With lse - log2 g in place of lse the probabilities come out multiplied by the gate, and every branch works from the
-    one gradient `do` of the gated sum. A gate of 0 gives lse = +inf and no gradient, as it should; gates are not
-    negative.
+    With lse - log2 g in place of lse a branch's probabilities come out multiplied by its gate g, so that every branch
+    starts from the one gradient `do` of the gated sum. A gate of 0 gives lse = +inf and no gradient, as it should.
 
     Args:
-        shared: the last two branches have the same keys and values. Of what they both see, one softmax of their
-            summed probabilities stands for both.
+        outputs, lses: [B,S,HQ,DV] and float32 [B,S,HQ] of each branch.
+        gates, do: [B,S,HQ,ways], not negative, and [B,S,HQ,DV].
+        shared: the last two branches have the same keys and values. Where both see a key, one softmax of their summed
+            probabilities stands for both.
 
     Returns:
-        the gradient of gates [B,S,HQ,ways], and (lse - log2 g, do · o) of each branch, then of the last two as one if
+        The gradient of gates [B,S,HQ,ways], and (lse - log2 g, do · o) of each branch, then of the last two as one if
         they are shared: float32 [ways or ways + 1,B,S,HQ,2].
     """
     ways = len(outputs)
@@ -291,39 +306,40 @@ def prepare(
     pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
     pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
     constants = _width(do, "DV") | dict(WAYS=ways, SHARED=shared)
-    _launch_pairs(_prepare, gates[..., 0].numel(), pointers, {}, constants, _tile(do))
+    _launch_pairs(_prepare, "gates_backward", gates[..., 0].numel(), pointers, {}, constants, _tile(do))
     return dgates, stats
 
 
 def _launch_slots(
-    kernel: object, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
+    kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
 ) -> None:
     """Over the rows of x [B,S,HQ,D] that have these slots."""
     constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
     tile = _tile(x, 1024, warps=2 if slots.packed else 4)
-    _launch_rows(kernel, x, slots.rows, slots.pointers | pointers, constants, tile)
+    _launch_rows(kernel, stage, x, slots.rows, slots.pointers | pointers, constants, tile)
 
 
 def _launch_rows(
-    kernel: object, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int], tile: Tile
-) -> None:
+    kernel: object, stage: str, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int],
+    tile: Tile,
+) -> None:  # fmt: skip
     """Over these rows of x [B,S,HQ,D]."""
     numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
     heads = dict(HQ=x.shape[2], G=rows.heads)
-    _launch_pairs(kernel, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
+    _launch_pairs(kernel, stage, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
 
 
 def _launch_pairs(
-    kernel: object, total: int, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
-    tile: Tile,
+    kernel: object, stage: str, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
+    constants: dict[str, int], tile: Tile,
 ) -> None:  # fmt: skip
     """Over `total` (row, head) pairs."""
     grid = (ceil_div(total, tile.rows),)
-    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile)
+    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile, stage=stage)
 
 
 def _tile(x: Tensor, numbers: int = 2048, warps: int = 4) -> Tile:
-    """Rows of x [..,D] with about so many numbers."""
+    """Tile of as many rows of x [..,D] as hold about `numbers` numbers."""
     return Tile(max(4, numbers // padded(x.shape[-1])), warps=warps)
 
 

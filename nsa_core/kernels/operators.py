@@ -1,7 +1,10 @@
-"""The kernels as differentiable operators, in eager mode and under torch.compile.
+"""The kernels' door to PyTorch, called by backends/triton.py and layer.py.
 
-What is traced (torch.compile, fake tensors) meets custom operators of torch.library, one node of the graph each; their
-fake implementations are the real ones with the launches left out. What is not goes through an autograd.Function, which
+Takes tensors [B,S,H,D], strided or not, that functional.py checked, and a plan; gives outputs that autograd
+differentiates and torch.compile traces. Checks no input, chooses no backend, and leaves the stages to attention.py.
+
+A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each, whose fake
+implementations are the real ones with the launches left out. Any other call goes through an autograd.Function, which
 takes the host less time.
 """
 
@@ -20,27 +23,27 @@ from ..config import NSAConfig
 from ..routes import Branch
 from . import attention
 from . import compress as compression
-from .plan import Plan
+from .call import Call
 from .runtime import replay
 from .runtime.custom_op import operator
 
-__all__ = ["Plan", "attend", "compress", "has_one_pair", "select"]
+__all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
 
 _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
 
 
 def attend(
-    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan
+    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Call
 ) -> Tensor:
     """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
 
     Args:
         q: [B,S,HQ,D].
         gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
-        blocks: selected blocks; None with both cmp and slc among the branches: they are chosen by the softmax of the
-            compressed branch, which is not computed twice.
+        blocks: selected blocks; None if the plan has both cmp and slc: then they are chosen here, with the compressed
+            branch's softmax.
         pairs: keys and values of each branch, compressed ones for cmp, or none for cmp if the plan compresses. Where
-            slc and win are given the same tensors, what both see is computed once.
+            slc and win are given the same tensors, keys that both see are computed once.
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(plan.branches))
@@ -62,19 +65,19 @@ def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """Selected blocks, int32 [B,S,HKV,slc_count]; without a gradient."""
+    """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]; not differentiable."""
     q, scale = _positive(q, scale)
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
 
 
-def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Plan) -> bool:
+def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Call) -> bool:
     """Whether all branches have the same keys and values, so that the plan may compress."""
     if plan.branches != ("cmp", "slc", "win") or not _shares([pairs["slc"], pairs["win"]], plan):
         return False
     return pairs["cmp"][0] is pairs["slc"][0] and pairs["cmp"][1] is pairs["slc"][1]
 
 
-def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> bool:
+def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Call) -> bool:
     """Whether slc and win have the same keys and values, and the window holds the local blocks."""
     config = plan.config
     if plan.branches[-2:] != ("slc", "win") or config.window < config.local_blocks * config.slc_block:
@@ -84,7 +87,7 @@ def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> bool:
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a scale > 0: the kernels take the largest score before they scale it."""
+    """q and a scale > 0 that give the same scores: the kernels take the largest score before they scale it."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -100,18 +103,18 @@ def _is_traced(x: Tensor) -> bool:
 
 
 def _sizes(config: NSAConfig) -> list[int]:
-    """All that the kernels read of a configuration, as an operator's schema can carry it."""
+    """The configuration's sizes as a list, which an operator's schema can carry."""
     return [getattr(config, name) for name in _SIZES]
 
 
-def _forward(plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
-    """The output, then if the plan keeps it what the backward needs of the forward."""
+def _forward(plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
+    """The output, then, if the plan keeps them, the tensors that the backward needs."""
     out, saved = attention.forward(plan, blocks, q, gates, flat)
     return [out, *saved]
 
 
-def _backward(plan: Plan, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
-    """Gradients of q, gates and keys and values; `rest` are those and what the forward saved."""
+def _backward(plan: Call, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
+    """Gradients of q, gates, keys and values; `rest` holds keys and values, then the tensors that the forward saved."""
     pairs = 2 * plan.pairs
     dq, dgates, grads = attention.backward(plan, q, gates, rest[:pairs], rest[pairs:], do)
     return [dq, dgates, *grads]
@@ -119,7 +122,7 @@ def _backward(plan: Plan, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
         out, *saved = replay.run(_forward, plan, (blocks, q, gates, *flat))
         ctx.plan = plan
         ctx.save_for_backward(q, gates, *flat, *saved)
@@ -148,7 +151,7 @@ def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The output, then if it is kept what the backward needs of the forward."""
+    """The output, then, if `keeps`, the tensors that the backward needs."""
     plan = _plan(branches, sizes, offset, scale, shared, compresses, keeps)
     return replay.run(_forward, plan, (blocks, q, gates, *flat))
 
@@ -178,24 +181,24 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _written(plan: Plan) -> tuple[str, list[int], int, float, bool, bool, bool]:
-    """A plan as an operator's schema can carry it."""
+def _written(plan: Call) -> tuple[str, list[int], int, float, bool, bool, bool]:
+    """The plan as plain values, which an operator's schema can carry."""
     branches, sizes = ",".join(plan.branches), _sizes(plan.config)
     return branches, sizes, plan.offset, plan.scale, plan.shared, plan.compresses, plan.keeps
 
 
 def _plan(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
-) -> Plan:
+) -> Call:
     names = cast(tuple[Branch, ...], tuple(branches.split(",")))
-    return Plan(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
+    return Call(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, gates, _, flat, *ctx.plan = inputs
     saved = output[1:]
     ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)  # or zeros would be made for each of them
+    ctx.set_materialize_grads(False)  # else autograd would make zeros for each of them
     ctx.pairs = len(flat)
     ctx.save_for_backward(q, gates, *flat, *saved)
 

@@ -3,12 +3,12 @@
 
 The score of block b is Σ over its taps τ of w(τ) · Σ over the group's heads of p[b·r + τ], r = slc_block / cmp_stride:
 compressed token b·r + τ shares w(τ)·cmp_stride tokens with the block. A tile holds the taps that begin in its blocks,
-a tap's of all blocks side by side, so that one product a head scores them all and sums over a few taps cross no
-threads. What the last ones share with the next block is handed to the neighbouring column. All blocks of all rows sum
-in the same order, so equal importance gives equal bits.
+ordered by tap, then block: one product per head scores them all, and the sum over taps stays within a thread. The last
+taps' overlap with the next block is passed to the neighbouring column. All blocks of all rows sum in the same order, so
+equal importance gives equal bits.
 
-The choice compares scores by their bits, which ascend as floats >= 0 do, and equal ones by index: ties go to the lower
-one, and the order in which blocks are looked at does not matter.
+The choice compares scores by their bits, which ascend as floats >= 0 do; ties go to the lower index, in whatever order
+blocks are visited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .runtime.launch import launch
 from .runtime.tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
 from .shared.ranges import load_rows
 
-_BUFFER = 64 << 20  # bytes of one chunk's scores
+_BUFFER = 64 << 20  # bytes that one chunk's scores may take
 
 
 @triton.jit
@@ -32,10 +32,13 @@ def _importance(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     TAPS: tl.constexpr, CMP_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SCORES [B·HKV,rows,blocks] of queries first .. first+rows-1; tiles wholly in the future are left unwritten.
+    """Importance scores of selection blocks for the queries first .. first+rows-1.
 
-    A tile is of BN blocks, whose taps are padded to TAPS. Where compressed tokens overlap, its first column is the
-    block before its own, for what that hands over.
+    Grid: (tiles of M queries, tiles of BN - HALO blocks, sequences x kv heads). A program owns M queries of one kv head
+    and its blocks, with taps padded to TAPS: it sums exp2(s - lse) over the group's heads, weighs it by overlap, and
+    writes SCORES [B·HKV,rows,blocks] float32. Tiles wholly in the future stay unwritten. HALO: where compressed tokens
+    overlap, the first column is the block before the tile, for the overlap that it passes on.
+    Q [B,S,HQ,D], K [B,N,HKV,D], contiguous; LSE [B,S,HQ] float32, base 2.
     """
     G: tl.constexpr = HQ // HKV
     R: tl.constexpr = SLC_BLOCK // STRIDE
@@ -70,13 +73,13 @@ def _importance(
 
 @triton.jit
 def _sum_taps(p, weight, M: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr):
-    """[M,BN] from p [M,TAPS·BN]."""
+    """Weighted sum over the taps of p [M,TAPS·BN], as [M,BN]; weight [TAPS·BN]."""
     return tl.sum(tl.reshape(p * weight[None, :], [M, TAPS, BN]), 1)
 
 
 @triton.jit
 def _free(SCORES, n, own, blocks, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """Bits of the scores of blocks n; -1 for forced blocks and those after the own one, whatever lies there."""
+    """Score bits of blocks n; -1 for forced blocks and for those after the query's own, whatever SCORES holds there."""
     score = tl.load(SCORES + n, mask=(n < blocks) & (own >= 0), other=0.0)
     return tl.where((n >= INIT) & (n <= own - LOCAL), score.to(tl.int32, bitcast=True), -1)
 
@@ -94,11 +97,13 @@ def _choose(
     HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     SLC_BLOCK: tl.constexpr, RUN: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """CHOSEN [B,S,HKV,COUNT] of ROWS queries: the forced blocks and the best others, ascending, padded with -1.
+    """Selected blocks: the forced ones, and the best of the others by score.
 
-    Runs of RUN blocks go to 32 groups in turn, for loads of neighbours. The best of each group is held; a turn takes
-    the best of these 32 and looks through the winner's runs alone for the one that follows. Several queries a program
-    hide each other's waits.
+    Grid: (tiles of ROWS queries, sequences x kv heads). A program owns ROWS queries of one kv head, which hide each
+    other's latency, and writes CHOSEN [B,S,HKV,COUNT] int32, ascending, padded with -1.
+    Runs of RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes the
+    best of these 32, and scans only the winner's MEMBERS blocks for its successor.
+    SCORES [B·HKV,rows,blocks] float32, of queries first .. first+rows-1, as `_importance` writes them.
     """
     LAST: tl.constexpr = 0x7FFFFFFF
     r, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
@@ -128,7 +133,7 @@ def _choose(
         following, at = _best(tl.where(after, bits, -1), member)
         held = tl.where(group == n // RUN % 32, following, held)
         holder = tl.where(group == n // RUN % 32, at, holder)
-    # Every index goes where its rank says; what remains is padding.
+    # Each index is stored at its rank; the rest is padding.
     rank = tl.sum((index[:, None, :] < index[:, :, None]).to(tl.int32), 2)
     found = tl.sum((index < LAST).to(tl.int32), 1)[:, None]
     b, kvh = head // HKV, head % HKV
@@ -145,7 +150,7 @@ def select(
 
     Args:
         q: [B,S,HQ,D]. k_cmp: [B,N,HKV,D].
-        lse: of the compressed scores, float32 [B,S,HQ], base 2, from span.forward.
+        lse: log-sum-exp of the compressed branch, float32 [B,S,HQ], base 2, from span.forward.
     """
     (batch, rows, _, _), kv_heads = q.shape, k_cmp.shape[2]
     blocks = config.slc_blocks(offset + rows)
@@ -173,7 +178,8 @@ def _score_chunk(
     sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
     own_columns = columns - (config.cmp_block > config.cmp_stride)
     grid = (ceil_div(rows, tile.rows), ceil_div(blocks, own_columns), q.shape[0] * k_cmp.shape[2])
-    launch(_importance, grid, pointers | numbers | dict(scale2=scale * LOG2_E), heads | sizes, tile)
+    arguments = pointers | numbers | dict(scale2=scale * LOG2_E)
+    launch(_importance, grid, arguments, heads | sizes, tile, stage="scores")
 
 
 def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int, first: int, rows: int) -> None:
@@ -186,7 +192,8 @@ def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int
     run = 8 if every > 128 else 4
     members = max(32, run * power_of_two(ceil_div(every, 32 * run)))
     constants = sizes | dict(SLC_BLOCK=config.slc_block, RUN=run, MEMBERS=members, ROWS=4)
-    launch(_choose, (ceil_div(rows, 4), batch * kv_heads), pointers | numbers, constants, Tile(warps=1))
+    grid = ceil_div(rows, 4), batch * kv_heads
+    launch(_choose, grid, pointers | numbers, constants, Tile(warps=1), stage="topk")
 
 
 def _importance_tile(q: Tensor) -> Tile:

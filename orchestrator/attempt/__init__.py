@@ -1,1 +1,1 @@
-"""One try at one point, from process to post-mortem."""
+"""One attempt at one point, from the start of its process to the diagnosis of its end."""

@@ -1,9 +1,8 @@
-"""A handle on one child process (orchestrator.attempt.worker): start it, talk to it, hear it, end all of its tree."""
+"""The parent's handle on one worker process (orchestrator.attempt.worker): start, send, receive, kill its tree."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -12,31 +11,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from orchestrator.attempt import protocol
 from orchestrator.settings import CHECKOUT
 
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
-OUTPUT_LIMIT = 1 << 20  # bytes of a point's stdout or stderr that are brought home (its end)
+OUTPUT_LIMIT = 1 << 20  # bytes kept of a point's stdout and of its stderr: the last ones
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The worker broke the protocol, or speaks another version of it; it must be given up. `reason` is one line."""
+
+    reason: str
 
 
 class Child:
-    """One worker process in a session of its own."""
+    """A worker process in its own session."""
 
     def __init__(self, *, threads: int, gpus: str | None = None) -> None:
-        """Start it.
+        """Start the worker.
 
         Args:
-            threads: CPU threads for its numerical libraries.
-            gpus: its CUDA_VISIBLE_DEVICES; None keeps this process's (what Ray gave its task).
+            threads: CPU threads of its numerical libraries.
+            gpus: its CUDA_VISIBLE_DEVICES; None keeps this process's (Ray sets it for a task).
         """
         self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
         self._buffer = b""
+        self._ready = False
         self._offsets = {"stdout": 0, "stderr": 0}
         self._events, events = os.pipe()
         os.set_blocking(self._events, False)
@@ -51,7 +58,7 @@ class Child:
                 start_new_session=True,
             )
         os.close(events)
-        # Should this process die, the guard's stdin ends, and it kills the group, whatever state the child is in.
+        # If this process dies, the guard reads end of file and kills the worker's group, even a stopped one.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", f"read -r _; kill -9 -{self.pid}"],
             stdin=subprocess.PIPE,
@@ -63,15 +70,18 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, command: Mapping[str, Any]) -> None:
-        """Give it a command. A child that died meanwhile does not read it; `alive` tells."""
+    def send(self, command: protocol.Command) -> None:
+        """Send a command. Ignored if the worker has died; `alive` tells."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.write(protocol.encode(command))
             self._process.stdin.flush()
 
-    def events(self, timeout: float) -> list[dict[str, Any]]:
-        """The events that arrived; waits up to `timeout` seconds for the first."""
+    def events(self, timeout: float) -> list[protocol.Event | Violation]:
+        """The events that arrived; waits up to `timeout` seconds for the first.
+
+        A line that is not an event, or a worker of another version, gives a `Violation` in its place.
+        """
         if not select.select([self._events], [], [], timeout)[0]:
             return []
         with contextlib.suppress(BlockingIOError):
@@ -79,16 +89,16 @@ class Child:
                 self._buffer += chunk
             time.sleep(min(timeout, 0.05))  # end of file stays readable: do not spin until the process is gone
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [self._event(line) for line in lines]
 
     def alive(self) -> bool:
-        """False once it ended. Does not reap, so that its process group cannot become somebody else's."""
+        """False once the worker has ended. Does not reap it: its process group's number stays taken."""
         if self._process.returncode is not None:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def tree(self) -> list[psutil.Process]:
-        """The child and all that it started."""
+        """The worker and its descendants; empty once it is gone."""
         try:
             root = psutil.Process(self.pid)
             return [root, *root.children(recursive=True)]
@@ -96,7 +106,7 @@ class Child:
             return []
 
     def new_output(self) -> dict[str, str]:
-        """What it printed since the last call: {"stdout.txt": ..., "stderr.txt": ...}, the empty one left out."""
+        """Text printed since the last call, as artifacts stdout.txt and stderr.txt; empty ones are left out."""
         found = {}
         for name, offset in self._offsets.items():
             path = self._folder / name
@@ -110,21 +120,22 @@ class Child:
         return found
 
     def close(self) -> int | None:
-        """Let it leave by itself, then end what is left of its tree. Its exit code (minus the signal)."""
-        self.send({"type": "exit"})
+        """Ask the worker to exit, then kill the rest of its tree. Returns its exit code (minus the signal's number)."""
+        self.send(protocol.Exit())
         deadline = time.monotonic() + _EXIT_GRACE_S
         while self.alive() and time.monotonic() < deadline:
             self.events(0.1)
         return self.kill()
 
     def kill(self) -> int | None:
-        """Kill its group, and descendants that left the group, and wait until they are gone.
+        """Kill the worker's group, and descendants that left the group, and wait until they are gone.
 
-        Its exit code; None if even SIGKILL did not end it.
+        Returns:
+            Its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
             strays = self.tree()
-            self._guard.kill()  # before the child is reaped and its group's number free for others
+            self._guard.kill()  # before the worker is reaped and its group's number can be reused
             self._guard.wait()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -138,8 +149,25 @@ class Child:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
 
+    def _event(self, line: bytes) -> protocol.Event | Violation:
+        try:
+            event = protocol.decode_event(line)
+        except protocol.ProtocolError as err:
+            return Violation(f"the worker sent an unreadable event: {err}")
+        match event:
+            case protocol.Ready(version=version) if version != protocol.VERSION:
+                return Violation(
+                    f"the worker ({sys.executable}) speaks version {version} of the protocol, its supervisor version "
+                    f"{protocol.VERSION}; both must run the same sources"
+                )
+            case protocol.Ready():
+                self._ready = True
+            case _ if not self._ready:
+                return Violation(f"the worker sent {type(event).__name__} before Ready; its version is unknown")
+        return event
+
     def discard(self) -> None:
-        """Kill it and remove its files and descriptors. The handle is of no use afterwards."""
+        """Kill the worker, close its pipes and remove its files. The handle cannot be used afterwards."""
         self.kill()
         for process in (self._process, self._guard):
             if process.stdin is not None:
@@ -151,7 +179,7 @@ class Child:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it is there and no zombie, which only waits to be reaped."""
+    """Whether the process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -163,7 +191,7 @@ def _environment(threads: int, gpus: str | None) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
-    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order: what we sample is what the child uses
+    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, so that telemetry samples the child's GPU
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
     return env

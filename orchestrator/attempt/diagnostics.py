@@ -1,4 +1,4 @@
-"""What is kept of a point that had to be killed, and how to tell why a process died."""
+"""Post-mortem of a point: stacks and memory before it is killed, and the cause of a process's death."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _TOOL_TIMEOUT_S = 20
-_LOW_MEMORY = 0.02  # of the host's: below it, a SIGKILL that we did not send is taken for the kernel's
+_LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 
 
 def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
-    """Stacks of the whole process tree, the tree itself, memory, and the GPUs: artifact name -> text."""
+    """Stacks of the process tree, its processes, host memory and GPUs: artifact name -> text."""
     files = {
         "stacks.txt": "\n".join(_stack(process) for process in tree),
         "processes.txt": "\n".join(_describe(process) for process in tree) + "\n",
@@ -32,26 +32,28 @@ def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
 
 
 def request_stacks(worker: psutil.Process) -> None:
-    """Have the worker write its Python stacks to its stderr (its faulthandler listens to SIGUSR1): the way that is
-    left where py-spy is not permitted to attach, and that works while the GIL is held."""
+    """Make the worker write its Python stacks to its stderr (SIGUSR1, faulthandler).
+
+    Works where py-spy may not attach, and while the GIL is held.
+    """
     with contextlib.suppress(psutil.Error):
         worker.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
 
 
 def oom_kills() -> int:
-    """A count that rises whenever the kernel kills a process for want of memory, as far as this process may see."""
+    """A number that rises with every OOM kill by the kernel that this process can see; counters may overlap."""
     return sum(count for path in _oom_counters() for count in _oom_kills(path))
 
 
 def memory_exhausted() -> bool:
-    """Is next to nothing left of the host's memory?"""
+    """Whether less than 2 % of the host's memory is available."""
     memory = psutil.virtual_memory()
     return memory.available < _LOW_MEMORY * memory.total
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words: "killed by SIGSEGV", "exited with code 3 and no result"."""
+    """An exit code in words: "killed by SIGSEGV", "exited with code 3 and no result"; None: SIGKILL had no effect."""
     if code is None:
         return "cannot be killed: it is stuck in the kernel"
     if code >= 0:
@@ -63,7 +65,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def _oom_counters() -> Iterator[Path]:
-    """The host's counter, and those of this process's control groups (version 2 and 1)."""
+    """Files with OOM-kill counts: the host's, and the ones of this process's control groups (versions 2 and 1)."""
     yield Path("/proc/vmstat")
     yield _CGROUPS / "memory.events"  # a container's own group, mounted at the root
     with contextlib.suppress(OSError):
@@ -87,7 +89,7 @@ def _stack(process: psutil.Process) -> str:
     title = f"=== pid {process.pid}: {_command(process)}"
     py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     code, text = _tool([py_spy, "dump", "--pid", str(process.pid)])
-    if code:  # not Python, or gone: say what the kernel knows
+    if code:  # not Python, or gone: the kernel may still know where it waits
         with contextlib.suppress(OSError):
             text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
     return f"{title}\n{text}"

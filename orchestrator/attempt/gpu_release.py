@@ -1,4 +1,4 @@
-"""The GPUs of a point, seen from the process that watches it: sampled while it runs, free before they are handed on."""
+"""Waits until a point's GPUs are free again before they are handed to the next point."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pynvml
 from jobs.measure import nvml
 
 _FREE_WITHIN_S = 30.0
-_SLACK_BYTES = 256 << 20  # the driver's own bookkeeping varies by this much
+_SLACK_BYTES = 256 << 20  # variation of the driver's own memory
 
 
 def visible(gpus: str | None) -> list[str]:
-    """Ids of the GPUs in a CUDA_VISIBLE_DEVICES value; None: those that this process sees."""
+    """GPU ids in a CUDA_VISIBLE_DEVICES value; None: all GPUs that this process sees."""
     if gpus is None:
         return nvml.visible_gpus()
     return [part.strip() for part in gpus.split(",") if part.strip()]
@@ -23,7 +23,7 @@ def visible(gpus: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Memory in use on each GPU before a child was started, in bytes; None where NVML cannot say."""
+    """Bytes in use on each GPU before a child was started; None where NVML cannot say."""
 
     used: dict[str, int] | None
 
@@ -36,19 +36,19 @@ class Baseline:
             return cls(None)
 
     def wait_free(self, pids: Collection[int]) -> str | None:
-        """Wait until none of `pids` holds a context and the memory is back to what it was.
+        """Wait until no process of `pids` holds a CUDA context and the memory in use is back at the baseline.
 
         Returns:
-            None once that is so (or NVML cannot say), else what is still in the way after the bounded wait.
+            None once that is so (or NVML cannot say); after 30 s the obstacle, as a sentence.
         """
         deadline = time.monotonic() + _FREE_WITHIN_S
-        while problem := self._in_the_way(pids):
+        while problem := self._obstacle(pids):
             if time.monotonic() > deadline:
                 return f"{problem} after {_FREE_WITHIN_S:.0f} s; the next point on it may find less memory"
             time.sleep(0.2)
         return None
 
-    def _in_the_way(self, pids: Collection[int]) -> str | None:
+    def _obstacle(self, pids: Collection[int]) -> str | None:
         if not self.used:
             return None
         try:
@@ -56,7 +56,7 @@ class Baseline:
                 for gpu, before in self.used.items():
                     if left := set(pids) & set(nvml.compute_pids(nvml.handle(gpu))):
                         return f"GPU {gpu} still lists process {min(left)} of the ended point"
-                    # In a container NVML lists the host's process ids, so that only the memory tells.
+                    # In a container NVML lists the host's process ids: only the memory is comparable.
                     if (excess := _used(gpu) - before) > _SLACK_BYTES:
                         return f"GPU {gpu} still has {excess >> 20} MiB more in use than before the point"
         except (nvml.NvmlError, pynvml.NVMLError):

@@ -1,7 +1,7 @@
-"""The parent's side of the points that one worker slot measures: deadlines, diagnosis, classification.
+"""The parent's side of one worker slot: deadlines, diagnosis and classification of its points.
 
-`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task, and needs neither disk
-nor database of the driver: everything worth keeping travels in the updates.
+`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task. It needs neither the
+driver's disk nor its database: outcomes and artifacts travel in the updates.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.measure.telemetry import Telemetry
-from jobs.point import Machine
-from orchestrator.attempt import diagnostics, gpu_release
-from orchestrator.attempt.child import Child
+from jobs.point import Machine, Measurement
+from orchestrator.attempt import diagnostics, gpu_release, protocol
+from orchestrator.attempt.child import Child, Violation
 from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 from orchestrator.states import PointState
@@ -24,7 +24,7 @@ _PROGRESS_INTERVAL_S = 1.0
 
 
 class ProbeError(RuntimeError):
-    """The machine could not be probed: what the child said."""
+    """The machine could not be probed; the text is the child's message."""
 
 
 def supervise(
@@ -33,12 +33,12 @@ def supervise(
     gpus: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Update]:
-    """Measure points one after the other, each in a child process, and tell what happens.
+    """Measure points one after the other in child processes and yield what happens.
 
     Args:
         gpus: the children's CUDA_VISIBLE_DEVICES; None keeps this process's.
-        stopped: asked several times a second; once true, the child is killed and the generator ends at once,
-            with no outcome for the point at hand.
+        stopped: polled several times a second; once true, the child is killed and the generator ends at once,
+            without an outcome for the current point.
     """
     slot = _Slot(conditions, gpus)
     try:
@@ -66,19 +66,20 @@ def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machi
     """The machine as a point's process sees it (jobs.measure.machine.probe, run in a child).
 
     Raises:
-        ProbeError: with the child's own words.
+        ProbeError: the probe failed in the child, or the child died or did not answer.
     """
     child = Child(threads=1, gpus=gpus)
     try:
-        child.send({"type": "probe", "device": device})
+        child.send(protocol.Probe(device))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             alive = child.alive()
             for event in child.events(_POLL_S):
-                if event["type"] == "machine":
-                    return Machine(**{k: v for k, v in event.items() if k != "type"})
-                if event["type"] == "failure":
-                    raise ProbeError(event["reason"].removeprefix("ValueError: "))
+                match event:
+                    case protocol.Machine(machine):
+                        return machine
+                    case protocol.Failure(reason=reason) | Violation(reason):
+                        raise ProbeError(reason.removeprefix("ValueError: "))
             if not alive:
                 raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.new_output().get('stderr.txt')}")
         raise ProbeError(f"no answer within {timeout_s:.0f} s")
@@ -87,7 +88,7 @@ def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machi
 
 
 class _Slot:
-    """The child of a slot, started when needed, and its GPUs."""
+    """A slot's child, started when needed, and its GPUs."""
 
     def __init__(self, conditions: Conditions, gpus: str | None) -> None:
         self._conditions = conditions
@@ -97,7 +98,7 @@ class _Slot:
         self._baseline = gpu_release.Baseline(None)
 
     def child(self) -> Child:
-        """A living child: the warm one if there is one."""
+        """A living child: the warm one, else a new one."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
@@ -106,7 +107,7 @@ class _Slot:
         return self._child
 
     def clear(self) -> str | None:
-        """End the child and wait until its GPUs are free; what is in the way if they do not get free."""
+        """End the child and wait until its GPUs are free. Returns the obstacle if they do not get free, else None."""
         if self._child is None:
             return None
         child, self._child = self._child, None
@@ -122,7 +123,7 @@ def _watch(
     gpu_ids: Sequence[str],
     stopped: Callable[[], bool],
 ) -> Generator[Update, None, Ended | None]:
-    """Follow one point to its end. None: stopped before that."""
+    """Follow one point to its end. Returns None if stopped before."""
     watch = _Watch(child, assignment, conditions)
     telemetry = Telemetry(gpu_ids)
     telemetry.start()
@@ -146,7 +147,7 @@ def _watch(
 
 
 class _Watch:
-    """One attempt at one point: what was heard of it, and what that means."""
+    """One attempt at one point: its events so far, its deadlines, its outcome."""
 
     def __init__(self, child: Child, assignment: Assignment, conditions: Conditions) -> None:
         self._child = child
@@ -154,44 +155,40 @@ class _Watch:
         self._conditions = conditions
         self._started_at = now()
         self._start = time.monotonic()
-        self._last_sign: float | None = None  # of progress
-        self._phase = ""  # last heard
+        self._last_sign: float | None = None  # time of the last progress
+        self._phase = ""  # of the last progress
         self._unsent: Progress | None = None
         self._sent = ("", 0.0)  # phase and time of the last update
         self._environment: dict[str, Any] = {}
         self._oom_kills = diagnostics.oom_kills()
         self._low_memory = False
 
-    def command(self) -> dict[str, Any]:
-        point = self._assignment.point
-        conditions = self._conditions
-        return {
-            "type": "run",
-            "kind": point.kind,
-            "config": dict(point.config),
-            "device": conditions.device,
-            "memory": conditions.memory_bytes,
-        }
+    def command(self) -> protocol.Run:
+        point, conditions = self._assignment.point, self._conditions
+        return protocol.Run(point.kind, dict(point.config), conditions.device, conditions.memory_bytes)
 
     def step(self) -> Ended | None:
-        """Listen for a moment; how the point ended, None while it goes on."""
-        alive = self._child.alive()  # asked before listening: what a dying child sent is still heard
+        """Handle new events. Returns the outcome, None while the point goes on."""
+        alive = self._child.alive()  # asked before reading: events of a child that dies now are still read
         for event in self._child.events(_POLL_S if alive else 0):
-            if event["type"] == "beat":
-                self._note(event)
-            elif event["type"] == "environment":
-                self._environment = event["environment"]
-            elif event["type"] == "result":
-                return self._result(event)
-            elif event["type"] == "failure":
-                return self._ended(PointState(event["state"]), event["reason"], event["files"])
+            match event:
+                case protocol.Beat():
+                    self._note(event)
+                case protocol.Environment(environment):
+                    self._environment = dict(environment)
+                case protocol.Result(measurement):
+                    return self._measured(measurement)
+                case protocol.Failure(state, reason, files):
+                    return self._ended(state, reason, files)
+                case Violation(reason):
+                    return self._ended(PointState.ERROR, reason, {})
         if not alive:
             return self._died()
         self._low_memory = diagnostics.memory_exhausted()
         return self._overdue()
 
     def progress(self) -> Iterator[Progress]:
-        """What was heard since, at most about once a second unless the phase changed."""
+        """The latest progress not sent yet, at most once a second within a phase."""
         sign = self._unsent
         if sign is None:
             return
@@ -201,15 +198,15 @@ class _Watch:
         self._unsent, self._sent = None, (sign.phase, time.monotonic())
         yield sign
 
-    def _note(self, event: Mapping[str, Any]) -> None:
-        self._last_sign, self._phase = time.monotonic(), event["phase"]
+    def _note(self, beat: protocol.Beat) -> None:
+        self._last_sign, self._phase = time.monotonic(), beat.phase
         run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        self._unsent = Progress(run_id, point_id, now(), event["phase"], event["done"], event["total"])
+        self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total)
 
-    def _result(self, event: Mapping[str, Any]) -> Ended:
-        metrics = tuple(MetricData(**metric) for metric in event["metrics"])
-        self._environment |= event["environment"]
-        return self._ended(PointState.OK, None, event["files"], metrics=metrics, route=event["route"])
+    def _measured(self, measurement: Measurement) -> Ended:
+        metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
+        self._environment |= measurement.environment
+        return self._ended(PointState.OK, None, measurement.files, metrics=metrics, route=dict(measurement.route))
 
     def _died(self) -> Ended:
         code = self._child.kill()
@@ -231,7 +228,6 @@ class _Watch:
         return None
 
     def _whereabouts(self) -> str:
-        """In which phase it was last heard of."""
         return f"(last in phase {self._phase!r})"
 
     def _expired(self, state: PointState, reason: str) -> Ended:

@@ -1,14 +1,8 @@
 """The child process that points are measured in: `python -m orchestrator.attempt.worker EVENTS_FD`.
 
-Commands come as JSON lines on stdin, events go as JSON lines to the pipe `EVENTS_FD`; stdout and stderr stay free for
-what the measurement prints. The process does not outlive its parent: end of file on stdin kills its whole group (and
-where it cannot act any more, the parent's guard does: orchestrator.attempt.child).
-
-Commands:
-    {"type": "probe", "device": "auto"}                     -> {"type": "machine", ...} or {"type": "failure", ...}
-    {"type": "run", "kind", "config", "device", "memory"}
-        -> {"type": "environment", ...}, {"type": "beat", ...} any number of times, then "result" or "failure"
-    {"type": "exit"}
+It reads commands from stdin and writes events to the pipe `EVENTS_FD` (orchestrator.attempt.protocol). It does not
+outlive its parent: end of file on stdin kills its process group; should the worker be unable to act, the parent's
+guard does (orchestrator.attempt.child).
 """
 
 from __future__ import annotations
@@ -26,16 +20,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs.point import Measurement
+from jobs.kinds import kind_module
+from jobs.point import Device, Measurement
+from jobs.quantities import Quantities
+from orchestrator.attempt import protocol
 from orchestrator.states import PointState
 
 BEAT_INTERVAL_S = 0.2
-"""Beats of one phase that come faster are not sent: a pipe write has no place inside a timing loop."""
+"""Beats of one phase that follow sooner are dropped, to keep pipe writes out of timing loops."""
 
 _OOM_TEXTS = (
     "CUDA out of memory",
@@ -48,7 +44,7 @@ _OOM_TEXTS = (
 
 
 class Events:
-    """The pipe to the parent. Safe to use from several threads."""
+    """The pipe to the parent. Thread-safe."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
@@ -56,20 +52,20 @@ class Events:
         self._lock = threading.Lock()
         self._last_beat = ("", -math.inf)
 
-    def send(self, event: Mapping[str, Any]) -> None:
-        data = memoryview(json.dumps(event, default=str).encode() + b"\n")
+    def send(self, event: protocol.Event) -> None:
+        data = memoryview(protocol.encode(event))
         with self._lock:
             while data:
                 data = data[os.write(self._fd, data) :]
 
     def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Tell that the measurement got further (jobs.point.Beat)."""
+        """Report progress of the measurement (jobs.point.Beat)."""
         now = time.monotonic()
         last_phase, last_at = self._last_beat
         if phase == last_phase and now - last_at < BEAT_INTERVAL_S:
             return
         self._last_beat = (phase, now)
-        self.send({"type": "beat", "phase": phase, "done": done, "total": total})
+        self.send(protocol.Beat(phase, done, total))
 
 
 def main(argv: list[str]) -> None:
@@ -77,25 +73,33 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on stderr where py-spy may not attach
     commands = _commands()
-    events.send({"type": "ready", "pid": os.getpid()})
-    while (command := commands.get())["type"] != "exit":
-        events.send(_probe(command) if command["type"] == "probe" else run_point(command, events))
+    events.send(protocol.Ready(os.getpid()))
+    while True:
+        match commands.get():
+            case protocol.Exit():
+                return
+            case protocol.Probe(device):
+                events.send(_probe(device))
+            case protocol.Run() as run:
+                events.send(run_point(run, events))
+            case protocol.ProtocolError() as err:
+                events.send(protocol.Failure(PointState.ERROR, f"the worker cannot read its command: {err}", {}))
         _tidy()
 
 
-def run_point(command: Mapping[str, Any], events: Events) -> dict[str, Any]:
-    """Measure one point; what it brought home, or why it failed, as an event."""
+def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.Failure:
+    """Measure one point; any exception becomes a Failure."""
     try:
-        kind = importlib.import_module(f"jobs.{command['kind']}")
-        events.send({"type": "environment", "environment": _environment(command["device"])})
-        with memory_limit(command["device"], command["memory"]):
-            return _result(kind.measure(command["config"], events.beat))
+        kind = kind_module(run.kind)
+        events.send(protocol.Environment(_environment(run.device)))
+        with memory_limit(run.device, run.memory_bytes):
+            return _result(kind.measure(run.config, events.beat), Quantities(kind.QUANTITIES))
     except Exception as err:
         return _failure(err)
 
 
 def classify(err: BaseException) -> PointState:
-    """OOM where the exception, or one that it was raised from, says that memory ran out; else ERROR."""
+    """OOM if the exception, or one in its chain of causes, means that memory ran out; else ERROR."""
     cause: BaseException | None = err
     while cause is not None:
         if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
@@ -107,8 +111,8 @@ def classify(err: BaseException) -> PointState:
 
 
 @contextlib.contextmanager
-def memory_limit(device: str, limit: int | None) -> Iterator[None]:
-    """Let the block use at most `limit` bytes more than now: of the card on CUDA, of private memory on a CPU."""
+def memory_limit(device: Device, limit: int | None) -> Iterator[None]:
+    """Limit the block's memory: on CUDA to `limit` bytes of the card, on a CPU to `limit` private bytes beyond now."""
     if limit is None:
         yield
     elif device == "cuda":
@@ -125,12 +129,12 @@ def memory_limit(device: str, limit: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_limit(limit: int) -> Iterator[None]:
-    # RLIMIT_DATA counts private writable mappings only: unlike RLIMIT_AS it is not spent on libraries and reservations.
+    # RLIMIT_DATA counts private writable mappings only; RLIMIT_AS would also count libraries and reservations.
     try:
         import resource
 
         status = Path("/proc/self/status").read_text()
-    except (ImportError, OSError):  # not Linux: the limit stays a prediction
+    except (ImportError, OSError):  # not Linux: not enforced
         yield
         return
     used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
@@ -143,24 +147,28 @@ def _data_limit(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _result(measurement: Measurement) -> dict[str, Any]:
+def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
     for metric in measurement.metrics:
+        unit = declared.of(metric.name, "").unit
+        if unit != metric.unit:
+            problem = f"is declared in {unit}" if unit else "is not declared"
+            raise ValueError(f"metric {metric.name} in {metric.unit}: {problem}; mend the kind's QUANTITIES")
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
-            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is no number")
-    return {"type": "result", **asdict(measurement)}
+            raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is not a number")
+    return protocol.Result(measurement)
 
 
-def _failure(err: Exception) -> dict[str, Any]:
+def _failure(err: Exception) -> protocol.Failure:
     text = str(err).strip().splitlines()
     reason = f"{type(err).__name__}: {text[0]}" if text else type(err).__name__
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
-    return {"type": "failure", "state": classify(err), "reason": reason, "files": files}
+    return protocol.Failure(classify(err), reason, files)
 
 
 def _environment(device: str) -> dict[str, Any]:
-    """The surroundings, told before the measurement, so that they are known of points that never come back, too."""
+    """The point's environment; {} for a kind without torch."""
     torch = sys.modules.get("torch")
-    if torch is None:  # a kind without it
+    if torch is None:
         return {}
     try:
         return importlib.import_module("jobs.measure.environment").environment(torch.device(device))
@@ -169,11 +177,11 @@ def _environment(device: str) -> dict[str, Any]:
 
 
 def _cuda_memory() -> dict[str, str]:
-    """The allocator's own account, where CUDA is in use; it must not replace the failure that it explains."""
+    """The CUDA allocator's statistics as artifacts; {} where CUDA is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # must not replace the failure that it explains
         return {
             "memory_summary.txt": torch.cuda.memory_summary(),
             "memory_stats.json": json.dumps(torch.cuda.memory_stats(), indent=1),
@@ -181,39 +189,41 @@ def _cuda_memory() -> dict[str, str]:
     return {}
 
 
-def _probe(command: Mapping[str, Any]) -> dict[str, Any]:
+def _probe(device: str) -> protocol.Machine | protocol.Failure:
     try:
-        machine = importlib.import_module("jobs.measure.machine").probe(command["device"])
-        return {"type": "machine", **asdict(machine)}
+        return protocol.Machine(importlib.import_module("jobs.measure.machine").probe(device))
     except Exception as err:
         return _failure(err)
 
 
 def _tidy() -> None:
-    """What a warm worker owes to its next point: memory given back."""
+    """Release memory before a warm worker's next point."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):  # a failed kernel left the context broken; the parent throws us away
+        with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this worker
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
-def _commands() -> queue.SimpleQueue[dict[str, Any]]:
-    """The parent's commands, read by a thread that kills the group when the parent goes away.
+def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
+    """The queue of the parent's commands, filled by a thread that kills this process group at end of file.
 
-    stdin moves to a descriptor that programs started by the measurement do not inherit.
+    stdin moves to a descriptor that the measurement's subprocesses do not inherit.
     """
     source = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[protocol.Command | protocol.ProtocolError] = queue.SimpleQueue()
 
     def read() -> None:
         for line in source:
-            commands.put(json.loads(line))
-        if os.getpgrp() == os.getpid():  # started by a supervisor; never the shell's group
+            try:
+                commands.put(protocol.decode_command(line))
+            except protocol.ProtocolError as err:
+                commands.put(err)
+        if os.getpgrp() == os.getpid():  # started by a supervisor; never kill a shell's group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 

@@ -1,1 +1,1 @@
-"""The `nsa` command: what no job needs."""
+"""The `nsa` command; no job needs it."""

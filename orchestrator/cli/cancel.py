@@ -1,4 +1,4 @@
-"""Cancelling a run from outside its driver."""
+"""Cancels a run from outside its driver."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _REASON = "cancelled by nsa cancel"
 
 
 class CancelError(UserError):
-    """A run that cannot be cancelled from here. One line: field, value, fix."""
+    """The run cannot be cancelled from here. One line: field, value, fix."""
 
 
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
-    """Stop the run's Ray job; where the driver is gone already, mark what it left unfinished as cancelled.
+    """Stop the run's Ray job; if its driver is gone already, mark its unfinished points as cancelled.
 
-    Returns a line that says what was done.
+    Returns:
+        One line for the user: what was done.
 
     Raises:
-        CancelError: the driver lives on this machine, out of the cluster's reach.
+        CancelError: the driver is alive on this machine but is not a Ray job.
     """
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
@@ -46,11 +47,11 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
 
 
 def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
-    """Journal (where it is on this machine) and store what a driver that is gone could not."""
+    """Cancel the unfinished points in the journal, if it is on this machine, and in the store. Returns their number."""
     run_id = run["run_id"]
     path = Path(run["artifacts"] or "") / NAME
     try:
-        with Journal(path) if path.is_file() else nullcontext() as journal:  # its lock: no driver holds it
+        with Journal(path) if path.is_file() else nullcontext() as journal:  # its lock proves that no driver is alive
             records = _unfinished(store, run_id)
             if journal is not None:
                 journal.append(records)
@@ -74,6 +75,6 @@ def _unfinished(store: Store, run_id: str) -> list[Record]:
 
 
 def _attempt(point: dict[str, Any]) -> int:
-    """The one that does not take place: under way, or to come; 0 for a point that was never handed out."""
+    """The number of the cancelled attempt: the running or the next one; 0 for a point that was never handed out."""
     before = int(point["attempt"])
     return before + 1 if before and point["state"] == PointState.PENDING else before

@@ -1,4 +1,4 @@
-"""`nsa`: the command line. A thin layer: each command reads its arguments, calls one thing, and prints the result."""
+"""The `nsa` command line. Each command reads its arguments, makes one call and prints the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 
 
 class Format(StrEnum):
-    """What a report can be written as."""
+    """The formats of a report."""
 
     MD = "md"
     HTML = "html"
@@ -88,7 +88,7 @@ def up(
 
 @app.command()
 def down() -> None:
-    """Stop what `nsa up` started."""
+    """Stop the services that `nsa up` started."""
     from orchestrator.cli import services
 
     stopped = services.down(load_settings())
@@ -114,7 +114,7 @@ def status() -> None:
 def submit(
     spec: Annotated[Path, typer.Argument(help="YAML spec, e.g. jobs/configs/demo.yaml")],
     overrides: Overrides = None,
-    resume: Annotated[str | None, typer.Option(help="continue this run: measure only what it lacks")] = None,
+    resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
@@ -244,7 +244,7 @@ def gate(
     rules = load_gates(gates or settings.gates).only(target)
     with _store(settings) as store:
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-        if not (runs or gates or target):  # the standing rules on all that is stored: what v_gate shows
+        if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
             save_verdicts(store, None, verdicts)
     summary.print_verdicts(verdicts, console.out)
     results = {v.result for v in verdicts}

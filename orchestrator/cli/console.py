@@ -1,4 +1,4 @@
-"""What the commands print: rich tables of rows that the queries return."""
+"""Prints the commands' results: rich tables of query rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def artifacts(files: pd.DataFrame) -> None:
 
 
 class _Plain(Table):
-    """A table whose cells are shown as they are: what a run printed is no markup."""
+    """A table that shows text as it is, without reading markup in a run's messages."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)

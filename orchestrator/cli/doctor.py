@@ -1,4 +1,4 @@
-"""What `nsa doctor` looks at: settings with where each came from, and whether each part a user needs is there."""
+"""The checks of `nsa doctor`: each setting with its source, and each part of the installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.settings import Settings
 
 
 class Health(StrEnum):
-    """`MISSING` is something optional that is not there; `BROKEN` needs mending before a job can run."""
+    """`MISSING`: an optional part is not there; `BROKEN`: no job can run before it is fixed."""
 
     OK = "ok"
     MISSING = "missing"
@@ -26,7 +26,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what it is, how it stands, and what to do where it does not stand well."""
+    """The result of one check, with a fix where it is not OK."""
 
     name: str
     health: Health
@@ -45,7 +45,7 @@ class SettingRow:
 
 
 def setting_rows(settings: Settings) -> list[SettingRow]:
-    """Every setting, in the order of `Settings`."""
+    """All settings, in the order of `Settings`."""
     effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
     return [
         SettingRow(
@@ -59,10 +59,10 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
 
 
 def findings(settings: Settings) -> list[Finding]:
-    """Look at everything; a check that fails is a finding, never an exception."""
+    """Run all checks; a failed check is a finding, never an exception."""
     checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
     checks += [_ray, _database, _artifacts, _pyspy, _dashboard]
-    return [check(settings) for check in checks]
+    return [*(check(settings) for check in checks), *_offered()]
 
 
 def _source(variable: str, given: bool) -> str:
@@ -129,7 +129,7 @@ def _flash(kernel: str) -> Finding:
 
 
 def _dense_kernels() -> Mapping[str, str | None]:
-    """Those of dense attention, with the reason why one cannot run here."""
+    """Dense attention's kernels, each with the reason why it cannot run here, or None."""
     try:
         import torch
 
@@ -138,6 +138,31 @@ def _dense_kernels() -> Mapping[str, str | None]:
         return {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return available_kernels(device, torch.bfloat16, 64)
+
+
+def _offered() -> list[Finding]:
+    """Kinds and implementations of other installed distributions."""
+    from jobs.kinds import offered_kinds
+
+    try:
+        from nsa_core.backends import offered
+    except ImportError:  # no PyTorch, which has its own finding
+        implementations = ()
+    else:
+        implementations = offered()
+    groups = {"kind": offered_kinds(), "implementation": implementations}
+    return [
+        Finding(f"{group} {one.name}", Health.OK, f"{one.package} {one.version}")
+        if one.problem is None
+        else Finding(
+            f"{group} {one.name}",
+            Health.BROKEN,
+            f"{one.package} {one.version}: {one.problem}",
+            f"mend or uninstall {one.package}",
+        )
+        for group, found in groups.items()
+        for one in found
+    ]
 
 
 def _optional(package: str, fix: str) -> Finding:

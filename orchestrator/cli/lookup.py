@@ -1,4 +1,4 @@
-"""Finding the run or point that a user means."""
+"""Finds the run or point that a user names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class LookupFailedError(UserError):
 def find_run(store: Store, text: str) -> str:
     """The id of the run that `text` names.
 
-    That is its id, a unique beginning of it, the submission id of its Ray job, or "last" (the newest measured one).
+    Args:
+        text: the id, a unique beginning of it, the submission id of its Ray job, or "last" (the newest measured run).
+
+    Raises:
+        LookupFailedError: no run, or more than one.
     """
     if text == "last":
         newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
@@ -40,7 +44,7 @@ def find_run(store: Store, text: str) -> str:
 
 
 def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
-    """The ids that `texts` name; without any, those of all measured runs."""
+    """The ids of the runs that `texts` name; without texts, of all measured runs."""
     if texts:
         return [find_run(store, text) for text in texts]
     frame = queries.runs(store, origin=Origin.MEASURED, limit=None)
@@ -48,7 +52,7 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 
 def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
-    """The point of a run by its index."""
+    """A run's point by its index. Raises LookupFailedError."""
     row = queries.point(store, f"{run_id}/{index}")
     if row is None:
         raise LookupFailedError(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
@@ -56,7 +60,7 @@ def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
 
 
 def submission_of(store: Store, run_id: str) -> str:
-    """Ray's submission id of a run."""
+    """The submission id of a run's Ray job. Raises LookupFailedError if it was not a Ray job."""
     run = queries.run(store, run_id)
     job = run and run["submission_id"]
     if not job:

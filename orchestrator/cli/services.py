@@ -1,6 +1,6 @@
 """The local services behind `nsa up`: a Ray head and the dashboard. `nsa down` stops them by their own pids.
 
-Other Ray clusters on the host are left alone: nothing is stopped that was not started here.
+Other Ray clusters on the host are left alone: only processes started here are stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STOP_S = 40.0
 
 
 class ServiceError(UserError):
-    """A service that did not come up. One line: what, why, fix."""
+    """A service did not come up. One line: service, reason, fix."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Service:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """What is known of a service: `pid` if started here and alive, `healthy` if its URL answers."""
+    """A service's state: `pid` if it was started here and is alive, `healthy` if its URL answers."""
 
     name: str
     url: str
@@ -50,12 +50,12 @@ class ServiceStatus:
 
 
 def local_services(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[Service]:
-    """The services of one machine, in the order to start them."""
+    """The services of this machine, in starting order."""
     return [_ray(settings, num_cpus, num_gpus), _dashboard(settings)]
 
 
 def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
-    """Start what is not running yet and wait until all answer.
+    """Start the services that are not running and wait until all answer.
 
     Raises:
         ServiceError: a port is taken by something else, or a service did not answer in time (its log is named).
@@ -70,7 +70,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
 
 
 def down(settings: Settings) -> list[str]:
-    """Stop what `up` started, last first. Returns the names of the services that were stopped."""
+    """Stop the services that `up` started, last first. Returns the names of the stopped ones."""
     return [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
 
 
@@ -81,7 +81,7 @@ def status(settings: Settings) -> list[ServiceStatus]:
 
 
 def answers(url: str) -> bool:
-    """Whether an HTTP server at `url` answers, be it with a refusal of our token."""
+    """Whether an HTTP server at `url` answers; a refusal (401, 403) counts."""
     try:
         with urllib.request.urlopen(url, timeout=2):
             return True
@@ -92,7 +92,7 @@ def answers(url: str) -> bool:
 
 
 def service_env(settings: Settings) -> dict[str, str]:
-    """The environment of the services: what they write must land where this shell looks, whatever their cwd."""
+    """The services' environment: absolute paths, so that they write where this shell's commands read."""
     venv_bin = str(Path(sys.executable).parent)
     return {
         **os.environ,
@@ -171,7 +171,7 @@ def _stop(settings: Settings, service: Service) -> bool:
 
 
 def _pid(settings: Settings, service: Service) -> int | None:
-    """The pid of the service as started here, None if it is gone (or its number was given to another process)."""
+    """The pid of the service started here; None if it is gone, even if another process has its number now."""
     try:
         record = json.loads(_pidfile(settings, service).read_text())
         process = psutil.Process(record["pid"])

@@ -1,4 +1,4 @@
-"""Ray's job submission, for `nsa submit`, `logs` and `cancel`: what `ray job submit` does, with provenance added."""
+"""Ray's job submission for `nsa submit`, `logs` and `cancel`; like `ray job submit`, with provenance added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class SubmissionError(UserError):
 
 
 def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume: str | None = None) -> str:
-    """Submit `python -m jobs SPEC` with the checkout as working directory; returns Ray's submission id.
+    """Submit `python -m jobs SPEC` with the checkout as working directory.
+
+    Returns:
+        Ray's submission id.
 
     Raises:
         SubmissionError: no cluster answers, or the spec lies outside the checkout.
@@ -32,7 +35,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     path = spec.resolve()
     if not path.is_relative_to(CHECKOUT):
         raise SubmissionError(
-            f"spec: {str(spec)!r} lies outside {CHECKOUT}, which is what travels; copy it into the checkout"
+            f"spec: {str(spec)!r} lies outside {CHECKOUT}, the folder sent to the cluster; copy it into the checkout"
         )
     args = ["python", "-m", "jobs", str(path.relative_to(CHECKOUT))]
     for item in overrides:
@@ -65,12 +68,12 @@ def log(settings: Settings, submission_id: str) -> str:
 
 
 def job_status(settings: Settings, submission_id: str) -> JobStatus:
-    """What Ray says of the job."""
+    """The job's status."""
     return _known(lambda: _client(settings).get_job_status(submission_id), submission_id)
 
 
 def stop(settings: Settings, submission_id: str) -> bool:
-    """Ask Ray to stop the job: its driver marks what is left as cancelled. False if it had ended already."""
+    """Ask Ray to stop the job; its driver then cancels the remaining points. False if it had ended already."""
     return _known(lambda: _client(settings).stop_job(submission_id), submission_id)
 
 
@@ -90,4 +93,4 @@ def _known(call: Callable[[], T], submission_id: str) -> T:
         return call()
     except RuntimeError as err:
         reason = str(err).splitlines()[0]
-        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` shows those there are") from None
+        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` lists the jobs") from None

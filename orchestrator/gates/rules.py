@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
+from jobs.axes import AXES, MORE
+from jobs.training_plan import TrainingPlan
+from jobs.validation import describe
 from orchestrator.errors import UserError
 from orchestrator.states import FAILED, PointState
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
-# Two figures for one throughput may differ by this share before they contradict each other.
-_AGREES = 0.15
-_TEXTS = ("implementation", "workload", "pass", "dtype", "device", "gpu", "job", "run_name")
-_NUMBERS = ("seq_len", "batch", "query_heads", "kv_heads", "head_dim", "layers")
-_SHAPE = ("seq_len", "workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "dtype", "device", "gpu")
+_SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
 
 
 class GatesError(UserError):
@@ -42,44 +40,44 @@ Texts = str | tuple[str, ...]
 Numbers = int | tuple[int, ...]
 
 
-class Where(_Strict):
+class _Where(_Strict):
     """Which points count; everything named must hold. Texts may be patterns ("*H100*") and lists (any of them)."""
 
-    implementation: Texts | None = None
-    workload: Texts | None = None
-    pass_: Texts | None = Field(None, alias="pass")
-    dtype: Texts | None = None
-    device: Texts | None = None
     gpu: Texts | None = None
     job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
     run_name: Texts | None = None
-    seq_len: Numbers | Range | None = None
-    batch: Numbers | None = None
-    query_heads: Numbers | None = None
-    kv_heads: Numbers | None = None
-    head_dim: Numbers | None = None
-    layers: Numbers | None = None
+    axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
 
     def matches(self, row: Row) -> bool:
         """Whether a row counts; its columns as in the views v_metrics and v_points."""
-        texts = all(_is_like(row["kind" if name == "job" else name], self._wanted(name)) for name in _TEXTS)
-        return texts and all(_is_among(row[name], self._wanted(name)) for name in _NUMBERS)
-
-    def _wanted(self, name: str) -> Any:
-        return getattr(self, "pass_" if name == "pass" else name)
+        texts = {"gpu": row["gpu"], "job": row["kind"], "run_name": row["run_name"]}
+        return (
+            all(_counts(value, getattr(self, name)) for name, value in texts.items())
+            and all(_counts(row[axis.name], getattr(self, axis.attribute)) for axis in AXES)
+            and all(_counts(row.get(MORE + name), wanted) for name, wanted in self.axes.items())
+        )
 
     def __str__(self) -> str:
         """In words, for reasons."""
-        parts = []
-        for name, value in self.model_dump(by_alias=True, exclude_none=True).items():
-            if isinstance(value, dict):
-                low, high = value["at_least"], value.get("at_most")
-                parts.append(f"S >= {low:,}" if high is None else f"S {low:,} to {high:,}")
-            else:
-                shown = value if isinstance(value, list | tuple) else [value]
-                parts.append(f"{name.replace('seq_len', 'S')} {' or '.join(str(each) for each in shown)}")
-        return ", ".join(parts) or "any point"
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        given |= given.pop("axes")
+        labels = {axis.name: axis.label for axis in AXES if axis.name == "seq_len"}
+        return ", ".join(f"{labels.get(name, name)} {_in_words(value)}" for name, value in given.items()) or "any point"
 
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):  # a Range
+        low, high = value["at_least"], value.get("at_most")
+        return f">= {low:,}" if high is None else f"{low:,} to {high:,}"
+    return " or ".join(map(str, value if isinstance(value, list | tuple) else [value]))
+
+
+if TYPE_CHECKING:
+    Where = _Where
+else:  # a field for each axis of all kinds
+    _WANTED = {"text": Texts | None, "whole": Numbers | Range | None}
+    _FIELDS = {axis.attribute: (_WANTED[axis.type], Field(None, alias=axis.name)) for axis in AXES}
+    Where = create_model("Where", __base__=_Where, **_FIELDS)
 
 _ANY = Where.model_validate({})
 
@@ -159,31 +157,8 @@ class StatesRule(_Rule):
     min_points: int = Field(1, ge=1)
 
 
+_KINDS = ("exponent", "metric", "ratio", "states")
 Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discriminator="kind")]
-
-
-class Plan(_Strict):
-    """A planned training run; what throughput it needs follows from it, and a figure beside it must agree."""
-
-    steps: int = Field(gt=0)
-    tokens_per_step: int = Field(gt=0)
-    hours: float = Field(gt=0)
-    tokens_per_second: float | None = Field(None, gt=0)
-
-    @property
-    def needed(self) -> float:
-        """Tokens per second."""
-        return self.steps * self.tokens_per_step / (self.hours * 3600)
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        stated = self.tokens_per_second
-        if stated is not None and abs(stated - self.needed) > _AGREES * self.needed:
-            raise ValueError(
-                f"tokens_per_second: {stated:g} contradicts {self.steps:,} steps of {self.tokens_per_step:,} tokens in"
-                f" {self.hours:g} h, which need {self.needed:,.0f} tok/s; correct one of them"
-            )
-        return self
 
 
 class Target(_Strict):
@@ -191,7 +166,7 @@ class Target(_Strict):
 
     name: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
-    plan: Plan | None = None
+    plan: TrainingPlan | None = None
     rules: tuple[Rule, ...]
 
     @model_validator(mode="after")
@@ -247,65 +222,23 @@ def load_gates(path: Path | None = None) -> Gates:
     try:
         return Gates.model_validate(data)
     except ValidationError as err:
-        raise GatesError("\n".join(_describe(err, data))) from None
+        raise GatesError("\n".join(describe(err, data, "gates", _KINDS))) from None
 
 
-def _is_like(text: str | None, patterns: Texts | None) -> bool:
-    if patterns is None:
-        return True
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    return text is not None and any(fnmatchcase(text, pattern) for pattern in patterns)
-
-
-def _is_among(number: float | None, wanted: Numbers | Range | None) -> bool:
+def _counts(value: str | float | None, wanted: Texts | Numbers | Range | None) -> bool:
+    """Whether a coordinate is what a rule wants of it; anything where the rule wants nothing."""
     match wanted:
         case None:
             return True
         case Range(at_least=low, at_most=high):
-            return number is not None and low <= number and (high is None or number <= high)
-        case int():
-            return number == wanted
+            return isinstance(value, int | float) and low <= value and (high is None or value <= high)
+        case int() | str():
+            return _is(value, wanted)
         case _:
-            return number in wanted
+            return any(_is(value, each) for each in wanted)
 
 
-def _describe(err: ValidationError, data: Any) -> list[str]:
-    """One line a field: where (targets and rules by their names), the value, what is wrong."""
-    lines: dict[str, list[str]] = defaultdict(list)
-    for error in err.errors(include_url=False):
-        field = ".".join(_path(error["loc"], data, keep_last=error["type"] == "missing")) or "gates"
-        lines[field].append(_wrong(error))
-    return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
-
-
-def _wrong(error: Any) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key (value {error['input']!r}); remove it or correct its spelling"
-        case "missing":
-            return "missing; add it"
-        case "union_tag_invalid" | "union_tag_not_found":
-            return "kind is unknown or missing; use exponent, metric, ratio or states"
-        case "value_error":
-            return message
-        case _:
-            return f"{error['input']!r}: {message}"
-
-
-def _path(location: tuple, data: Any, *, keep_last: bool) -> list[str]:
-    """The keys that lead to a mistake as the file has them, without pydantic's names of union members."""
-    path = []
-    member = False  # whether the next part names the member of the union of rules, which is no key
-    for part in location:
-        if member:
-            member = False
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-            named = data if isinstance(data, dict) else {}
-            member = "kind" in named
-            path.append(str(named.get("rule") or named.get("name") or part))
-        elif isinstance(data, dict) and part in data:
-            data = data[part]
-            path.append(str(part))
-    return [*path, str(location[-1])] if keep_last else path
+def _is(value: str | float | None, wanted: str | int) -> bool:
+    if isinstance(value, str) and isinstance(wanted, str):
+        return fnmatchcase(value, wanted)
+    return value == wanted

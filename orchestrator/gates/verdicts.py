@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 from sqlalchemy import insert
 
+from jobs.axes import more_columns
+from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.gates.rules import (
     ExponentRule,
     Gates,
     GatesError,
     MetricRule,
-    Plan,
     RatioRule,
     Row,
     Rule,
@@ -169,7 +170,7 @@ def _target(target: Target, runs: list[_Run]) -> TargetVerdict:
     return TargetVerdict(target.name, target.title, worst, rules)
 
 
-def _judge(rule: Rule, plan: Plan | None, runs: list[_Run]) -> RuleVerdict:
+def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[_Run]) -> RuleVerdict:
     match rule:
         case StatesRule():
             return _judge_states(rule, runs)
@@ -182,7 +183,10 @@ def _judge(rule: Rule, plan: Plan | None, runs: list[_Run]) -> RuleVerdict:
 
 
 def _judge_bounded(
-    rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None, runs: list[_Run], find: Callable[[_Run], _Found]
+    rule: ExponentRule | MetricRule | RatioRule,
+    plan: TrainingPlan | None,
+    runs: list[_Run],
+    find: Callable[[_Run], _Found],
 ) -> RuleVerdict:
     """The worst candidate of the newest run that has any, against the bound."""
     comparison, bound = _bound(rule, plan)
@@ -209,7 +213,7 @@ def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> s
     return ""
 
 
-def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: Plan | None) -> tuple[str, float]:
+def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: TrainingPlan | None) -> tuple[str, float]:
     if rule.at_most is not None:
         return "<=", rule.at_most
     if rule.at_least == "plan":
@@ -244,8 +248,9 @@ def _exponents(rule: ExponentRule, run: _Run) -> _Found:
 
 
 def _growth(fit: Fit, number: int) -> str:
+    series = f"{fit.series['implementation']} {fit.series['pass']}"
     return (
-        f"{fit.implementation} {fit.pass_}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
+        f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
         f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
         + _more(number, "series")
     )
@@ -267,11 +272,9 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
     under: dict[tuple, list[Row]] = defaultdict(list)
     for row in run.of(below.metric, rule.where, below.where):
         if row["per_sequence"] > 0:
-            under[tuple(row[name] for name in rule.same)].append(row)
+            under[_alike(rule, row)].append(row)
     pairs = [
-        (top, bottom)
-        for top in run.of(above.metric, rule.where, above.where)
-        for bottom in under[tuple(top[name] for name in rule.same)]
+        (top, bottom) for top in run.of(above.metric, rule.where, above.where) for bottom in under[_alike(rule, top)]
     ]
     candidates = []
     for top, bottom in pairs:
@@ -281,6 +284,11 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
         ratio = top["per_sequence"] / bottom["per_sequence"]
         candidates.append(_Candidate(ratio, points, what + _more(len(pairs), "pairs")))
     return _Found(candidates, _lacking(rule, run, {top["point_id"] for top, _ in pairs}, rule.where, above.where))
+
+
+def _alike(rule: RatioRule, row: Row) -> tuple:
+    """What both sides of a ratio must agree in; axes of a kind's own always count."""
+    return tuple(row[name] for name in (*rule.same, *more_columns(row)))
 
 
 def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:

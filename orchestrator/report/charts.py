@@ -1,4 +1,4 @@
-"""Charts from data frames, shared by the dashboard and the reports. Imports altair and pandas only.
+"""Charts from data frames, shared by the dashboard and the reports.
 
 Text and grid take their colour from whoever shows the chart (Streamlit's theme, or a report's); only series and guides
 are coloured here. Reported results are hollow and dashed, measured ones filled and solid.
@@ -8,67 +8,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
+from jobs.axes import MORE, more_columns
+from jobs.quantities import Plot, Quantities, Quantity
+from orchestrator.analysis import Fit, fits_frame
 from orchestrator.report import series
 from orchestrator.report.series import BLUE, GREY
 
 Row = dict[str, Any]
-_FIT = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient")
 
-
-@dataclass(frozen=True)
-class Quantity:
-    """How a metric is shown. `guides`: slopes on log-log axes, and what each means."""
-
-    title: str
-    short: str
-    unit: str
-    guides: tuple[tuple[float, str], ...] = ((1.0, "~ S"), (2.0, "~ S²"))
-
-    @property
-    def grows(self) -> bool:
-        return self.guides[-1][0] > 0
-
-
-_RATE = ((0.0, "linear"), (-1.0, "S²"))
-_STEP_RATE = ((0.0, "constant"), (-1.0, "~ 1/S"))  # of decoding: a step makes as many tokens at every S
-QUANTITIES = {
-    "time": Quantity("Time", "time", "ms"),
-    "throughput": Quantity("Throughput", "throughput", "tok/s", _RATE),
-    "peak_extra_memory": Quantity("Peak memory beyond inputs", "extra memory", "MiB"),
-    "peak_memory": Quantity("Peak memory allocated", "allocated memory", "MiB"),
-    "peak_reserved": Quantity("Peak memory reserved", "reserved memory", "MiB"),
+# Slopes on log-log axes and what each means, by how a quantity is drawn.
+_GUIDES = {
+    Plot.GROWTH: ((1.0, "~ S"), (2.0, "~ S²")),
+    Plot.RATE: ((0.0, "linear"), (-1.0, "S²")),
+    Plot.STEP_RATE: ((0.0, "constant"), (-1.0, "~ 1/S")),  # of decoding: a step makes as many tokens at every S
 }
-_SHORT = {name: quantity.short for name, quantity in QUANTITIES.items()}
 
 
 def scaling_chart(
-    rows: pd.DataFrame, fits: Sequence[Any] | pd.DataFrame, metric: str, *, height: int = 340
+    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity, *, height: int = 340
 ) -> alt.LayerChart:
-    """`metric` per sequence against sequence length, log-log: points with intervals, fitted lines, guide slopes.
+    """A quantity per sequence against sequence length, log-log: points with intervals, fitted lines, guide slopes.
 
     Args:
         rows: rows of `v_scaling`; other metrics are left out.
         fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
-        metric: one of QUANTITIES.
+        quantity: one that is declared to be drawn against S.
         height: of the plot, in pixels.
 
     Raises:
         ValueError: no row has this metric (and a positive length and value).
     """
-    points = _points(rows, metric)
+    points = _points(rows, quantity.name)
     if not points:
-        raise ValueError(f"metric: {metric!r} has no rows to draw")
+        raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
     lines = _lines(points, _fits(fits))
     _name(points, lines)
     ordered = {point["series"]: point for point in sorted(points, key=_order)}
     domain, implementations = list(ordered), [point["implementation"] for point in ordered.values()]
-    quantity = _quantity(points, metric)
     x, y = _length_axis(points), _value_axis(points, quantity)
     columns = 2 if max(map(len, domain)) < 30 else 1
     color = alt.Color(
@@ -86,7 +67,9 @@ def scaling_chart(
     return _layered(layers).resolve_scale(shape="independent").properties(height=height)
 
 
-def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) -> alt.LayerChart:
+def exponent_chart(
+    fits: Sequence[Fit] | pd.DataFrame, quantities: Quantities, *, row_height: int = 30
+) -> alt.LayerChart:
     """Each fitted exponent with its 95 % interval, beside the lines of linear (1) and quadratic (2) growth.
 
     Raises:
@@ -95,7 +78,7 @@ def exponent_chart(fits: Sequence[Any] | pd.DataFrame, *, row_height: int = 30) 
     rows = _fits(fits)
     if not rows:
         raise ValueError("fits: there is none to draw")
-    names = series.labels(rows, _SHORT)
+    names = series.labels(rows, quantities)
     frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
     frame["series"] = [names[series.key(row)] for row in rows]
     frame["color"] = [series.color(row["implementation"]) for row in rows]
@@ -165,17 +148,10 @@ def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
     return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
 
 
-def _quantity(points: list[Row], metric: str) -> Quantity:
-    decodes = metric == "throughput" and any(point["pass"] == "decode" for point in points)
-    return replace(QUANTITIES[metric], guides=_STEP_RATE) if decodes else QUANTITIES[metric]
-
-
-def _fits(fits: Sequence[Any] | pd.DataFrame) -> list[Row]:
+def _fits(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
     """Fits as plain rows: what names their series, and their numbers."""
-    if isinstance(fits, pd.DataFrame):
-        return [{str(name): value for name, value in row.items()} for row in fits.to_dict("records")]
-    names = (*series.IDENTITY, "run_name", *_FIT)
-    return [{name: getattr(fit, "pass_" if name == "pass" else name) for name in names} for fit in fits]
+    frame = fits if isinstance(fits, pd.DataFrame) else fits_frame(fits)
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
@@ -195,7 +171,7 @@ def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
 
 def _name(points: list[Row], lines: list[Row]) -> None:
     """Give points and lines the name that the legend shows: what tells the series from the others, its exponent."""
-    names = series.labels(points, _SHORT)
+    names = series.labels(points, Quantities())
     exponents = {line["key"]: f"  ~ S^{line['exponent']:.2f}" for line in lines}
     for row in (*points, *lines):
         row["series"] = names[row["key"]] + exponents.get(row["key"], "")
@@ -268,7 +244,7 @@ def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[a
     anchor = _anchor(points, quantity)
     low, high = min(anchor, *values) / 1.25, max(anchor, *values) * 1.25
     ends, labels = [], []
-    for slope, text in quantity.guides:
+    for slope, text in _guides_of(quantity):
         stop = _within(anchor, slope, last / first, low, high)
         ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
         labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
@@ -277,11 +253,16 @@ def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[a
     return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
 
 
+def _guides_of(quantity: Quantity) -> tuple[tuple[float, str], ...]:
+    return _GUIDES[quantity.plot or Plot.GROWTH]
+
+
 def _anchor(points: list[Row], quantity: Quantity) -> float:
     """Where the guides begin, at the shortest length: below what grows, above what falls."""
     first = min(point["seq_len"] for point in points)
     start = [point["y"] for point in points if point["seq_len"] == first]
-    return min(start) / 1.6 if quantity.grows else max(start) * 1.4
+    grows = _guides_of(quantity)[-1][0] > 0
+    return min(start) / 1.6 if grows else max(start) * 1.4
 
 
 def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
@@ -319,6 +300,7 @@ def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt
         "source": "source",
         "run_id": "run",
     }
+    texts |= {name: name.removeprefix(MORE) for point in points for name in more_columns(point)}
     tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
     styles: list[tuple[list[Row], dict[str, Any]]] = [

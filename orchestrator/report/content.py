@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from jobs.axes import AXES
+from jobs.quantities import AGAINST_LENGTH, Plot, Quantities, Role
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.gates.verdicts import TargetVerdict, evaluate, load_gates
 from orchestrator.report import bench
@@ -16,10 +18,8 @@ from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
-_SAME = ["workload", "pass", "query_heads", "kv_heads", "head_dim", "layers", "batch", "seq_len", "metric"]
-_HEADLINE = ("time", "peak_extra_memory", "peak_memory")  # what PyTorch merely reserves depends on the points before
-
-_COUNTED = ("bytes_read",)  # not measured: shown with the results, and in no chart or fit
+# What a figure beside ours must agree in; its dtype may be untold, and its device is another's.
+_SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid")
 
 
@@ -30,7 +30,8 @@ class Content:
     Attributes:
         runs: the rows of `queries.run`, as asked for.
         points: every point of these runs with its state and reason.
-        scaling: their rows of v_scaling; of a bench those of its fullest pass alone, which are for the charts.
+        quantities: what the runs declare of their metrics.
+        scaling: their headline rows of v_scaling; of a bench those of its fullest pass alone, which are for the charts.
         metrics: their rows of v_metrics.
         fits: the fitted exponents of these rows.
         peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric;
@@ -43,6 +44,7 @@ class Content:
 
     runs: list[dict[str, Any]]
     points: pd.DataFrame
+    quantities: Quantities
     scaling: pd.DataFrame
     metrics: pd.DataFrame
     fits: list[Fit]
@@ -58,10 +60,14 @@ class Content:
 
     @property
     def results(self) -> pd.DataFrame:
-        """The rows of `scaling` and what was counted beside them, of the runs in the tables for all kinds."""
-        counted = self.metrics.loc[self.metrics["metric"].isin(_COUNTED), list(self.scaling.columns)]
-        rows = self.scaling if counted.empty else pd.concat([self.scaling, counted], ignore_index=True)
+        """The headline rows of `metrics` of the runs in the tables for all kinds."""
+        rows = self.of_role(Role.HEADLINE)
         return rows.loc[rows["run_id"].isin(self.general)]
+
+    def of_role(self, role: Role) -> pd.DataFrame:
+        """The rows of `metrics` whose quantities have this role."""
+        names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
+        return self.metrics.loc[self.metrics["metric"].isin(names)]
 
     @property
     def fits_frame(self) -> pd.DataFrame:
@@ -77,19 +83,22 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
     """Gather the facts of these runs. Raises StoreUnavailable, GatesError."""
     runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
     benches = [run["run_id"] for run in runs if run["kind"] == bench.KIND]
+    quantities = queries.quantities(store, run_ids)
     scaling = queries.scaling(store, run_ids=run_ids)
-    scaling = scaling.loc[scaling["metric"].isin([*_HEADLINE, "throughput"])]
+    scaling = scaling.loc[scaling["metric"].isin(quantities.names(role=Role.HEADLINE, plots=AGAINST_LENGTH))]
     of_bench = scaling["run_id"].isin(benches)
     fullest = scaling.loc[of_bench].groupby("run_id")["pass"].agg(lambda passes: bench.fullest([*passes]))
     charted = scaling.loc[~of_bench | (scaling["pass"] == scaling["run_id"].map(fullest))]
+    grows = scaling["plot"] == Plot.GROWTH
     points = queries.states(store, run_ids=run_ids)
     return Content(
         runs=runs,
         points=points,
+        quantities=quantities,
         scaling=charted,
         metrics=queries.measurements(store, run_ids=run_ids),
         fits=scaling_fits(charted),
-        peers=_beside_peers(scaling.loc[~of_bench], queries.scaling(store, origin=Origin.REPORTED)),
+        peers=_beside_peers(scaling.loc[~of_bench & grows], queries.scaling(store, origin=Origin.REPORTED)),
         environments=_environments(store, points),
         verdicts=evaluate(store, load_gates(load_settings().gates), run_ids),
         benches=bench.collect(store, run_ids),
@@ -101,7 +110,7 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
 
     Dense attention stands beside dense only.
     """
-    ours = scaling[(scaling["origin"] == Origin.MEASURED) & scaling["metric"].isin(["time", "peak_extra_memory"])]
+    ours = scaling[scaling["origin"] == Origin.MEASURED]
     columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
     ours_is_dense, theirs_is_dense = (

@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+from jobs.axes import MORE, more_columns
+from jobs.quantities import Quantities
+from orchestrator.analysis import series_columns
+
 Row = Mapping[str, Any]
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -26,35 +30,32 @@ IMPLEMENTATION_COLORS = {
     "nsa-vibe": ORANGE,
 }
 
-# Rows, and fits, that agree in all of these are one series.
-IDENTITY = (
-    *("run_id", "origin", "implementation", "workload", "pass", "query_heads", "kv_heads", "head_dim", "layers"),
-    *("dtype", "device", "gpu", "metric"),
-)
-_TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")  # most telling first
+# What tells series apart, most telling first; then the axes of a kind's own.
+_TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")
 
 
 def key(row: Row) -> str:
     """The identity of a row's series; 12 and 12.0 are the same, None and NaN too."""
-    return "|".join(_text(row.get(name)) for name in IDENTITY)
+    return "|".join(text(row.get(name)) for name in series_columns(row) if name not in ("run_name", "source", "unit"))
 
 
-def labels(rows: Sequence[Row], metric_names: Mapping[str, str]) -> dict[str, str]:
+def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
     """A name for each series (by key): its implementation and, where that is shared, what tells it apart."""
     series = {key(row): row for row in rows}
     mixed = len({row["origin"] for row in rows}) > 1
     names = {
-        one: (_text(row["implementation"]) or "?") + (" (reported)" if mixed and row["origin"] == "reported" else "")
+        one: (text(row["implementation"]) or "?") + (" (reported)" if mixed and row["origin"] == "reported" else "")
         for one, row in series.items()
     }
-    for coordinate in _TELLING:
-        names = _longer(names, {one: _coordinate(row, coordinate, metric_names) for one, row in series.items()})
+    more = sorted({column for row in rows for column in more_columns(row)})
+    for coordinate in (*_TELLING, *more):
+        names = _longer(names, {one: _coordinate(row, coordinate, quantities) for one, row in series.items()})
     return names
 
 
 def shape(row: Row) -> str:
     """The size of what ran: layers, query/kv heads, head dimension, as far as they are known."""
-    layers, heads, groups, dim = (_text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
+    layers, heads, groups, dim = (text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
     parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
     return " ".join(filter(None, parts))
 
@@ -83,13 +84,16 @@ def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:
     return longer if len(set(longer.values())) > len(set(names.values())) else names
 
 
-def _coordinate(row: Row, name: str, metric_names: Mapping[str, str]) -> str:
+def _coordinate(row: Row, name: str, quantities: Quantities) -> str:
     if name == "metric":
-        return metric_names.get(row["metric"], row["metric"])
-    return shape(row) if name == "shape" else _text(row.get(name))
+        return quantities.of(row["metric"]).legend
+    if name.startswith(MORE) and text(row.get(name)):
+        return f"{name.removeprefix(MORE)} {text(row[name])}"
+    return shape(row) if name == "shape" else text(row.get(name))
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A coordinate in words: 12.0 is 12, and there is no word for none."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

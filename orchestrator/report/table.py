@@ -5,8 +5,11 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from jobs.axes import MORE, more_columns
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | N
         return ""
     heads = f"{whole(query_heads)}/{whole(kv_heads)}" + ("" if missing(head_dim) else f" d{whole(head_dim)}")
     return heads + ("" if missing(layers) else f", {whole(layers)} layers")
+
+
+def shape_of(row: Mapping[str, Any]) -> str:
+    """The shape of a row or a fit's series, with the axes of its kind's own."""
+    sizes = [row.get(name) for name in ("query_heads", "kv_heads", "head_dim", "layers")]
+    more = [f"{name.removeprefix(MORE)} {_plain(row[name])}" for name in more_columns(row) if not _none(row[name])]
+    return ", ".join(filter(None, (shape(*sizes), *more)))
+
+
+def _none(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def whole(value: float | None) -> str:

@@ -5,26 +5,22 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
+from jobs.quantities import Quantity, Role
 from orchestrator.analysis import Fit
 from orchestrator.gates.verdicts import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
-from orchestrator.report.table import Table, missing, shape, whole
+from orchestrator.report.table import Table, missing, shape, shape_of, whole
 from orchestrator.states import PointState
 
-_CHART_TITLES = {
-    "memory": "Peak memory beyond the inputs, per sequence",
-    "total memory": "Peak memory allocated, per sequence",
-    "time": "Time per sequence",
-}
 
-
-def to_markdown(content: Content, charts: Mapping[str, str]) -> str:
-    """The report in Markdown; `charts`: names and image files to show."""
-    parts = [f"# {_title(content)}", *(f"![{_CHART_TITLES[name]}]({file})" for name, file in charts.items())]
+def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
+    """The report in Markdown; `charts`: quantities and the image files that show them."""
+    parts = [f"# {_title(content)}", *(f"![{_chart_title(quantity)}]({file})" for quantity, file in charts.items())]
     for table in _tables(content):
         parts.append(f"## {table.title}")
         parts += [table.note] if table.note else []
@@ -32,11 +28,11 @@ def to_markdown(content: Content, charts: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_html(content: Content, charts: Mapping[str, str]) -> str:
-    """The report as one HTML file that needs nothing else; `charts`: names and SVG texts."""
+def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
+    """The report as one HTML file that needs nothing else; `charts`: quantities and their SVG texts."""
     parts = [f"<h1>{html.escape(_title(content))}</h1>"]
-    for name, svg in charts.items():
-        parts.append(f"<figure><figcaption>{html.escape(_CHART_TITLES[name])}</figcaption>{svg}</figure>")
+    for quantity, svg in charts.items():
+        parts.append(f"<figure><figcaption>{html.escape(_chart_title(quantity))}</figcaption>{svg}</figure>")
     for table in _tables(content):
         parts.append(f"<h2>{html.escape(table.title)}</h2>")
         parts += [f"<p>{html.escape(table.note)}</p>"] if table.note else []
@@ -44,6 +40,10 @@ def to_html(content: Content, charts: Mapping[str, str]) -> str:
     title = html.escape(_title(content))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _chart_title(quantity: Quantity) -> str:
+    return f"{quantity.title}, per sequence"
 
 
 def _title(content: Content) -> str:
@@ -58,14 +58,18 @@ def _tables(content: Content) -> Iterable[Table]:
         yield _verdict(verdict)
     if general := content.general:
         yield _fits([fit for fit in content.fits if fit.run_id in general], content.run_names)
-        yield _measured(content.results, content.run_names)
+        yield _measured(content)
         yield _peers(content.peers)
+        stages = content.of_role(Role.STAGE)
+        yield from _wide("Stages", stages.loc[stages["run_id"].isin(general)], content)
+    yield from _wide("Further quantities", content.of_role(Role.DETAIL), content)
+    yield from _wide("Telemetry", content.of_role(Role.TELEMETRY), content)
     yield _states(content.points)
     yield _failures(content.points, content.run_names)
     for number, environment in enumerate(content.environments, 1):
         title = "Environment" if len(content.environments) == 1 else f"Environment {number}"
         yield Table(title, "", ["what", "value"], [[name, value] for name, value in sorted(environment.items())])
-    yield _methods(content.metrics)
+    yield _methods(content)
 
 
 def _runs(content: Content) -> Table:
@@ -114,10 +118,10 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
     rows = [
         [
             names[fit.run_id],
-            fit.origin,
-            str(fit.implementation),
-            str(fit.pass_),
-            shape(fit.query_heads, fit.kv_heads, fit.head_dim, fit.layers),
+            fit.series["origin"],
+            str(fit.series["implementation"]),
+            str(fit.series["pass"]),
+            shape_of(fit.series),
             fit.metric,
             f"{fit.exponent:.3f}",
             f"{fit.ci_low:.3f} to {fit.ci_high:.3f}",
@@ -144,23 +148,47 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
     return Table("Scaling", note, columns, rows)
 
 
-def _measured(scaling: pd.DataFrame, names: Mapping[str, str]) -> Table:
+def _measured(content: Content) -> Table:
+    results = content.results
+    places = {name: content.quantities.place(name) for name in set(results["metric"])}
+    order = ["run_id", "metric", "pass", "implementation", "seq_len"]
+    ordered = results.sort_values(order, key=lambda column: column.map(places) if column.name == "metric" else column)
     rows = [
         [
-            names[row["run_id"]],
+            content.run_names[row["run_id"]],
             str(row["implementation"]),
             str(row["pass"]),
-            shape(row["query_heads"], row["kv_heads"], row["head_dim"], row["layers"]),
+            shape_of(row),
             whole(row["seq_len"]),
             whole(row["batch"]),
             str(row["metric"]),
             f"{row['value']:,.4g}" + _interval(row["ci_low"], row["ci_high"]),
             str(row["unit"]),
         ]
-        for row in scaling.sort_values(["run_id", "metric", "pass", "implementation", "seq_len"]).to_dict("records")
+        for row in _records(ordered)
     ]
     columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
     return Table("Results", "The whole batch; brackets hold the interval of the median.", columns, rows)
+
+
+def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table]:
+    """A row a point, a column a quantity; no table without one."""
+    if metrics.empty:
+        return
+    units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
+    names = sorted(units, key=content.quantities.place)
+    values: dict[tuple[str, str], dict[str, float]] = {}
+    for row in _records(metrics):
+        values.setdefault((content.run_names[row["run_id"]], row["label"]), {})[row["metric"]] = row["value"]
+    rows = [
+        [*point, *(f"{found[name]:,.4g}" if name in found else "" for name in names)] for point, found in values.items()
+    ]
+    headings = [name if units[name] == "1" else f"{name} [{units[name]}]" for name in names]
+    yield Table(title, "", ["run", "point", *headings], rows)
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _peers(peers: pd.DataFrame) -> Table:
@@ -205,19 +233,22 @@ def _failures(points: pd.DataFrame, names: Mapping[str, str]) -> Table:
     return Table("Points without a result", note, ["run", "point", "state", "reason"], rows)
 
 
-def _methods(metrics: pd.DataFrame) -> Table:
+def _methods(content: Content) -> Table:
     """How each metric was taken; methods that differ in their numbers alone, and those of all stages, stand once."""
+    metrics = content.metrics
     named = metrics.loc[metrics["method"] != "", ["metric", "unit", "method"]].drop_duplicates().sort_values("metric")
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for row in named.to_dict("records"):
-        metric = "stage_*" if row["metric"].startswith("stage_") else str(row["metric"])
-        shown = alike.setdefault((metric, str(row["unit"]), re.sub(r"\d+", "0", row["method"])), [])
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in _records(named):
+        declared = content.quantities.of(row["metric"], row["unit"])
+        family = declared.role is Role.STAGE
+        metric, title = ("stage_*", "Stage") if family else (row["metric"], declared.title)
+        shown = alike.setdefault((metric, title, row["unit"], re.sub(r"\d+", "0", row["method"])), [])
         shown += [row["method"]] if row["method"] not in shown else []
     rows = [
-        [metric, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if len(methods) > 1 else "")]
-        for (metric, unit, _), methods in alike.items()
+        [metric, title, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if methods[1:] else "")]
+        for (metric, title, unit, _), methods in alike.items()
     ]
-    return Table("How it was measured", "", ["metric", "unit", "method"], rows)
+    return Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
 
 
 def _interval(low: float | None, high: float | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jobs.quantities import Plot, Quantity
 from orchestrator.errors import UserError
 from orchestrator.report.content import Content, collect
 from orchestrator.report.text import to_html, to_markdown
@@ -13,7 +14,6 @@ from orchestrator.store import Store
 from orchestrator.store.exporter import to_csv, to_json
 
 Format = Literal["md", "html", "csv", "json"]
-CHARTS = {"peak_extra_memory": "memory", "peak_memory": "total memory", "time": "time"}
 
 
 class ReportError(UserError):
@@ -33,7 +33,7 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
         case "md":
             return to_markdown(content, charts={})
         case "html":
-            return to_html(content, {name: _svg(chart) for name, chart in _charts(content).items()})
+            return to_html(content, {quantity: _svg(chart) for quantity, chart in _charts(content).items()})
         case _:
             raise ReportError(f"format: {format!r} is unknown; use md, html, csv or json")
 
@@ -60,10 +60,10 @@ def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]
 def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
     content = collect(store, _some(run_ids))
     images = {}
-    for name, chart in _charts(content).items():
-        images[name] = path.with_name(f"{path.stem}-{name.replace(' ', '-')}.png")
-        images[name].write_bytes(_png(chart))
-    path.write_text(to_markdown(content, {name: image.name for name, image in images.items()}))
+    for quantity, chart in _charts(content).items():
+        images[quantity] = path.with_name(f"{path.stem}-{quantity.legend.replace(' ', '-')}.png")
+        images[quantity].write_bytes(_png(chart))
+    path.write_text(to_markdown(content, {quantity: image.name for quantity, image in images.items()}))
     return [path, *images.values()]
 
 
@@ -77,14 +77,15 @@ def _some(run_ids: Sequence[str]) -> Sequence[str]:
     return run_ids
 
 
-def _charts(content: Content) -> dict[str, Any]:
-    """The scaling charts that the rows can fill, by name. Altair is needed only from here on."""
+def _charts(content: Content) -> dict[Quantity, Any]:
+    """The charts of what grows with S that the rows can fill. Altair is needed only from here on."""
     from orchestrator.report.charts import scaling_chart
 
+    drawable = content.scaling.loc[content.scaling["per_sequence"] > 0]
     return {
-        name: scaling_chart(content.scaling, content.fits_frame, metric).properties(width=640)
-        for metric, name in CHARTS.items()
-        if metric in set(content.scaling["metric"])
+        quantity: scaling_chart(drawable, content.fits_frame, quantity).properties(width=640)
+        for quantity in content.quantities
+        if quantity.plot is Plot.GROWTH and quantity.name in set(drawable["metric"])
     }
 
 

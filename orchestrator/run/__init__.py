@@ -1,1 +1,1 @@
-"""Drives one run: driver, plan, scheduler, executors, recorder, progress."""
+"""One run, from its order to its summary."""

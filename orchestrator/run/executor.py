@@ -1,4 +1,4 @@
-"""The interface of executors: what the scheduler asks of whatever runs its points."""
+"""The interface between the scheduler and an executor, which runs its points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExecutorError(UserError):
 
 
 class ExecutorGone(RuntimeError):  # noqa: N818  (an event, as in "gone away")
-    """The cluster went away; what is left of the run cannot be measured now."""
+    """The cluster went away; the rest of the run cannot be measured now."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BatchEnded:
     """A batch will send no more updates.
 
     Attributes:
-        state: None when its supervisor came to its end, else what its unfinished point is to be: LOST, OOM.
-        reason: why the supervisor did not come to its end.
+        state: None if its supervisor finished, else the state of its unfinished point: LOST, OOM, CANCELLED.
+        reason: why the supervisor did not finish.
     """
 
     state: PointState | None = None
@@ -42,15 +42,15 @@ class Executor(Protocol):
         ...
 
     def slots(self, machine: Machine) -> int:
-        """How many batches run at a time."""
+        """The number of batches that run at a time."""
         ...
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
-        """Hand out a batch under a number of the caller's."""
+        """Start a batch; `batch` is the caller's number for it."""
         ...
 
     def poll(self, timeout: float) -> Sequence[tuple[int, Update | BatchEnded]]:
-        """What happened to the batches; waits up to `timeout` seconds for something to happen."""
+        """New updates, with their batches' numbers; waits up to `timeout` seconds for the first."""
         ...
 
     def cancel(self) -> None:
@@ -59,6 +59,6 @@ class Executor(Protocol):
 
 
 def gpus_per_point(spec: JobSpec, machine: Machine) -> float:
-    """GPUs that a point is given: what the spec says, else one on a CUDA device."""
+    """GPUs for each point: the spec's num_gpus, else 1 on a CUDA device and 0 on a CPU."""
     asked = spec.resources.num_gpus
     return asked if asked is not None else float(machine.device == "cuda")

@@ -1,4 +1,4 @@
-"""Points on this machine: a thread and a share of the GPUs for each slot."""
+"""The executor for this machine: a thread and a share of the GPUs for each slot."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CANCEL_S = 2.0
 
 
 class LocalExecutor:
-    """Measures on this machine: a thread a slot, each with its share of the GPUs."""
+    """Measures on this machine."""
 
     def __init__(self, spec: JobSpec) -> None:
-        """Raises ExecutorError where this machine lacks what the spec asks for."""
+        """Raises ExecutorError if this machine lacks resources that the spec asks for."""
         self._spec = spec
         self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
         self._cpus = _cpus()
@@ -79,7 +79,7 @@ class LocalExecutor:
             for update in supervisor.supervise(assignments, conditions, gpus, self._cancelled.is_set):
                 self._updates.put((batch, update))
         except Exception as err:
-            traceback.print_exc()  # a bug of ours: its place matters more than a tidy log
+            traceback.print_exc()  # a bug of ours: its location matters more than a tidy log
             end = BatchEnded(PointState.LOST, f"the supervisor failed: {type(err).__name__}: {err}")
         self._free.append(slot)
         self._updates.put((batch, end))
@@ -110,5 +110,5 @@ class LocalExecutor:
 
 
 def _cpus() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What a run is going to measure: all points of a new one, the missing ones of one that is taken up again."""
+"""Plans a run: all points of a new run, the missing points of a resumed one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs.point import Machine, Point
@@ -25,18 +25,25 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to record at the beginning, what to measure, and what is settled already (state -> number of points)."""
+    """The points of a run that will be measured, and those that need no measuring.
+
+    Attributes:
+        records: to be journalled at the beginning.
+        assignments: the points to measure.
+        settled: number of points that need no measuring, by state.
+        labels: point id -> label, of all points.
+    """
 
     run: RunRecord
     records: list[Record]
     assignments: list[Assignment]
     settled: Counter[PointState]
-    labels: dict[str, str]  # of all points, by id
+    labels: dict[str, str]
 
 
 @dataclass(frozen=True)
 class PointHistory:
-    """What a journal says of a point."""
+    """A point's latest state in a journal."""
 
     key: str
     label: str
@@ -46,19 +53,19 @@ class PointHistory:
 
 @dataclass
 class History:
-    """What a journal adds up to."""
+    """A run's latest state in its journal."""
 
     run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
 
 
 def new_run_id(name: str) -> str:
-    """An id that sorts by time: 20260131-235959-<name>-<4 hex digits>."""
+    """A new run id; ids sort by time: 20260131-235959-<name>-<4 hex digits>."""
     return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
 def new_plan(run: RunRecord, points: Sequence[Point], machine: Machine) -> Plan:
-    """The plan of a run that begins."""
+    """The plan of a new run."""
     plan = Plan(run, [run], [], Counter(), _labels(run, points))
     for index, point in enumerate(points):
         _add(plan, index, point, point.key(run.code_hash or "", machine), attempt=1)
@@ -66,13 +73,13 @@ def new_plan(run: RunRecord, points: Sequence[Point], machine: Machine) -> Plan:
 
 
 def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old: History, *, again: bool) -> Plan:
-    """The plan of a run that is taken up again: points that ended under the same key stay as they are.
+    """The plan of a resumed run: points that ended under the same key are not measured again.
 
     Args:
-        again: measure points that failed once more, too.
+        again: measure failed points again, too.
 
     Raises:
-        PlanError: the points of the run are others than those of the spec on this machine.
+        PlanError: the run's points differ from the spec's points on this machine.
     """
     labels = _labels(run, points)
     if labels != {point_id: before.label for point_id, before in old.points.items()}:
@@ -92,7 +99,7 @@ def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old:
 
 
 def read_history(run_id: str, folder: Path) -> History:
-    """What the journal of a run in the artifacts folder says.
+    """The history in the journal of a run, `folder`/<run_id>/journal.jsonl.
 
     Raises:
         PlanError: there is no such run. JournalError: the journal is damaged.
@@ -109,7 +116,7 @@ def read_history(run_id: str, folder: Path) -> History:
 
 
 def history(records: Iterable[Record]) -> History | None:
-    """What the records of a run add up to, in their order; None where there is none."""
+    """The history that a run's records, in order, add up to; None if the first is not a RunRecord."""
     begun, *rest = [*records] or [None]
     if not isinstance(begun, RunRecord):
         return None
@@ -152,7 +159,7 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
         key=key,
         label=point.label,
         config=dict(point.config),
-        axes=asdict(point.axes),
+        axes=point.axes.to_record(),
         estimate_bytes=point.estimate_bytes,
         state=state,
         reason=point.skip_reason,

@@ -1,10 +1,10 @@
-"""What is shown while a run goes on: a progress bar on a terminal, plain lines in a log."""
+"""Shows a run's progress: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -15,22 +15,31 @@ from orchestrator.messages import Progress as Sign
 from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 
-_SHOWN = ("time", "throughput", "bytes_read", "peak_extra_memory", "loss", "heldout_loss")
 _STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}
 _SIGN_OF_LIFE_S = 30.0
 
 
-def watcher(labels: Mapping[str, str], settled: int, stream: TextIO | None = None) -> LogWatcher:
-    """The display for `stream` (None: stdout): labels of all points by id, of which `settled` need no measuring."""
+def watcher(
+    labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO | None = None
+) -> LogWatcher:
+    """The display for a stream.
+
+    Args:
+        labels: point id -> label, of all points.
+        settled: number of points that need no measuring.
+        headline: the metrics to show of a point that ended.
+        stream: None: stdout.
+    """
     out = stream or sys.stdout
-    return TerminalWatcher(labels, settled, out) if out.isatty() else LogWatcher(labels, settled, out)
+    return (TerminalWatcher if out.isatty() else LogWatcher)(labels, settled, headline, out)
 
 
 class LogWatcher:
-    """A line when a point ends, and now and then one that says what is running."""
+    """Prints a line when a point ends, and the running point's phase after 30 s without a line."""
 
-    def __init__(self, labels: Mapping[str, str], settled: int, stream: TextIO) -> None:
+    def __init__(self, labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO) -> None:
         self._labels = labels
+        self._headline = headline
         self._done = settled
         self._stream = stream
         self._begun: dict[str, float] = {}
@@ -52,7 +61,7 @@ class LogWatcher:
     def ended(self, outcome: OutcomeRecord) -> None:
         self._done += 1
         seconds = time.monotonic() - self._begun.pop(outcome.point_id, time.monotonic())
-        told = _headline(outcome.metrics) if outcome.state is PointState.OK else outcome.reason
+        told = _in_a_line(outcome.metrics, self._headline) if outcome.state is PointState.OK else outcome.reason
         count = f"[{self._done}/{len(self._labels)}]"
         self._line(
             f"{count} {outcome.state:<9} {self._labels[outcome.point_id]}: {told} ({seconds:.1f} s)", outcome.state
@@ -67,10 +76,10 @@ class LogWatcher:
 
 
 class TerminalWatcher(LogWatcher):
-    """The same lines above a bar for the run and one for each running point."""
+    """Prints the same lines, above a bar for the run and one for each running point."""
 
-    def __init__(self, labels: Mapping[str, str], settled: int, stream: TextIO) -> None:
-        super().__init__(labels, settled, stream)
+    def __init__(self, labels: Mapping[str, str], settled: int, headline: Sequence[str], stream: TextIO) -> None:
+        super().__init__(labels, settled, headline, stream)
         self._bars = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=Console(file=stream, highlight=False), transient=True,
@@ -105,9 +114,9 @@ class TerminalWatcher(LogWatcher):
         self._bars.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def _headline(metrics: tuple[MetricData, ...]) -> str:
+def _in_a_line(metrics: tuple[MetricData, ...], headline: Sequence[str]) -> str:
     by_name = {metric.name: metric for metric in metrics}
-    shown = [by_name[name] for name in _SHOWN if name in by_name] or list(metrics[:1])
+    shown = [by_name[name] for name in headline if name in by_name] or list(metrics[:1])
     return ", ".join(f"{m.name} {m.value:.4g} {m.unit}" for m in shown) or "done"
 
 

@@ -1,4 +1,4 @@
-"""Ray: the cluster, what it has, and points as its tasks."""
+"""The executor for a Ray cluster: connects, checks its resources, runs batches as tasks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _REACH_S = 5.0
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
 _PULSE_S = 5.0
-_GONE_S = 30.0  # below the 60 s after which Ray itself ends a driver whose head is gone, without a word from us
+_GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
 _ACCELERATOR = "accelerator_type:"
 
 
 class RayExecutor:
-    """Measures on a Ray cluster: a streaming task a batch, scheduled with the GPUs and cores of one point."""
+    """Measures on a Ray cluster: one streaming task a batch, with the GPUs and cores of one point."""
 
     def __init__(self, spec: JobSpec, settings: Settings) -> None:
-        """Connect, and check that some node has what a point needs.
+        """Connect, and check that some node has the resources of a point.
 
         Raises:
             ExecutorError: no cluster answers, or none of its nodes can run a point.
@@ -67,7 +67,7 @@ class RayExecutor:
         import ray
 
         gpus, asked = gpus_per_point(self._spec, machine), self._spec.resources
-        # max_calls=0: the task's process never touches the GPU itself (its children do), so Ray need not replace it.
+        # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
         self._task = remote(supervisor.supervise).options(**self._placement(gpus))
         self._gpus = None if gpus else ""
@@ -90,7 +90,7 @@ class RayExecutor:
         return [(self._live[stream], self._next(stream)) for stream in ready]
 
     def cancel(self) -> None:
-        """The tasks are interrupted and end their children; those that do not in time lose them with their process."""
+        """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
         import ray
 
         for stream in self._live:
@@ -123,7 +123,7 @@ class RayExecutor:
 
 
 class _Pulse:
-    """Whether the cluster's head still answers."""
+    """Checks from time to time that the cluster's head still answers."""
 
     def __init__(self) -> None:
         import ray
@@ -132,7 +132,7 @@ class _Pulse:
         self._heard = self._looked = time.monotonic()
 
     def check(self) -> None:
-        """Look now and then. Raises ExecutorGone when the head has been silent for long."""
+        """Look every 5 s. Raises ExecutorGone once the head has been silent for 30 s."""
         clock = time.monotonic()
         if clock - self._looked < _PULSE_S:
             return
@@ -144,10 +144,13 @@ class _Pulse:
 
 
 def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Does one of the nodes (their Ray resources) have what a point needs? Else its task would wait for ever.
+    """Check that one node has the resources of a point; otherwise its task would wait for ever.
+
+    Args:
+        nodes: Ray resources of each node: name -> amount.
 
     Raises:
-        ExecutorError: naming what lacks, and what there is.
+        ExecutorError: names the lacking resource and the available amount.
     """
     asked, errors = spec.resources, []
     types = sorted(
@@ -174,9 +177,9 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
 
 
 def ray_address(settings: Settings) -> str:
-    """The cluster to use: that of the Ray job we are part of, then NSA_RAY_ADDRESS, RAY_ADDRESS, the local one."""
+    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else "auto" (local)."""
     inherited = os.environ.get("RAY_ADDRESS", "")
-    if inherited.startswith("http"):  # the job server's, of use to `ray job` alone
+    if inherited.startswith("http"):  # the job server's address, for `ray job` only
         inherited = ""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
         return inherited
@@ -200,7 +203,7 @@ def _connect(settings: Settings) -> None:
         ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         raise unreachable from None
-    except Exception as err:  # versions that differ, a token that is wrong: whatever Ray says is the reason
+    except Exception as err:  # other versions, a wrong token: Ray's message is the reason
         raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
 
 
@@ -220,7 +223,7 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _room(node: Mapping[str, float], asked: Resources, gpus: float) -> int:
-    """How many points fit on a node at a time."""
+    """The number of points that fit on a node at a time."""
     if asked.accelerator_type and not node.get(_ACCELERATOR + asked.accelerator_type):
         return 0
     room = node.get("CPU", 0) / asked.num_cpus
@@ -234,7 +237,7 @@ def _batch_ended(err: Exception) -> BatchEnded:
         return BatchEnded(PointState.OOM, f"ended by Ray, the node was nearly out of memory: {_line(err)}")
     if isinstance(err, exceptions.TaskCancelledError):
         return BatchEnded(PointState.CANCELLED, "its task was cancelled")
-    if isinstance(err, exceptions.RayTaskError):  # a bug of ours: what it is about, not Ray's framing
+    if isinstance(err, exceptions.RayTaskError):  # a bug of ours: show the cause without Ray's framing
         return BatchEnded(PointState.LOST, f"the supervisor failed: {type(err.cause).__name__}: {_line(err.cause)}")
     return BatchEnded(PointState.LOST, f"{type(err).__name__}: {_line(err)}")
 
@@ -252,5 +255,5 @@ def _gone() -> Iterator[None]:
 
 
 def _line(err: Exception) -> str:
-    """An exception's message on one line, not all of it, without colours."""
+    """The first 300 characters of an exception's message, on one line, without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(err).split()))[:300]

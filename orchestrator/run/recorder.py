@@ -1,4 +1,4 @@
-"""Keeping what happens: every record goes to the journal first and then to the store, which may be away for a while."""
+"""Keeps a run's records: first in the journal, then in the store, which may be away for a while."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Recorder:
     """Journal and store of one run.
 
     Args:
-        store: None where results are to be imported from the journal later.
-        tell: shows a line to whoever watches the run.
+        store: None where results will be imported from the journal later.
+        tell: shows a line to the user.
     """
 
     def __init__(self, run_id: str, journal: Journal, store: Store | None, tell: Callable[[str], None]) -> None:
@@ -38,18 +38,18 @@ class Recorder:
 
     @property
     def stored(self) -> bool:
-        """Is everything that was journalled in the store, too?"""
+        """Whether all journalled records are in the store."""
         return self._store is not None and not self._waiting
 
     def write(self, records: Sequence[Record]) -> None:
-        """Keep records: they are on disk when this returns, and stored unless the store is away."""
+        """Keep records: they are on disk when this returns, and in the store unless it is away."""
         self._journal.append(records)
         self._waiting += records
         if self._away_since is None or time.monotonic() >= self._retry_at:
             self._catch_up()
 
     def progress(self, sign: Progress) -> None:
-        """Show a running point's progress in the store. It is for those who watch now: it waits for nothing."""
+        """Show a running point's progress in the store. Dropped while the store is away: only the present matters."""
         if self._store is not None and self._away_since is None:
             try:
                 self._store.beat(sign.run_id, sign.point_id, sign.at, sign.phase, sign.done, sign.total)
@@ -57,7 +57,7 @@ class Recorder:
                 self._went_away(err)
 
     def close(self, patience_s: float = _LAST_TRY_S) -> None:
-        """Store what is still waiting; give up after `patience_s` seconds."""
+        """Store the waiting records; give up after `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while self._waiting and self._store is not None and time.monotonic() < deadline:
             self._catch_up()
@@ -71,7 +71,7 @@ class Recorder:
             self._store.apply_many(self._waiting)
         except StoreUnavailable as err:
             self._went_away(err)
-        except StoreError as err:  # it will not take these records later either: they stay in the journal
+        except StoreError as err:  # permanent: these records stay in the journal
             self._store = None
             self._note("error", f"the database no longer follows this run: {err}")
         else:
@@ -87,7 +87,7 @@ class Recorder:
     def _came_back(self) -> None:
         if self._away_since is not None:
             away, self._away_since = time.monotonic() - self._away_since, None
-            self._note("warning", f"the database was away for {away:.0f} s; what it missed is stored now")
+            self._note("warning", f"the database was away for {away:.0f} s; the missed records are stored now")
 
     def _note(self, level: str, message: str) -> None:
         self._tell(f"{level}: {message}")

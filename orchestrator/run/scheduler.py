@@ -1,4 +1,4 @@
-"""Points to executors, updates to records: hands out, retries what got lost, cancels, and never waits for one point."""
+"""Hands out points to an executor, records its updates, retries lost points, cancels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_S = 0.2
 
 
 class Watcher(Protocol):
-    """Whoever is shown what happens while it happens."""
+    """Shows a run to the user while it goes on."""
 
     def started(self, record: StartRecord) -> None: ...
     def progress(self, sign: Progress) -> None: ...
@@ -33,7 +33,8 @@ class Scheduler:
 
     Args:
         folder: the run's folder, for artifacts.
-        retries: how often a lost point is handed out again.
+        slots: number of batches at a time.
+        retries: number of times that a lost point is handed out again.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class Scheduler:
         self._slots = slots
         self._retries = retries
         self._queue: deque[Assignment] = deque()
-        self._batches: dict[int, dict[str, Assignment]] = {}  # what each batch has still to bring, by point id
+        self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
         self._handed_out = 0
         self._lost: Counter[str] = Counter()
         self.states: Counter[PointState] = Counter()
 
     def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
-        """Measure everything, or until `stopped` gives a reason to cancel; the run's end is recorded, too."""
+        """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
         self._queue.extend(assignments)
         while self._queue or self._batches:
             if reason := stopped():
@@ -70,19 +71,19 @@ class Scheduler:
             while self._queue and len(self._batches) < self._slots:
                 self._hand_out()
             for batch, update in self._executor.poll(_POLL_S):
-                # Whoever stops the driver may have stopped its children, too: what ends badly then is cancelled.
+                # A signal to the driver may have hit its children, too: a point that fails then is cancelled.
                 if not stopped() or (isinstance(update, Ended) and update.outcome.state is PointState.OK):
                     self._take(batch, update)
         self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
         return RunState.DONE
 
     def give_up(self, run_id: str, reason: str) -> None:
-        """Record that the run cannot go on: nothing stays `running` that nobody follows any more."""
+        """Record that the run cannot go on; its unfinished points become LOST."""
         self._end(run_id, RunState.FAILED, PointState.LOST, reason)
 
     def _hand_out(self) -> None:
         size = 1
-        if self._conditions.warm:  # one slot gets all; several get ever smaller shares, so that they end together
+        if self._conditions.warm:  # one slot gets all; several get shrinking shares, so that they end together
             size = math.ceil(len(self._queue) / (1 if self._slots == 1 else 2 * self._slots))
         taken = [self._queue.popleft() for _ in range(size)]
         self._handed_out += 1
@@ -114,7 +115,7 @@ class Scheduler:
         self._watcher.ended(outcome)
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
-        """Settle the first point that the batch still owed; the others had not begun and are handed out as they are."""
+        """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
         if not left:
             return
         first, *others = left.values()
@@ -135,13 +136,13 @@ class Scheduler:
         self._queue.append(replace(first, attempt=first.attempt + 1))
 
     def _cancel(self, run_id: str, reason: str) -> None:
-        """Recorded before the processes are ended: whoever stops a job does not wait for long."""
+        """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
         left = self._end(run_id, RunState.CANCELLED, PointState.CANCELLED, reason)
         self._executor.cancel()
         self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
     def _end(self, run_id: str, run: RunState, point: PointState, reason: str) -> int:
-        """End the run, and as `point` what it still owes; how many points that are."""
+        """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [
             OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)

@@ -13,15 +13,24 @@ from sqlalchemy import (
     ForeignKey,
     ForeignKeyConstraint,
     Index,
+    Integer,
     MetaData,
     String,
     Text,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeEngine
 
+from jobs.axes import AXES, Axis
 from orchestrator.states import Origin, PointState, Result, RunState
 from orchestrator.store.types import UtcDateTime, enum_type
+
+
+def _axis_type(axis: Axis) -> TypeEngine[Any]:
+    if axis.type == "text":
+        return String(axis.size)
+    return BigInteger() if axis.size == 8 else Integer()
 
 
 class Base(DeclarativeBase):
@@ -69,6 +78,7 @@ class Run(Base):
     host: Mapped[str | None] = mapped_column(Text)
     artifacts: Mapped[str | None] = mapped_column(Text)
     resumed: Mapped[int]
+    axes: Mapped[list[Any] | None]  # declared by the run's kind: jobs.axes.Axis
     created_at: Mapped[datetime] = mapped_column(index=True)
     ended_at: Mapped[datetime | None]
 
@@ -109,20 +119,30 @@ class Point(Base):
     done: Mapped[int | None] = mapped_column(BigInteger)
     total: Mapped[int | None] = mapped_column(BigInteger)
 
-    implementation: Mapped[str | None] = mapped_column(String(120))
-    workload: Mapped[str | None] = mapped_column(String(40))
-    pass_: Mapped[str | None] = mapped_column("pass", String(40))
-    seq_len: Mapped[int | None] = mapped_column(BigInteger)
-    batch: Mapped[int | None]
-    query_heads: Mapped[int | None]
-    kv_heads: Mapped[int | None]
-    head_dim: Mapped[int | None]
-    layers: Mapped[int | None]
-    dtype: Mapped[str | None] = mapped_column(String(20))
-    device: Mapped[str | None] = mapped_column(String(20))
+    more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind declares
 
     route: Mapped[dict[str, Any]]
     environment_id: Mapped[str | None] = mapped_column(ForeignKey("environment.id"))
+
+
+for _axis in AXES:
+    setattr(Point, _axis.attribute, mapped_column(_axis.name, _axis_type(_axis), nullable=True))
+
+
+class DeclaredQuantity(Base):
+    """A quantity that a run may hold, as its kind declares it (jobs.quantities.Quantity)."""
+
+    __tablename__ = "quantity"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(80), primary_key=True)  # "stage_*" declares all that begin with "stage_"
+    position: Mapped[int]  # its place among the run's quantities, from 0
+    unit: Mapped[str] = mapped_column(String(20))
+    title: Mapped[str] = mapped_column(Text)
+    short: Mapped[str] = mapped_column(Text)
+    better: Mapped[str | None] = mapped_column(String(16))
+    role: Mapped[str] = mapped_column(String(16))
+    plot: Mapped[str | None] = mapped_column(String(16))
 
 
 class Metric(Base):

@@ -7,17 +7,23 @@ rows it holds. States, origins and results are their plain text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 import pandas as pd
+from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, Select, Subquery, case, func, or_, select
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
+from jobs.axes import MORE
+from jobs.quantities import Quantities, Quantity
 from orchestrator.states import FAILED, Origin, PointState, RunState
-from orchestrator.store.models import Artifact, Environment, Event, Metric, Point, Run, Verdict
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Verdict
 from orchestrator.store.store import Store
 from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
+
+_DECLARATION = TypeAdapter(Quantity)
 
 
 def runs(
@@ -157,6 +163,17 @@ def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd
     return _frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
 
 
+def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
+    """What the runs (None: all) declare of their metrics; where they differ, the newest run's declaration."""
+    columns = [DeclaredQuantity.__table__.c[field.name] for field in fields(Quantity)]
+    query = select(*columns).join(Run, Run.id == DeclaredQuantity.run_id)
+    if run_ids is not None:
+        query = query.where(DeclaredQuantity.run_id.in_(run_ids))
+    with store.session() as session:
+        rows = session.execute(query.order_by(Run.created_at.desc(), DeclaredQuantity.position)).mappings().all()
+    return Quantities([_DECLARATION.validate_python(dict(row)) for row in rows])
+
+
 def counts(store: Store) -> dict[str, int]:
     """How much the database holds, for an overview and for telling an empty one."""
     with store.session() as session:
@@ -234,12 +251,24 @@ def _frame(store: Store, query: Select) -> pd.DataFrame:
         rows = session.execute(query).all()
     columns = {column.key: column.type for column in query.selected_columns}
     frame = pd.DataFrame([[_plain(value) for value in row] for row in rows], columns=list(columns), dtype=object)
+    if "more_axes" in columns:
+        frame = _with_more_axes(frame)
+        del columns["more_axes"]
     for name, kind in columns.items():
         kind = kind.impl if isinstance(kind, TypeDecorator) else kind
         if isinstance(kind, DateTime):
             frame[name] = pd.to_datetime(frame[name], utc=True)
         elif isinstance(kind, Integer | Float):
             frame[name] = pd.to_numeric(frame[name])
+    return frame
+
+
+def _with_more_axes(frame: pd.DataFrame) -> pd.DataFrame:
+    """A column "axis_<name>" for each axis of a kind's own that occurs, in the place of all in one."""
+    values = [each or {} for each in frame["more_axes"]]
+    frame = frame.drop(columns="more_axes")
+    for name in sorted({name for each in values for name in each}):
+        frame[MORE + name] = pd.Series([each.get(name) for each in values], index=frame.index).infer_objects()
     return frame
 
 

@@ -6,17 +6,28 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jobs.axes import AXES, MORE, more_columns
+from jobs.quantities import (
+    GPU_UTILIZATION,
+    PEAK_DRIVER,
+    PEAK_EXTRA_MEMORY,
+    PEAK_MEMORY,
+    STAGE,
+    THROUGHPUT,
+    TIME,
+    Quantity,
+)
 from orchestrator.records import MetricData
 from orchestrator.states import PointState
 from orchestrator.store.reported import Reader, ReportedError, ReportedPoint, ReportedRun, Row, day, integer, number
 
-# The reports' name of a quantity -> ours, its unit, and what their figure is multiplied with.
+# The reports' name of a quantity -> ours, and the factor from their unit to ours.
 _SEED_METRICS = {
-    "memory_allocated": ("peak_memory", "MiB", 1.0),
-    "memory_used": ("peak_driver", "MiB", 1.0),
-    "elapsed": ("time", "ms", 1000.0),
-    "throughput": ("throughput", "tok/s", 1.0),
-    "gpu_utilization": ("gpu_utilization", "%", 1.0),
+    "memory_allocated": (PEAK_MEMORY, 1.0),
+    "memory_used": (PEAK_DRIVER, 1.0),
+    "elapsed": (TIME, 1000.0),
+    "throughput": (THROUGHPUT, 1.0),
+    "gpu_utilization": (GPU_UTILIZATION, 1.0),
 }
 _SEED_CONFIG = ("layers", "dim", "heads", "kv_groups", "batch", "seq_len")
 _SEED_SAME = ("gpu", "torch", "implementation", "pass", *_SEED_CONFIG, "branch", "selection_backend", "sliding_backend")
@@ -90,8 +101,8 @@ def _seed_metric(row: Row) -> MetricData:
         raise ReportedError(f"{row['file']}: metric: {row['metric']!r} is unknown; use one of {known}")
     if value is None:
         raise ReportedError(f"{row['file']}: value: '' is missing from an ok row; fill it in or correct the status")
-    name, unit, factor = _SEED_METRICS[row["metric"]]
-    return MetricData(name=name, unit=unit, value=value * factor, method=f"reported {row['metric']}")
+    quantity, factor = _SEED_METRICS[row["metric"]]
+    return _metric(quantity, value * factor, f"reported {row['metric']}")
 
 
 def _seed_axes(row: Row) -> dict[str, Any]:
@@ -154,10 +165,10 @@ def _peer_points(row: Row) -> Iterable[ReportedPoint]:
         memory = number(row, "peak_extra_mib") if pass_ == "forward+backward" else None
         if time is None:
             continue
-        metrics = [MetricData(name="time", unit="ms", value=time, method="reported: median of triton's do_bench")]
+        metrics = [_metric(TIME, time, "reported: median of triton's do_bench")]
         if memory is not None:
             method = "reported: max_memory_allocated of one pass minus what was allocated before it"
-            metrics.append(MetricData(name="peak_extra_memory", unit="MiB", value=memory, method=method))
+            metrics.append(_metric(PEAK_EXTRA_MEMORY, memory, method))
         yield ReportedPoint(
             label=_peer_label(row, pass_),
             axes=_peer_axes(row, pass_) | {"batch": integer(row, "batch"), "dtype": row["dtype"]},
@@ -182,9 +193,7 @@ def stages(rows: list[Row]) -> Iterable[ReportedRun]:
                 at=day(row),
                 environment=_environment(row),
                 metrics=tuple(
-                    MetricData(
-                        name=f"stage_{name}", unit="ms", value=value, method="reported: by the peer's own switch"
-                    )
+                    _metric(STAGE.named(name), value, "reported: by the peer's own switch")
                     for name, value in values.items()
                     if value is not None
                 ),
@@ -221,19 +230,13 @@ def exported(rows: list[Row]) -> Iterable[ReportedRun]:
         )
 
 
-_EXPORTED_NUMBERS = ("seq_len", "batch", "query_heads", "kv_heads", "head_dim", "layers")
-_EXPORTED_TEXTS = ("implementation", "workload", "dtype", "device")
-
-
 def _exported_point(rows: list[Row]) -> ReportedPoint:
     row = rows[0]
     state = _state({**row, "status": row["state"]})
     ended = state if state.ended else PointState.LOST
-    axes = {name: integer(row, name) for name in _EXPORTED_NUMBERS}
-    axes |= {name: row[name] or None for name in _EXPORTED_TEXTS} | {"pass_": row["pass"] or None}
     return ReportedPoint(
         label=row["label"],
-        axes=axes,
+        axes=_exported_axes(row),
         at=day(row, "ended_at" if row["ended_at"] else "created_at"),
         environment={"gpu": row["gpu"]} if row["gpu"] else {},
         metrics=tuple(_exported_metric(each) for each in rows if each["metric"]),
@@ -241,6 +244,18 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
         reason=row["reason"] or (None if ended is state else f"was {row['state']} when it was exported"),
         estimate_bytes=integer(row, "estimate_bytes"),
     )
+
+
+def _exported_axes(row: Row) -> dict[str, Any]:
+    axes = {
+        axis.attribute: integer(row, axis.name) if axis.type == "whole" else row[axis.name] or None for axis in AXES
+    }
+    return axes | {name.removeprefix(MORE): _whole_or_text(row[name]) for name in more_columns(row) if row[name]}
+
+
+def _whole_or_text(cell: str) -> int | str:
+    whole = cell.removesuffix(".0")  # frames make floats of whole numbers where some are missing
+    return int(whole) if whole.removeprefix("-").isdecimal() else cell
 
 
 def _exported_metric(row: Row) -> MetricData:
@@ -257,6 +272,10 @@ def _exported_metric(row: Row) -> MetricData:
         ci_high=number(row, "ci_high"),
         method=row["method"],
     )
+
+
+def _metric(quantity: Quantity, value: float, method: str) -> MetricData:
+    return MetricData(name=quantity.name, unit=quantity.unit, value=value, method=method)
 
 
 def _environment(row: Row) -> dict[str, Any]:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, MetaData, String, Table
 
+from jobs.axes import AXES
 from orchestrator.store.types import UtcDateTime
 
 _metadata = MetaData()  # not the models': views are made by migrations and never compared
 _TEXT, _INT, _FLOAT, _TIME = String(), BigInteger(), Double(), UtcDateTime()
 
 _RUN = {"run_id": _TEXT, "run_name": _TEXT, "origin": _TEXT, "source": _TEXT}
-_AXES = {
-    "implementation": _TEXT,
-    "workload": _TEXT,
-    "pass": _TEXT,
-    "seq_len": _INT,
-    "batch": _INT,
-    "query_heads": _INT,
-    "kv_heads": _INT,
-    "head_dim": _INT,
-    "layers": _INT,
-    "dtype": _TEXT,
-    "device": _TEXT,
-    "gpu": _TEXT,
-}
+_AXES = {axis.name: _TEXT if axis.type == "text" else _INT for axis in AXES} | {"gpu": _TEXT, "more_axes": JSON()}
 _METRIC = {
     "metric": _TEXT,
     "unit": _TEXT,
@@ -40,7 +28,7 @@ def _view(name: str, columns: dict) -> Table:
     return Table(name, _metadata, *(Column(column, kind) for column, kind in columns.items()))
 
 
-v_scaling = _view("v_scaling", _SCALING)
+v_scaling = _view("v_scaling", {**_SCALING, "plot": _TEXT})
 v_metrics = _view(
     "v_metrics", {**_SCALING, "kind": _TEXT, "p10": _FLOAT, "p90": _FLOAT, "method": _TEXT, "estimate_bytes": _INT}
 )

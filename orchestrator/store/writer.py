@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +17,8 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from jobs.axes import AXES
+from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
     EventRecord,
@@ -26,21 +30,7 @@ from orchestrator.records import (
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, Environment, Event, Metric, Point, Run
-
-_AXES = (
-    "implementation",
-    "workload",
-    "pass_",
-    "seq_len",
-    "batch",
-    "query_heads",
-    "kv_heads",
-    "head_dim",
-    "layers",
-    "dtype",
-    "device",
-)
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run
 
 # What is told of an attempt, in this order: it starts, it ends, the point is planned once more after it.
 _STARTED, _ENDED, _PLANNED = range(3)
@@ -85,9 +75,19 @@ def _run(session: Session, record: RunRecord) -> None:
     else:
         run = Run(id=record.run_id, created_at=record.at)
         session.add(run)
-    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at"}:
+    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "quantities", "axes"}:
         setattr(run, name, getattr(record, name))
+    run.axes = [asdict(axis) for axis in record.axes]
     run.state, run.reason, run.state_at, run.ended_at = RunState.RUNNING, None, record.at, None
+    session.flush()
+    _quantities(session, record.run_id, SHARED if record.quantities is None else record.quantities)
+
+
+def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> None:
+    session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run_id))
+    rows = [{"run_id": run_id, "position": place, **asdict(quantity)} for place, quantity in enumerate(declared)]
+    if rows:
+        session.execute(insert(DeclaredQuantity), rows)
 
 
 def _run_end(session: Session, record: RunEndRecord) -> None:
@@ -111,9 +111,10 @@ def _point(session: Session, record: PointRecord) -> None:
         point.reason, point.ended_at = _clean(record.reason), record.at if record.state.ended else None
     point.number, point.key, point.label = record.index, record.key, record.label
     point.config, point.estimate_bytes = record.config, record.estimate_bytes
-    axes = {**record.axes, "pass_": record.axes.get("pass_", record.axes.get("pass"))}
-    for name in _AXES:
-        setattr(point, name, axes.get(name))
+    rest = dict(record.axes)
+    for axis in AXES:
+        setattr(point, axis.attribute, rest.pop(axis.attribute, rest.pop(axis.name, None)))
+    point.more_axes = rest
 
 
 def _start(session: Session, record: StartRecord) -> None:

@@ -1,4 +1,4 @@
-"""Operands of the Triton backend's tests, and what their results are held against."""
+"""Operands of the Triton backend's tests, and the results that theirs are compared with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nsa_core.functional import compress
 
 
 @dataclass
-class Case:
-    """Tensors of one call; `leaves` are what gradients are taken of."""
+class CudaCall:
+    """Tensors of one call on a GPU; `leaves` are those that gradients are computed for."""
 
     q: Tensor
     k: Tensor
@@ -26,20 +26,20 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.gates]
 
-    def to(self, dtype: torch.dtype) -> Case:
-        return Case(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
+    def to(self, dtype: torch.dtype) -> CudaCall:
+        return CudaCall(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
 
     def blocks(self, config: NSAConfig, backend: str = "triton") -> Tensor:
         return select_blocks(self.q, self.k, config, backend=backend)
 
     def run(self, config: NSAConfig, backend: str = "triton", **options: object) -> list[Tensor]:
-        """Output and gradients, the blocks chosen on the way."""
+        """Output and gradients; the call chooses the blocks itself."""
         return self._gradients(nsa_attention(*self.leaves, config, backend=backend, **options))
 
     def with_blocks(
         self, blocks: Tensor, config: NSAConfig, backend: str, towards: Tensor | None = None
     ) -> list[Tensor]:
-        """Output and gradients with these blocks, one branch after the other; `towards` is the output's gradient."""
+        """Output and gradients with given blocks, branch by branch; `towards` is the output's gradient."""
         offset, scale, way = self.k.shape[1] - self.q.shape[1], self.q.shape[-1] ** -0.5, BACKENDS[backend]
         cmp, slc, win = self.gates.unbind(-1)
         out = way.compressed(self.q, compress(self.k, config), compress(self.v, config), cmp, config, offset, scale)
@@ -47,9 +47,9 @@ class Case:
         return self._gradients(out + way.window(self.q, self.k, self.v, win, config.window, scale), towards)
 
     def errors(self, config: NSAConfig, separately: bool = False) -> list[tuple[float, float]]:
-        """How far from float64 output and gradients are: ours, and an eager run's, with the same blocks.
+        """Distances of output and gradients from float64, (ours, an eager run's) each, with the same blocks.
 
-        Ours are those of all branches at once, or `separately` of one after the other.
+        Ours compute all branches at once, or `separately` branch by branch.
         """
         blocks = self.blocks(config)
         exact = self.to(torch.float64).with_blocks(blocks, config, "naive")
@@ -77,7 +77,7 @@ def make_case():
         batch: int = 1,
         rows: int | None = None,
         seed: int = 0,
-    ) -> Case:
+    ) -> CudaCall:
         generator, rows = torch.Generator("cuda").manual_seed(seed), tokens if rows is None else rows
 
         def normal(*shape: int) -> Tensor:
@@ -85,6 +85,6 @@ def make_case():
 
         q, k, v = normal(rows, heads, dim), normal(tokens, kv_heads, dim), normal(tokens, kv_heads, value_dim or dim)
         gates = torch.rand(batch, rows, heads, 3, generator=generator, device="cuda")
-        return Case(q, k, v, gates.to(dtype).requires_grad_())
+        return CudaCall(q, k, v, gates.to(dtype).requires_grad_())
 
     return make

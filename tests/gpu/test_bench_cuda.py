@@ -1,4 +1,4 @@
-"""A bench on a CUDA device: stages are whole, and of the size of the call."""
+"""A bench on a CUDA device: no stage is missing, and their times add up to about the call's."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def values(point):
     return {metric.name: metric.value for metric in result.metrics}, result.files
 
 
-def test_the_stages_of_a_call_are_all_there_and_of_its_size():
+def test_stages_are_complete_and_add_up_to_the_call():
     data = {
         "kind": "bench",
         "name": "t",

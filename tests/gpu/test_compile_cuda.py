@@ -1,11 +1,11 @@
-"""torch.compile on a CUDA device: training with the Triton kernels is one graph that computes what eager mode does."""
+"""torch.compile on a CUDA device: training with the Triton kernels is one graph with the results of eager mode."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from nsa_core.kernels.stages import observe
+from nsa_core.kernels.runtime.launch import observe
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 
@@ -17,7 +17,7 @@ MODEL = replace(PRESETS["m7c_125m"], layers=1, vocab_size=512, backend="triton")
 
 
 def step(model, compiled, length=1500):
-    """Loss, gradients and the routes taken; beyond 1,024 tokens there are blocks to choose."""
+    """Loss, gradients and routes; beyond 1,024 tokens there are blocks to choose."""
     torch.compiler.reset()
     tokens = torch.randint(512, (2, length), generator=torch.Generator().manual_seed(0)).cuda()
     call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
@@ -29,7 +29,7 @@ def step(model, compiled, length=1500):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_step_is_the_eager_one(checkpointing):
-    """In float32, where rounding does not choose other blocks."""
+    """In float32, where rounding does not change the choice of blocks."""
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_autocast_is_one_graph_too():
 
 
 def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
-    """Heads, SwiGLU and the loss have kernels there. No block is to be chosen: rounding could choose others."""
+    """Heads, SwiGLU and the loss have kernels here. All blocks are selected: rounding cannot change the choice."""
     gradients = []
     for dtype, compiled in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         torch.manual_seed(0)

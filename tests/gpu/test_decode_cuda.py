@@ -59,12 +59,12 @@ def layer_of(config, dtype, heads=12, kv_heads=2, dim=64, backend="triton"):
 
 
 def in_steps(layer, cache, x):
-    """x [B,S,dim] token by token, each contiguous, as a graph's slot is: products may round otherwise."""
+    """Output for x [B,S,dim] token by token, each contiguous as in a graph's slot: strides may change rounding."""
     return torch.cat([layer(part.contiguous(), cache) for part in x.split(1, 1)], 1)
 
 
 def replayed(layer, cache, x):
-    """x [B,S,dim] through a graph of one step, token by token, after one eager step."""
+    """Output for x [B,S,dim] token by token: one eager step, then replays of one step's graph."""
     slot = x[:, :1].clone()
     first = layer(slot, cache)
     graph = torch.cuda.CUDAGraph()
@@ -92,9 +92,9 @@ def replayed(layer, cache, x):
         (8, 2, 256, 256, FP32, 1e-5),
     ],
 )
-@pytest.mark.parametrize("tokens", [1, 40, 777])  # all blocks are chosen: rounding decides nothing
+@pytest.mark.parametrize("tokens", [1, 40, 777])  # all blocks are selected: rounding cannot change the choice
 @torch.no_grad()
-def test_a_step_is_that_of_plain_float64(tokens, heads, kv_heads, dim, value_dim, dtype, bound):
+def test_a_step_agrees_with_plain_float64(tokens, heads, kv_heads, dim, value_dim, dtype, bound):
     ours = filled(PAPER, 2, tokens, kv_heads, dim, value_dim, dtype)
     exact = filled(PAPER, 2, tokens, kv_heads, dim, value_dim, dtype)
     for name in ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "k_open", "v_open"):
@@ -210,7 +210,7 @@ def test_the_same_step_gives_the_same_bits_and_nothing_waits():
 
 @torch.no_grad()
 def test_a_needle_is_found_far_away():
-    """At 64K tokens: the compressed token over the needle draws the query, whose output is then the needle's value."""
+    """At 64K tokens the needle's compressed token makes the query choose its block, and the output is its value."""
     cache = filled(PAPER, 2, 65_535, 2, 64, 64, BF16)
     q, k, v, gates = token(2, 12, 2, 64, 64, BF16)
     q = q[:, :, :1].expand_as(q).contiguous()
@@ -232,7 +232,7 @@ def cache_frequencies():
 
 @torch.no_grad()
 def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
-    """What must not matter is poisoned: a read of it would show as NaN."""
+    """Memory that must not be read is NaN: a read would show in the output."""
     config = NSAConfig(slc_count=3)  # all forced
     given, caches = token(2, 12, 2, 64, 64, BF16), [filled(config, 2, 5000, 2, 64, 64, BF16, 8192) for _ in range(2)]
     for held in (caches[1].k_slc, caches[1].v_slc):

@@ -1,4 +1,4 @@
-"""The decode kind on a CUDA device: what it times are a graph's replays of the kernels."""
+"""The decode kind on a CUDA device: it times replays of a graph of the kernels."""
 
 import pytest
 import torch

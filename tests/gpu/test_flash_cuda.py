@@ -1,4 +1,4 @@
-"""Flash kernels on a CUDA device: every one that is there, for dense attention and the window, against float64."""
+"""Flash kernels on a CUDA device: every one installed, for dense attention and the window, against float64."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def kernel(request):
 
 @pytest.fixture(params=_providers.PROVIDERS)
 def provider(request):
-    """A kernel that knows windows and can run here."""
+    """A kernel with windows that can run here."""
     if request.param not in usable(_providers.PROVIDERS):
         pytest.skip(f"{request.param} cannot run here")
     return request.param
@@ -73,7 +73,7 @@ def assert_as_good_as_eager(attend, leaves, window, name):
     assert kernels == [name]
     for ours, other, want in zip(got, eager, exact, strict=True):
         assert ours.dtype == other.dtype
-        floor = 1e-3 * want.numel() ** 0.5  # a window of one gives an eager run zeros, as gradients of q and k
+        floor = 1e-3 * want.numel() ** 0.5  # with a window of one, q and k have zero gradients
         assert (ours.double() - want).norm() <= 2 * (other.double() - want).norm() + floor
 
 
@@ -129,7 +129,7 @@ def test_packed_sequences_at_once_and_without_waiting(provider, window):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_fastest_that_is_there_is_taken():
+def test_the_fastest_usable_kernel_is_taken():
     leaves = operands(777, *HEADS[0])
     hopper = torch.cuda.get_device_capability()[0] >= 9
     ahead, built_in = ("flash-attn-4", "sdpa-cudnn") if hopper else ("flash-attn-2", "sdpa-flash")
@@ -139,7 +139,7 @@ def test_the_fastest_that_is_there_is_taken():
     assert kernels == usable(_providers.PROVIDERS)[:1]
 
 
-def test_what_no_flash_kernel_takes_is_computed_all_the_same():
+def test_inputs_that_no_flash_kernel_takes_fall_back():
     leaves = operands(300, 4, 2, 64, 64, FP32)
     got, kernels = run(dense_attention, leaves)
     assert kernels == ["sdpa-efficient"]
@@ -163,7 +163,7 @@ def test_the_window_beside_other_backends(others):
     assert all(distance(x, y) < 8e-3 for x, y in zip(got, want, strict=True))
 
 
-def test_gradients_have_the_same_bits_twice_where_that_is_asked_for(provider):
+def test_gradients_are_reproducible_if_pytorch_is_deterministic(provider):
     leaves = operands(3001, *HEADS[0])
     torch.use_deterministic_algorithms(True)
     try:

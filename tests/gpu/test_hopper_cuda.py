@@ -1,4 +1,4 @@
-"""The kernels that are Hopper's own (hopper.py) against those of all devices."""
+"""The kernels that are Hopper's own (*_hopper.py) against those of all devices."""
 
 import pytest
 import torch
@@ -7,16 +7,15 @@ from triton.experimental.gluon import language as gl
 
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.kernels import attention, merge, scores
+from nsa_core.kernels.call import Call, Part
 from nsa_core.kernels.merge import Rows, Slots
-from nsa_core.kernels.plan import Part, Plan
-from nsa_core.kernels.selected import kernels as selected
+from nsa_core.kernels.runtime.launch import observe
+from nsa_core.kernels.selected.kernels import backward_chunk, forward_chunk
 from nsa_core.kernels.shared import hopper
-from nsa_core.kernels.shared import packed_slots as packed
 from nsa_core.kernels.shared.hopper import product
-from nsa_core.kernels.shared.packed_slots import store_packed
-from nsa_core.kernels.span import backward_q as span_queries
-from nsa_core.kernels.span import forward as span
-from nsa_core.kernels.stages import observe
+from nsa_core.kernels.shared.packed_slots import WORDS, store_packed
+from nsa_core.kernels.span.backward_q import backward_q
+from nsa_core.kernels.span.forward import attend_spans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,37 +29,37 @@ GROUPS = pytest.mark.parametrize(
 
 
 def spans(tokens, heads, kv_heads, dtype, config, rows=None):
-    """(q, parts, plan) of all branches, of two sequences whose last `rows` tokens have queries."""
+    """(q, parts, call) of all branches, of two sequences whose last `rows` tokens have queries."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     compressed = max(0, (tokens - config.cmp_block) // config.cmp_stride + 1)
     sizes = (rows or tokens, heads), *((n, kv_heads) for n in (compressed, compressed, tokens, tokens))
     q, kc, vc, k, v = (torch.randn(2, *size, 128, generator=generator, device="cuda").to(dtype) for size in sizes)
     parts = [Part("cmp", kc, vc), Part("slc", k, v), Part("win", k, v)]
-    return q, parts, Plan(config, ("cmp", "slc", "win"), tokens - q.shape[1], 128**-0.5, shared=True)
+    return q, parts, Call(config, ("cmp", "slc", "win"), tokens - q.shape[1], 128**-0.5, shared=True)
 
 
 def of_forward(case):
     """A run that gives outputs and log-sum-exps of the spans."""
-    return lambda: [x for given in span.forward(*case) for x in given]
+    return lambda: [x for given in attend_spans(*case) for x in given]
 
 
 def of_backward_q(case):
     """A run that gives the gradient of queries."""
-    q, parts, plan = case
-    outputs, lses = span.forward(*case)
+    q, parts, call = case
+    outputs, lses = attend_spans(*case)
     generator = torch.Generator("cuda").manual_seed(1)
     gates = torch.rand(*q.shape[:3], 3, generator=generator, device="cuda").to(q.dtype)
     do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
     _, stats = merge.prepare(outputs, lses, gates, do, True)
-    return lambda: [span_queries.backward_q(q, do, parts, stats, plan)]
+    return lambda: [backward_q(q, do, parts, stats, call)]
 
 
 def chosen(case):
     """The inverse of what the queries choose."""
-    q, parts, plan = case
-    _, (lse, *_) = span.forward(*case)
-    blocks = scores.select(q, parts[0].k, lse, plan.config, plan.offset, plan.scale, plan.causal_rows(q.shape[1]))
-    return attention._invert(q, parts[1], blocks, plan)
+    q, parts, call = case
+    _, (lse, *_) = attend_spans(*case)
+    blocks = scores.select(q, parts[0].k, lse, call.config, call.offset, call.scale, call.causal_rows(q.shape[1]))
+    return attention._invert(q, parts[1], blocks, call)
 
 
 def unwritten(slots):
@@ -73,7 +72,7 @@ def unwritten(slots):
 
 
 def numbers(slots):
-    """Those of the chunk's slots [rows,free,G,128], unpacked as packed.py says that they are packed."""
+    """Those of the chunk's slots [rows,free,G,128], unpacked as packed_slots.py says that they are packed."""
     count = slots.rows.count
     if not slots.packed:
         return slots.parts[:count].clone()
@@ -90,13 +89,13 @@ def numbers(slots):
 
 def of_selected_forward(case):
     """A run that gives the slots of all chunks."""
-    q, parts, plan = case
+    q, parts, call = case
     index = chosen(case)
 
     def run():
         found = []
-        for chunk, slots in enumerate(attention._slots(q, parts[1], index, plan)):
-            selected.forward_chunk(q, parts[1], unwritten(slots), index, chunk, plan)
+        for chunk, slots in enumerate(attention._slots(q, parts[1], index, call)):
+            forward_chunk(q, parts[1], unwritten(slots), index, chunk, call)
             found += [numbers(slots), slots.lse[: slots.rows.count].clone()]
         return found
 
@@ -105,7 +104,7 @@ def of_selected_forward(case):
 
 def of_selected_backward(case):
     """A run that gives the gradients of keys and values, and the slots of all chunks."""
-    q, parts, plan = case
+    q, parts, call = case
     index, generator = chosen(case), torch.Generator("cuda").manual_seed(1)
     do = torch.randn(q.shape, generator=generator, device="cuda").to(q.dtype)
     stats = torch.randn(*q.shape[:3], 2, generator=generator, device="cuda")
@@ -113,11 +112,11 @@ def of_selected_backward(case):
 
     def run():
         totals = torch.zeros(2, *parts[1].k.shape, device="cuda")
-        scratch = torch.full((2, index.limit, plan.config.slc_block, 128), float("nan"), device="cuda")
+        scratch = torch.full((2, index.limit, call.config.slc_block, 128), float("nan"), device="cuda")
         found = [*totals]
-        for chunk, slots in enumerate(attention._slots(q, parts[1], index, plan, do)):
+        for chunk, slots in enumerate(attention._slots(q, parts[1], index, call, do)):
             unwritten(slots)
-            selected.backward_chunk(q, do, parts[1], stats, slots, tuple(totals), tuple(scratch), index, chunk, plan)
+            backward_chunk(q, do, parts[1], stats, slots, tuple(totals), tuple(scratch), index, chunk, call)
             found.append(numbers(slots))
         return found
 
@@ -206,11 +205,11 @@ def test_other_sizes_and_rows_at_the_end(monkeypatch, made, kernel, sizes):
 @pytest.mark.parametrize("sound", [0, 1])
 def test_what_is_no_number_stays_in_its_sequence(sound):
     """Tiles of a sequence's last keys reach into the next one, and a program goes on with rows of another sequence."""
-    q, parts, plan = spans(4000, 8, 2, torch.bfloat16, NSAConfig())
-    want = [x[sound].clone() for given in span.forward(q, parts, plan) for x in given]
+    q, parts, call = spans(4000, 8, 2, torch.bfloat16, NSAConfig())
+    want = [x[sound].clone() for given in attend_spans(q, parts, call) for x in given]
     for part in parts:
         part.k[1 - sound], part.v[1 - sound] = float("nan"), float("nan")
-    got = [x[sound] for given in span.forward(q, parts, plan) for x in given]
+    got = [x[sound] for given in attend_spans(q, parts, call) for x in given]
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
@@ -233,7 +232,7 @@ def test_integers_are_off_by_half_a_unit(size):
     x[20:40, ::7] *= 1e-4
     x[40:50, 64] *= 1e6
     x *= size
-    slots = Slots(*(torch.full((64, 1, 1, *n), -1, dtype=torch.int32, device="cuda") for n in ((packed.WORDS,), ())),
+    slots = Slots(*(torch.full((64, 1, 1, *n), -1, dtype=torch.int32, device="cuda") for n in ((WORDS,), ())),
                   torch.empty(64, 1, 1, device="cuda"), Rows(1, 0, 64, 0, 50))  # fmt: skip
     _pack[(1,)](x, factor, slots.parts, slots.exponents, 50, num_warps=4)
     want = (x.double() * factor.double()[:, None])[:50]

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAPER = NSAConfig()
-FEW = NSAConfig(slc_count=8)  # from 512 tokens on there is a choice
+FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -22,7 +22,7 @@ def distance(got, want):
 
 
 def largest_error(got, want):
-    """Of any element, in units of the largest element above 1."""
+    """Largest error of an element, relative to the largest element or 1."""
     return ((got - want).abs().max() / want.abs().max().clamp(min=1)).item()
 
 
@@ -55,7 +55,7 @@ def test_one_branch_after_the_other_is_as_good(make_case, heads, kv_heads, dim):
 def test_half_precision_at_any_length(make_case, tokens):
     case = make_case(tokens)
     for (ours, eager), x in zip(case.errors(PAPER), [case.q, *case.leaves], strict=True):
-        assert ours <= 2 * eager + 1e-5 * x.numel() ** 0.5  # one token has no gradient of q and k at all
+        assert ours <= 2 * eager + 1e-5 * x.numel() ** 0.5  # with one token q and k have zero gradients
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_other_sizes_are_as_good_as_an_eager_run(make_case, config):
 
 @pytest.mark.parametrize("rows", [1, 130])
 def test_the_last_rows_behind_longer_keys(make_case, rows):
-    """In float64's neighbourhood, as the whole is; with and without a choice of blocks."""
+    """Near float64, as all rows are; with and without a choice of blocks."""
     assert all(ours <= 2 * eager for ours, eager in make_case(1331, rows=rows, batch=2).errors(FEW))
     assert all(ours <= 2 * eager for ours, eager in make_case(501, rows=rows, batch=2).errors(FEW))
 
@@ -111,7 +111,7 @@ def test_the_last_rows_behind_longer_keys(make_case, rows):
 )
 @pytest.mark.parametrize("size", [3, 30])
 def test_a_large_mean_of_the_keys(make_case, size, heads, kv_heads, dim, dtype):
-    """It changes no probability, but what the parts of dq are rounded to before they cancel."""
+    """It changes no probability, but the rounding of dq's parts before they cancel."""
     case = make_case(1331, heads, kv_heads, dim, dtype)
     with torch.no_grad():
         case.k += size * torch.randn(case.k.shape[2:], generator=torch.Generator("cuda").manual_seed(2), device="cuda")
@@ -121,7 +121,7 @@ def test_a_large_mean_of_the_keys(make_case, size, heads, kv_heads, dim, dtype):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("growth", [0.03, 0.3, -0.3])
 def test_scores_that_grow_along_a_sequence(make_case, growth, dim):
-    """By 1 to 10 nats a tile of keys, or less and less: where sums are rescaled late, seldom and in every tile."""
+    """Growth of 1 to 10 nats a tile of keys, or a fall: sums are rescaled late, seldom, or in every tile."""
     case = make_case(1331, dim=dim)
     with torch.no_grad():
         case.q[..., 0] = dim**0.5
@@ -130,7 +130,7 @@ def test_scores_that_grow_along_a_sequence(make_case, growth, dim):
 
 
 def test_all_queries_choose_one_block(make_case):
-    """One block that every query selects, and far more work in it than in others."""
+    """A block that every query selects takes far more work than the others."""
     case = make_case(4000)
     with torch.no_grad():
         case.k[:, 1280:1344] = case.q.mean(1, keepdim=True)[:, :, ::6] * 50
@@ -182,7 +182,7 @@ def test_packed_sequences_are_separate_ones(make_case):
 
 
 def test_a_batch_is_its_sequences(make_case):
-    """To the last bit towards the queries; dk and dv are summed in other pieces."""
+    """Output, dq and dgates bit for bit; dk and dv are summed in other pieces."""
     case = make_case(901, batch=3)
     whole = nsa_attention(*case.leaves, FEW, backend="triton")
     out, dq, dk, dv, dgates = whole, *torch.autograd.grad(whole.square().sum(), case.leaves)

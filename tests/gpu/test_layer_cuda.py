@@ -23,7 +23,7 @@ def layer_and_input(config, tokens, backend):
 
 
 def gradients(layer, x):
-    """Of the input and of every parameter, by name; the output with them."""
+    """Output, and gradients of the input and of every parameter, by name."""
     x = x.detach().requires_grad_()
     out = layer(x)
     weights = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(out.dtype)
@@ -49,7 +49,7 @@ def test_learned_compression_in_float32_is_the_oracle():
 
 
 def test_learned_compression_in_half_precision_is_as_good_as_an_eager_run():
-    """1,001 tokens: every block is selected, so rounding chooses none."""
+    """1,001 tokens: every block is selected, so that rounding cannot change the choice."""
     layer, x = layer_and_input(NSAConfig(compress="mlp"), 1001, "triton")
     half = layer.to(torch.bfloat16)
     exact = gradients(with_backend(half, "naive", torch.float64), x.bfloat16().double())

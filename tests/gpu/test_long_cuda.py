@@ -1,4 +1,4 @@
-"""131,072 tokens on a CUDA device: sampled rows against float64, and memory that grows with the length alone."""
+"""131,072 tokens on a CUDA device: sampled rows against float64, and linear memory."""
 
 from types import SimpleNamespace
 
@@ -13,15 +13,15 @@ pytestmark = [
 ]
 PAPER = NSAConfig()
 TOKENS = 131_072
-# Without a compressed token, without a choice and with, at the bounds of blocks, the last.
+# Rows without a compressed token, without and with a choice, at the bounds of blocks, and the last row.
 ROWS = [0, 31, 1023, 1024, TOKENS // 3, TOKENS // 2 - 1, TOKENS // 2, TOKENS - 1]
 
 
 def row_by_row(case, blocks, towards, dtype):
-    """Output and gradients of single rows in plain PyTorch: each a query behind the keys that it may see.
+    """Output and gradients of ROWS in plain PyTorch, one query at a time with the keys that it may see.
 
-    `towards` [rows,HQ,D] are the gradients of their outputs. Those of q and of the gates come row by row, those of k
-    and v [T,HKV,D] as sums over the rows in float64.
+    `towards` [rows,HQ,D] holds the gradients of their outputs. Gradients of q and the gates are per row; gradients of k
+    and v [T,HKV,D] are float64 sums over the rows.
     """
     found = SimpleNamespace(out=[], dq=[], dgates=[], dk=0, dv=0)
     for row, toward in zip(ROWS, towards, strict=True):
@@ -38,7 +38,7 @@ def row_by_row(case, blocks, towards, dtype):
 
 
 def test_sampled_rows_are_as_good_as_an_eager_run(make_case):
-    """All queries send a gradient where those of sampled rows are compared, and the sampled ones where keys' are."""
+    """dq and dgates are compared at the sampled rows, dk and dv with a gradient from the sampled rows alone."""
     case = make_case(TOKENS)
     blocks = case.blocks(PAPER)
     towards = torch.randn(case.q.shape[1:], generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(

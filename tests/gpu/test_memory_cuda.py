@@ -1,4 +1,4 @@
-"""The Triton backend's memory as predicted, against the account of CUDA's caching allocator."""
+"""Predicted memory of the Triton backend, against CUDA's caching allocator."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def no_workspaces() -> None:
-    """What cuBLAS keeps for the tests before counts as allocated, too."""
+    """Free the workspaces that cuBLAS keeps from earlier tests: they count as allocated."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def holds(case: str, predicted: MemoryEstimate, peak: Peak) -> bool:
-    """Whether what a call adds was predicted within 5 %, and all that is allocated within 10 %; prints both (-s)."""
+    """Whether a call's extra memory is predicted within 5 %, its total within 10 %; prints both (-s)."""
     pairs = ((predicted.extra, peak.extra), (predicted.total, peak.allocated))
     found = [f"{said / 2**20:9.1f} for {was / 2**20:9.1f} MiB {100 * (said / was - 1):+5.1f} %" for said, was in pairs]
     print(f"\n{case:40} extra {found[0]}  total {found[1]}")
@@ -68,7 +68,7 @@ def test_attention(heads: tuple[int, int, int], seq_len: int, batch: int) -> Non
             backward=backward,
             device=GPU,
         )
-        if not backward:  # the gradient that the backward starts from is there all the same
+        if not backward:  # the output's gradient is allocated here all the same
             predicted = replace(predicted, inputs=predicted.inputs + towards.nbytes)
         peak = measure_peak(lambda backward=backward: call(backward), GPU, 0)
         case = f"{query_heads}/{kv_heads} d{dim} {batch}x{seq_len} {'forward+backward' if backward else 'forward'}"
@@ -78,7 +78,7 @@ def test_attention(heads: tuple[int, int, int], seq_len: int, batch: int) -> Non
 @pytest.mark.parametrize("batch", [2, 16])
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
 def test_training_step(checkpointing: bool, batch: int) -> None:
-    """Of the 125M model: bf16 autocast, clipped gradients, fused AdamW; after two steps that make its state."""
+    """The 125M model with bf16 autocast, clipped gradients and fused AdamW, after two steps that make its state."""
     config = replace(PRESETS["m7c_125m"], backend="triton", checkpointing=checkpointing)
     model = NSATransformer(config).to(GPU).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

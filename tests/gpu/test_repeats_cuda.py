@@ -1,4 +1,4 @@
-"""The same bits of the Triton backend on a CUDA device: twice, interleaved, on streams, recomputed, captured."""
+"""Reproducible bits of the Triton backend on a CUDA device: repeated, interleaved, on streams, recomputed, captured."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAPER = NSAConfig()
-FEW = NSAConfig(slc_count=8)  # from 512 tokens on there is a choice
+FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 HEADS = pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (32, 8, 128)])  # the latter on Hopper: TMA
 
 
@@ -29,7 +29,7 @@ def backward(out, case):
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(5000, 12, 2, 64), (9000, 32, 8, 128)])
 def test_the_same_input_gives_the_same_bits_every_time(make_case, tokens, heads, kv_heads, dim):
-    """Computed, captured and replayed, with another input of the shape and other contents of freed memory between."""
+    """Computed, captured and replayed, with another input of this shape, and freed memory overwritten, in between."""
     case, other = (make_case(tokens, heads, kv_heads, dim, seed=seed) for seed in range(2))
     first = case.run(PAPER)
     make_case(1331).run(PAPER)
@@ -77,7 +77,7 @@ def test_a_device_that_is_not_the_current_one(make_case, heads, kv_heads, dim):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_forward_chooses_the_same_blocks(make_case, reentrant):
-    """Else the gradients would be those of other blocks."""
+    """Otherwise the gradients would belong to other blocks."""
     case = make_case(2501)
     plain = backward(forward(case), case)
 

@@ -1,4 +1,4 @@
-"""Which blocks are chosen on a CUDA device, and what must hold of the branches whatever the numbers are."""
+"""The choice of blocks on a CUDA device, and invariants of the branches for any input."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAPER = NSAConfig()
-FEW = NSAConfig(slc_count=8)  # from 512 tokens on there is a choice
+FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(params=[*BACKENDS, "flash"])
 def backend(request):
-    """Every backend that runs here; flash computes the window beside the kernels."""
+    """Every backend that runs here; flash for the window beside the kernels."""
     reason = available_backends(torch.device("cuda"), BF16, "win")[request.param]
     if reason is not None:
         pytest.skip(reason)
@@ -63,7 +63,7 @@ def test_a_needle_is_found_far_away(make_case, tokens, at):
 
 @pytest.mark.parametrize(("tokens", "at"), [(4096, 1300), (65_536, 20_000)])
 def test_a_needle_is_what_comes_out(make_case, tokens, at):
-    """A key that the last query meets a hundredfold, in a block that its compressed token draws."""
+    """A key with a very large score for the last query, in a block that its compressed token makes it choose."""
     case = make_case(tokens, 4, 2)
     with torch.no_grad():
         case.q[:, -1] = case.q[:, -1:, ::2].repeat_interleave(2, 2)[:, 0]
@@ -90,7 +90,7 @@ def test_equal_queries_of_a_group_select_and_attend_equally(make_case):
 
 
 def test_equal_queries_at_the_last_rows_of_a_block_select_equally(make_case):
-    """Queries of one block that see the same compressed tokens have the same candidates."""
+    """Queries of one block with the same visible compressed tokens have the same candidates."""
     case = make_case(1501)
     with torch.no_grad():
         case.q[:, 1423:1438] = case.q[:, 1423:1424]  # tokens 0..1422 are compressed; the next one ends at 1439
@@ -136,7 +136,7 @@ def test_a_branch_that_sees_everything_is_dense(make_case, branch, config):
     ours = case.run(config, branches=(branch,))
     column = BRANCH_COLUMNS[branch]
     for i, (got, other, want) in enumerate(zip(ours, eager, exact, strict=True)):
-        if i == 4:  # of the gates, each in its own column
+        if i == 4:  # gates have a column each
             got, other, want = got[..., column], other[..., 2], want[..., 2]
         assert (got.double() - want).norm() <= 2 * (other.double() - want).norm()
 

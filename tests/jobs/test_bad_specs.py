@@ -105,7 +105,11 @@ MISTAKES = [
     (TRAIN, {"compile": "yes"}, r"compile: 'yes': .*; write true or false"),
     (SCALING, {"deadlines": {"point_s": 0}}, r"deadlines\.point_s: 0: .*greater than 0"),
     (SCALING, {"memory_gib": -1}, r"memory_gib: -1: .*greater than 0"),
-    (TRAIN, {"plan": PLAN}, r"plan\.tokens_per_second: 50: 50,000 steps x 4,096 .*2,370 tok/s.*1,138 h; set .*2371"),
+    (
+        TRAIN,
+        {"plan": PLAN},
+        r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*1,138 h; set .*2371",
+    ),
     (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
     (TRAIN, {"data": {"path": "/no/such/place"}}, r"data\.path: '/no/such/place': there is no such file; give"),
     (TRAIN, {"attention": ["nsa", "nsa"]}, r"attention: .*nsa appears more than once"),

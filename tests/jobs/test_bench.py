@@ -17,7 +17,7 @@ from jobs.measure import stages
 from jobs.measure.stages import Kernel, ProfileError, by_stage, summarize_stages
 from jobs.point import Machine, Measurement, Point
 from jobs.spec import load_spec
-from nsa_core.kernels.stages import Started
+from nsa_core.kernels.runtime.launch import Started
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
@@ -75,19 +75,15 @@ def test_points_bring_what_a_scaling_point_brings_and_the_kernel_that_ran() -> N
     assert found["4/2 d8 dense-sdpa-flash forward S=64"].route == {"dense": "sdpa-flash"}
 
 
-def _launches(*kernels: str, **constants: int) -> list[Started]:
-    return [Started(kernel, constants) for kernel in kernels]
-
-
-WINDOW = {"CMP": False, "WIN": True, "SLC": False}
-COMPRESSED = {"CMP": True, "WIN": False, "SLC": False}
+def _launches(*kernels: str, stage: str = "merge") -> list[Started]:
+    return [Started(kernel, stage, {}) for kernel in kernels]
 
 
 def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:
     launches = [
-        *_launches("_span_backward_kv", **COMPRESSED),
-        *_launches("_new"),
-        *_launches("_span_backward_kv", **WINDOW),
+        *_launches("_span_backward_kv", stage="compressed_backward_kv"),
+        *_launches("_new", stage="new"),
+        *_launches("_span_backward_kv", stage="window_backward_kv"),
     ]
     kernels = [
         Kernel("_span_backward_kv", start=50, duration=7),  # the profiler's order is not the device's

@@ -52,7 +52,7 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 @pytest.mark.parametrize("changes", [{}, {"workload": "model", "preset": "tiny", "shape": None, "layers": 3}])
 def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
-        case = steps.Case.from_config(json.loads(json.dumps(point.config)))
+        case = steps.DecodeCase.from_config(json.loads(json.dumps(point.config)))
         assert json.dumps(case.to_config()) == json.dumps(point.config)
         given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.layers)
         assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.model.layers) == given

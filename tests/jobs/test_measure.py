@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from jobs.measure import machine
-from jobs.measure.clock import Plan, measure_time
+from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.machine import probe
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.stats import summarize
+from jobs.quantities import TIME
 from nsa_core import NSAConfig
 from nsa_core.model import ModelConfig
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
-    metric = summarize("time", "ms", [5.0, 1.0, 2.0, 4.0, 3.0], "test")
+    metric = summarize(TIME, [5.0, 1.0, 2.0, 4.0, 3.0], "test")
     assert (metric.value, metric.samples) == (3.0, (5.0, 1.0, 2.0, 4.0, 3.0))
     assert (metric.p10, metric.p90) == pytest.approx((1.4, 4.6))
     assert metric.ci_low is not None
@@ -31,14 +32,14 @@ def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
 
 
 def test_two_samples_have_no_interval_and_none_no_metric() -> None:
-    assert summarize("time", "ms", [1.0, 2.0]).ci_low is None
+    assert summarize(TIME, [1.0, 2.0]).ci_low is None
     with pytest.raises(ValueError, match="no sample"):
-        summarize("time", "ms", [])
+        summarize(TIME, [])
 
 
 def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
     beats: list[str] = []
-    plan = Plan(repeats=4, min_s=0, max_s=10, warmup=5)
+    plan = TimingPlan(repeats=4, min_s=0, max_s=10, warmup=5)
     timing = measure_time(lambda: time.sleep(0.01), CPU, plan, lambda phase, done=0, total=0: beats.append(phase))
     assert len(timing.samples_ms) == beats.count("time") == 4
     assert 3 <= beats.count("warm-up") <= 5
@@ -46,7 +47,7 @@ def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
 
 
 def test_the_clock_ends_a_slow_call_in_time_and_says_that_it_was_not_steady() -> None:
-    timing = measure_time(lambda: time.sleep(0.05), CPU, Plan(100, 100, 0.01, 100), lambda *_: None)
+    timing = measure_time(lambda: time.sleep(0.05), CPU, TimingPlan(100, 100, 0.01, 100), lambda *_: None)
     assert len(timing.samples_ms) == 1
     assert "not steady" in timing.method
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from jobs._operator import OperatorCase
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
-from jobs.scaling import Case, Spec, measure
+from jobs.scaling import Spec, measure
 from nsa_core.backends import BACKENDS, chunked
 from nsa_core.memory import MemoryEstimate
 
@@ -69,7 +70,7 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 )
 def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
-        case = Case.from_config(json.loads(json.dumps(point.config)))
+        case = OperatorCase.from_config(json.loads(json.dumps(point.config)))
         assert json.dumps(case.to_config()) == json.dumps(point.config)
         given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.seq_len)
         assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.seq_len) == given
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
 def test_a_backend_whose_memory_nothing_predicts_is_measured_all_the_same(
     workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("jobs._fields.BACKENDS", "nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
+    for name in ("nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
         monkeypatch.setattr(name, dict(BACKENDS) | {"new": chunked})
     shape = {"shape": None, "preset": "tiny"} if workload == "model" else {}
     point = _spec(implementations=["new"], workload=workload, passes=["forward"], memory_gib=1e-6, **shape).points(CPU)[
@@ -236,5 +237,5 @@ def test_the_estimate_error_is_relative_to_what_was_measured(monkeypatch: pytest
     point = _spec(implementations=["dense"], passes=["forward"]).points(CPU)[0]
     measured = _values(_measure(point))["peak_extra_memory"] * 2**20
     double = MemoryEstimate(0, 0, 0, 0, int(2 * measured), 0)
-    monkeypatch.setattr("jobs.scaling.estimate_attention", lambda *args, **kwargs: double)
+    monkeypatch.setattr("jobs._operator.estimate_attention", lambda *args, **kwargs: double)
     assert _values(_measure(point))["estimate_error"] == pytest.approx(100)

@@ -1,4 +1,4 @@
-"""Operands for the operator's tests, and a configuration small enough for every branch to matter at 100 tokens."""
+"""Operands for the operator's tests, and a configuration so small that every branch matters at 100 tokens."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ BACKENDS = ("reference", "naive", "chunked")
 
 
 @dataclass
-class Case:
-    """Tensors of one call; `leaves` are what gradients are taken of."""
+class CpuCall:
+    """Tensors of one call on the CPU; `leaves` are those that gradients are computed for."""
 
     q: Tensor
     k: Tensor
@@ -24,8 +24,8 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.gates]
 
-    def to(self, dtype: torch.dtype) -> "Case":
-        return Case(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
+    def to(self, dtype: torch.dtype) -> "CpuCall":
+        return CpuCall(*(x.detach().to(dtype).requires_grad_() for x in self.leaves))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def config() -> NSAConfig:
 def make_case():
     def make(
         tokens, heads=4, kv_heads=2, dim=16, value_dim=None, batch=1, dtype=torch.float32, seed=0, rows=None
-    ) -> Case:
+    ) -> CpuCall:
         generator = torch.Generator().manual_seed(seed)
         rows = tokens if rows is None else rows
 
@@ -46,7 +46,7 @@ def make_case():
 
         gates = torch.rand(batch, rows, heads, 3, generator=generator).to(dtype).requires_grad_()
         q, k = normal(batch, rows, heads, dim), normal(batch, tokens, kv_heads, dim)
-        return Case(q, k, normal(batch, tokens, kv_heads, value_dim or dim), gates)
+        return CpuCall(q, k, normal(batch, tokens, kv_heads, value_dim or dim), gates)
 
     return make
 
@@ -58,13 +58,13 @@ def backend(request) -> str:
 
 @pytest.fixture(params=["naive", "chunked"])
 def fast_backend(request) -> str:
-    """The backends that are held against the reference."""
+    """Backends that are compared with the reference."""
     return request.param
 
 
 @pytest.fixture
 def many_chunks(monkeypatch):
-    """A workspace so small that the chunked backend takes several chunks even of a short sequence."""
+    """A workspace so small that the chunked backend cuts even a short sequence into several chunks."""
     from nsa_core.backends import _chunks
 
     monkeypatch.setattr(_chunks, "_BUDGET", {"cpu": (150_000, 150_000), "cuda": (150_000, 150_000)})

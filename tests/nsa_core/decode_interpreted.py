@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy about log2(0) and exp2 of masked scores
 ]
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
-# Three strides a compressed token, six in a block, blocks that are no power of two.
+# Three strides in a compressed token, six in a block, block sizes that are not powers of two.
 ODD = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=24, slc_count=5, init_blocks=2, local_blocks=1, window=21)
 LENGTH = 75
 
@@ -38,14 +38,14 @@ def layer_of(config, heads=4, kv_heads=2, dim=8):
 
 
 def exact(layer, x):
-    """The whole sequence at once, in float64, by the oracle."""
+    """The oracle's output for the whole sequence, in float64."""
     twin = NativeSparseAttention(24, layer.heads, layer.kv_heads, layer.head_dim, layer.config, backend="reference")
     twin.load_state_dict(layer.state_dict())
     return twin.double()(x.double())
 
 
 def in_steps(layer, x, cuts, capacity=None):
-    """The layer's output when x arrives cut at `cuts`, the rest token by token."""
+    """The layer's output for x in parts that end at `cuts`, then token by token; and the cache."""
     cache = layer.new_cache(capacity)
     layer.backend = "chunked"  # the prefill's kernels have tests of their own
     outs = [layer(x[:, : cuts[0]], cache)]
@@ -75,7 +75,7 @@ def test_steps_give_what_prefill_gives(name):
 @pytest.mark.parametrize("prefill", [1, 7, 8, 11])
 @torch.no_grad()
 def test_a_short_prefill_is_continued(prefill):
-    """From before the first compressed token on."""
+    """Prefills that end before, at and after the first compressed token."""
     layer, x = layer_of(SMALL), torch.randn(1, prefill + 9, 24)
     out, cache = in_steps(layer, x, [prefill])
     torch.testing.assert_close(out.double(), exact(layer, x), rtol=1e-4, atol=1e-5)
@@ -94,7 +94,7 @@ def test_groups_and_head_dims(heads, kv_heads, dim):
 @torch.no_grad()
 def test_float16_is_near_the_oracle():
     layer, x = layer_of(SMALL).half(), torch.randn(1, 60, 24).half()
-    layer.config = replace(SMALL, slc_count=8)  # every block, so that rounding chooses nothing
+    layer.config = replace(SMALL, slc_count=8)  # all blocks are selected, so that rounding cannot change the choice
     out, _ = in_steps(layer, x, [52])
     want = exact(layer, x)
     assert (out - want).norm() / want.norm() < 2e-3
@@ -102,7 +102,7 @@ def test_float16_is_near_the_oracle():
 
 @torch.no_grad()
 def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
-    """The kernels' parts follow the room, so that the growing cache is given as much."""
+    """Kernels split keys by the cache's room: the growing cache has as much room here."""
     layer, x = layer_of(SMALL), torch.randn(2, 64, 24)
     growing, _ = in_steps(layer, x, [60])
     fixed, cache = in_steps(layer, x, [60], capacity=64)
@@ -114,7 +114,7 @@ def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
 
 @torch.no_grad()
 def test_beyond_the_capacity_nothing_is_overwritten():
-    """As a graph's replays would go on: the host is not asked."""
+    """A graph's replays may go beyond it, unchecked by the host."""
     from nsa_core.kernels.decode import step as decode
 
     layer, x = layer_of(SMALL), torch.randn(1, 24, 24)
@@ -134,7 +134,7 @@ def random_cache(config, tokens, seed=0, heads=4, kv_heads=2, dim=16, value_dim=
     cache = NSACache(config)
     cache.take((k, k, k), (v, v, v))
     cache.add_compressed(*compressed)
-    cache.position -= 1  # taken in, and not counted yet
+    cache.position -= 1  # stored, not counted yet
     return cache, torch.randn(2, heads, dim, generator=generator)
 
 
@@ -167,7 +167,7 @@ def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
 def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
     from nsa_core.kernels.decode import step as decode
 
-    config = replace(SMALL, slc_count=3)  # with one initial and two local blocks, all are forced
+    config = replace(SMALL, slc_count=3)  # one initial and two local blocks: all are forced
     cache, q = random_cache(config, LENGTH)
     gates = torch.randn(2, 4, 3)
     want, _ = decode.attend(q, gates, cache)
@@ -194,7 +194,7 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
-    """As jobs/decode.py does it: every step takes the one before it back."""
+    """Steps as jobs/decode.py runs them: each first undoes the one before."""
     from jobs._case import bare_model
     from jobs._decode_steps import Case, attention_step, check_steps
     from jobs.measure.clock import Plan
@@ -211,7 +211,7 @@ def test_a_step_can_be_measured_again_and_again():
 
 
 @torch.no_grad()
-def test_the_host_can_be_told_what_replays_took_in():
+def test_the_host_can_count_tokens_stored_by_replays():
     layer, x = layer_of(SMALL), torch.randn(1, 20, 24)
     _, cache = in_steps(layer, x, [18], capacity=24)
     cache.position.fill_(16)

@@ -119,7 +119,7 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
 
 @pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win"), ("cmp", "slc"), ("win",)], ids=",".join)
 def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, config, branches):
-    from nsa_core.kernels.stages import observe
+    from nsa_core.kernels.runtime.launch import observe
 
     case = make_case(100, 4, 2, dtype=torch.float16)
     kept = nsa_attention(*case.leaves, config, backend="triton", branches=branches)
@@ -141,11 +141,9 @@ def test_a_derivative_forward_is_refused_where_nothing_is_kept_too(make_case, co
 def on_hopper(monkeypatch):
     """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
     from nsa_core.kernels.selected import kernels as selected
-    from nsa_core.kernels.span import backward_kv as span_keys
-    from nsa_core.kernels.span import backward_q as span_queries
-    from nsa_core.kernels.span import forward as span
+    from nsa_core.kernels.span import backward_kv, backward_q, forward
 
-    for module in (selected, span, span_queries, span_keys):
+    for module in (selected, forward, backward_q, backward_kv):
         monkeypatch.setattr(module, "arch", lambda x: 90)
 
 
@@ -159,7 +157,7 @@ def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, heads, dim):
 @pytest.mark.usefixtures("on_hopper")
 def test_sums_rescaled_late_of_scores_that_grow(make_case, config, growth):
     """By 3 or 16 nats a block of keys: rescaled now and then, always; or never. Gradients round more, by k's mean."""
-    from nsa_core.kernels.stages import observe
+    from nsa_core.kernels.runtime.launch import observe
 
     case = make_case(100, 2, 1, 128, dtype=torch.float16)
     with torch.no_grad():
@@ -229,13 +227,12 @@ def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
 
 @pytest.mark.parametrize("rows", [8, 21, 33, 42])  # of 21 a sequence and kv head: within one, one, beyond one, two
 def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
-    from nsa_core.kernels import scores
+    from nsa_core.kernels import attention, scores
     from nsa_core.kernels.runtime import replay
-    from nsa_core.kernels.selected import kernels as selected
 
     case = make_case(85, 4, 2, batch=2)
     whole = run(case.leaves, config, "triton")
-    monkeypatch.setattr(selected, "slot_rows", lambda q, kv_heads, dim, free: rows)
+    monkeypatch.setattr(attention, "slot_rows", lambda q, kv_heads, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
     replay.forget()
     for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
@@ -258,7 +255,7 @@ def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, 
 @pytest.mark.parametrize(("chunks", "rows", "add"), [(1, 9, False), (6, 9, False), (6, 5, True)])
 def test_parts_of_all_chunks_are_summed(chunks, rows, add):
     """Of the first rows of 9, heads of 40 and 300 columns: more than a program sums up."""
-    from nsa_core.kernels.span import backward_kv as span_keys
+    from nsa_core.kernels.span import backward_kv
 
     made = torch.Generator().manual_seed(0)
     parts = tuple(torch.randn(chunks, 2, rows, 2, dim, generator=made) for dim in (40, 300))
@@ -266,7 +263,7 @@ def test_parts_of_all_chunks_are_summed(chunks, rows, add):
     want = [total.clone() for total in totals]
     for x, part in zip(want, parts, strict=True):
         x[:, :rows] = part.sum(0) + (x[:, :rows] if add else 0)
-    span_keys._sum(parts, *totals, add=add)
+    backward_kv._sum(parts, *totals, add=add)
     for total, x in zip(totals, want, strict=True):
         torch.testing.assert_close(total, x)
 
@@ -348,25 +345,25 @@ def test_more_blocks_than_groups(make_case, tokens):
 
 
 def operator_calls(case, config):
-    """Every operator with arguments as the model gives them, plan included: (operator, arguments)."""
+    """Every operator with arguments as the model gives them, call included: (operator, arguments)."""
     from nsa_core.kernels import operators
 
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
     k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, plan = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False, True)
-    out, *saved = operators._attend_operator(q, gates, None, pairs, *plan)
+    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False, True)
+    out, *saved = operators._attend_operator(q, gates, None, pairs, *call)
     chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
     return [
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *plan)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *call)),
         (
             torch.ops.nsa_core.attend,
-            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *plan[1:4], False, False, True),
+            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *call[1:4], False, False, True),
         ),
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *plan[:5], True, True)),
-        (torch.ops.nsa_core.attend, (q, gates, None, pairs, *plan[:-1], False)),
-        (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *plan)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *call[:5], True, True)),
+        (torch.ops.nsa_core.attend, (q, gates, None, pairs, *call[:-1], False)),
+        (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *call)),
         (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
         (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
         (torch.ops.nsa_core.select, (q, k_cmp, sizes, 0, 0.25)),

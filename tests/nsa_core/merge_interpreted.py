@@ -30,7 +30,7 @@ def test_a_sum_of_two_ways_and_the_third_make_the_bits_of_three(dtype):
 
 
 def packed(numbers, exponents):
-    """Rows of integers [..,128] of blocks with exponents [..,4], as packed.py says."""
+    """Rows of integers [..,128] of blocks with exponents [..,4], as packed_slots.py says."""
 
     def as_int32(x):
         return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Under torch.compile a training step is one graph, and computes what it computes without."""
+"""Under torch.compile a training step is one graph, with the results of eager mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_is_one_graph_under_autocast(attention: str) -> None:
 
 
 def test_branches_by_different_backends_are_one_graph_too() -> None:
-    """Each is computed once: torch.compile does not take two names of one module for one key of a dict."""
+    """Each is computed once, though torch.compile takes two names of one module for two keys of a dict."""
     backend = {"cmp": "chunked", "slc": "naive", "win": "chunked", "select": "chunked"}
     small = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
     torch.manual_seed(0)
@@ -68,8 +68,8 @@ def test_branches_by_different_backends_are_one_graph_too() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_packed_sequences_of_a_known_longest_are_one_graph() -> None:
-    """Their bounds are checked where they are computed with."""
+def test_packed_sequences_with_max_seqlen_are_one_graph() -> None:
+    """Their bounds are checked within the graph."""
     small = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(90, heads, 16, generator=generator) for heads in (2, 1, 1))

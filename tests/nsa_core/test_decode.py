@@ -28,7 +28,7 @@ def layer_of(config: NSAConfig, heads: int = 4, kv_heads: int = 2) -> NativeSpar
 
 
 def in_steps(layer: NativeSparseAttention | DenseAttention, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """The layer's output when x arrives cut at `cuts`, the rest token by token."""
+    """The layer's output for x in parts that end at `cuts`, then token by token."""
     cache = layer.new_cache()
     bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, x.shape[1] + 1)]
     return torch.cat([layer(x[:, a:b], cache) for a, b in pairwise(bounds)], 1)
@@ -139,8 +139,8 @@ def test_step_compresses_only_the_block_that_it_completes(monkeypatch: pytest.Mo
 
 @torch.no_grad()
 def test_step_reads_neither_unchosen_blocks_nor_tokens_before_the_window() -> None:
-    """Blocks that cannot matter are poisoned: a read of them would show as NaN."""
-    config = replace(SMALL, slc_count=3)  # with one initial and two local blocks, all are forced
+    """Blocks that must not be read are NaN: a read would show in the output."""
+    config = replace(SMALL, slc_count=3)  # one initial and two local blocks: all are forced
     layer, cache = layer_of(config), NSACache(config)
     x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
     layer(x[:, :-1], cache)
@@ -153,7 +153,7 @@ def test_step_reads_neither_unchosen_blocks_nor_tokens_before_the_window() -> No
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 @torch.no_grad()
-def test_what_does_not_fit_is_refused_before_any_of_it_is_taken(kind: str) -> None:
+def test_tokens_that_do_not_fit_are_refused_before_any_is_stored(kind: str) -> None:
     layer = layer_of(SMALL) if kind == "nsa" else DenseAttention(24, 4, 2, 8).double()
     x, cache = torch.randn(2, 26, 24, dtype=torch.float64), layer.new_cache(24)
     layer(x[:, :20], cache)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_before_any_of_it_is_taken(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 @torch.no_grad()
-def test_another_dtype_than_the_caches_is_refused(kind: str) -> None:
+def test_a_dtype_other_than_the_caches_is_refused(kind: str) -> None:
     layer = layer_of(SMALL).float() if kind == "nsa" else DenseAttention(24, 4, 2, 8)
     x, cache = torch.randn(1, 21, 24), layer.new_cache()
     layer(x[:, :20], cache)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def test_a_prefill_that_fails_leaves_the_cache_empty() -> None:
 
 @torch.no_grad()
 def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
-    """As a graph's replays would go on: the token that would complete the 65th finds room for 64."""
+    """A graph's replays may go beyond it: the token that would complete the 65th finds room for 64."""
     layer, capacity = layer_of(CONFIGS["learned"]), 263
     cache = layer.new_cache(capacity)
     layer(torch.randn(1, capacity, 24, dtype=torch.float64), cache)

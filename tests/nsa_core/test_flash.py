@@ -1,7 +1,7 @@
-"""Flash kernels without a GPU: which would be taken where, and whether they are asked for the right thing.
+"""Flash kernels without a GPU: the choice among them, and the arguments that they get.
 
-Stand-ins for the packages compute what those document, in plain PyTorch: query i of S sees keys i + T - S - left up to
-i + T - S + right, T the number of keys, -1 or None for no bound.
+Stand-ins compute in plain PyTorch as the packages document: query i of S sees keys i + T - S - left to
+i + T - S + right, where T is the number of keys, and -1 or None means no bound.
 """
 
 from __future__ import annotations
@@ -102,18 +102,18 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("capability", "lacks", "dtype", "width", "case", "expected"), CHOICES)
-def test_the_fastest_kernel_that_can_is_taken(capability, lacks, dtype, width, case, expected):
+def test_the_fastest_usable_kernel_is_taken(capability, lacks, dtype, width, case, expected):
     assert dense.candidates("auto", case, Host(capability, lacks), dtype, width) == expected
 
 
 @pytest.mark.parametrize(("kernel", "capability", "lacks", "dtype", "width", "case", "why"), REFUSALS)
-def test_a_kernel_that_cannot_is_refused_with_the_reason(kernel, capability, lacks, dtype, width, case, why):
+def test_an_unusable_kernel_is_refused_with_the_reason(kernel, capability, lacks, dtype, width, case, why):
     with pytest.raises(BackendError, match=rf"^backend: '{kernel}': .*{why}"):
         dense.candidates(kernel, case, Host(capability, lacks), dtype, width)
 
 
 @pytest.mark.parametrize("kernel", dense.KERNELS)
-def test_a_kernel_that_can_is_taken_when_asked_for(kernel):
+def test_a_usable_kernel_is_taken_by_name(kernel):
     assert dense.candidates(kernel, "square", Host.described("9.0", BOTH), BF16, 64) == (kernel,)
 
 
@@ -131,7 +131,7 @@ def test_a_package_that_does_not_load_is_not_taken(monkeypatch):
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:
-    """Attention [B,S,H,D] within the bounds that FlashAttention documents, in float64."""
+    """Attention [B,S,H,D] in float64, with window bounds as FlashAttention documents them."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     own = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
@@ -205,7 +205,7 @@ def _varlen_attn(
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Stand-ins in place of all kernels, on a host that has them; what they were told of determinism."""
+    """Replace all kernels by stand-ins, on a host that has them; lists the `deterministic` they were given."""
     asked: list[bool] = []
     monkeypatch.setitem(sys.modules, "flash_attn", _flash_attn_2(asked))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", _flash_attn_4(asked))
@@ -217,7 +217,7 @@ def asked(monkeypatch):
 
 @pytest.fixture(params=_providers.PROVIDERS)
 def provider(request, asked, monkeypatch) -> str:
-    """The only kernel outside PyTorch's scaled_dot_product_attention that is taken."""
+    """The only kernel available besides scaled_dot_product_attention's."""
     monkeypatch.setattr(_providers, "PROVIDERS", (request.param,))
     return request.param
 
@@ -235,7 +235,7 @@ def _assert_near(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (12, 20)])
 @pytest.mark.parametrize(("rows", "window"), [(70, 1), (70, 24), (70, 69), (5, 24), (5, None), (1, 3)])
-def test_windows_and_last_rows_are_those_of_the_reference(provider, make_case, rows, window, dim, value_dim):
+def test_windows_and_last_rows_agree_with_the_reference(provider, make_case, rows, window, dim, value_dim):
     case = make_case(70, batch=2, dim=dim, value_dim=value_dim, rows=rows, dtype=BF16)
     exact = case.to(torch.float64)
     with routes.capture() as runs:
@@ -281,7 +281,7 @@ def test_whole_sequences_go_through_flash_attn_4_on_hopper(asked, make_case):
     _assert_near([got], [dense_attention(*(x.double() for x in case.leaves[:3]))])
 
 
-def test_the_same_bits_twice_are_asked_for_where_pytorch_is_to_give_them(asked, make_case):
+def test_kernels_are_deterministic_where_pytorch_must_be(asked, make_case):
     case = make_case(70, dtype=BF16)
     for kernel in ("flash-attn-2", "flash-attn-4"):
         dense_attention(*case.leaves[:3], backend=kernel)
@@ -309,7 +309,7 @@ def test_flash_is_for_the_window_alone(make_case, config):
         nsa_attention(*case.leaves, config, backend={"win": "flash"})
 
 
-def test_head_dims_that_no_flash_kernel_takes_are_an_error_of_the_window(asked, make_case, config):
+def test_head_dims_too_wide_for_flash_kernels_are_an_error(asked, make_case, config):
     case = make_case(20, dim=264, dtype=BF16)
     with pytest.raises(
         BackendError, match=r"backend\['win'\]: 'flash': it takes head dims up to 256 .*; use triton or"
@@ -330,7 +330,7 @@ def test_torch_compile_traces_dense_attention_in_one_piece_at_any_length(make_ca
 
 
 class _Fused(ModuleType):
-    """The chunked backend, with a way of computing branches at once that writes down which."""
+    """The chunked backend as a fused one, which records the branches it computes at once."""
 
     def __init__(self) -> None:
         super().__init__("fused")
@@ -351,13 +351,11 @@ class _Fused(ModuleType):
     [
         ("fused", [("cmp", "slc", "win")]),
         ({"cmp": "fused", "slc": "fused", "select": "fused", "win": "flash"}, [("cmp", "slc")]),
-        ({"cmp": "fused", "slc": "fused", "win": "flash"}, []),  # which blocks it has is for another to say
+        ({"cmp": "fused", "slc": "fused", "win": "flash"}, []),  # another backend selects its blocks
         ({"cmp": "fused", "select": "fused", "win": "fused"}, [("cmp", "win")]),
     ],
 )
-def test_what_is_left_beside_the_window_is_still_computed_at_once(
-    asked, make_case, config, backend, at_once, monkeypatch
-):
+def test_branches_of_a_fused_backend_are_computed_at_once(asked, make_case, config, backend, at_once, monkeypatch):
     fused = _Fused()
     everything = dict(backends.BACKENDS) | {"fused": fused}
     monkeypatch.setattr(backends, "BACKENDS", everything)

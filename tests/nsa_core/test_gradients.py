@@ -1,4 +1,4 @@
-"""Gradients of every backend against the float64 oracle, and what the chunked one must keep to be of use."""
+"""Gradients of every backend against the float64 oracle; memory and recomputation of the chunked one."""
 
 import math
 
@@ -13,7 +13,7 @@ NAMES = ("q", "k", "v", "gates", "k_cmp", "v_cmp")
 
 
 def gradients(leaves, run):
-    """Of a fixed random projection of the output, so that no gradient is zero by symmetry."""
+    """Gradients of a fixed random projection of the output, so that none is zero by symmetry."""
     out = run()
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
     out.backward(weights)
@@ -30,7 +30,7 @@ def relative_error(actual, expected):
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("tokens", [1, 7, 33, 130])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 16, 16), (6, 1, 16, 24), (3, 3, 32, 16)])
-def test_gradients_are_the_oracles(fast_backend, make_case, config, tokens, heads, kv_heads, dim, value_dim):
+def test_gradients_agree_with_the_oracle(fast_backend, make_case, config, tokens, heads, kv_heads, dim, value_dim):
     case = make_case(tokens, heads, kv_heads, dim, value_dim, batch=2)
     exact = case.to(torch.float64)
     expected = gradients(exact.leaves, lambda: nsa_attention(*exact.leaves, config, backend="reference"))
@@ -128,7 +128,7 @@ def test_dense_gradients(make_case):
 
 
 def peak_bytes(run) -> int:
-    """Peak of what the CPU allocator handed out while `run` ran."""
+    """Peak bytes that the CPU allocator handed out during `run`."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     held = peak = 0
@@ -156,7 +156,7 @@ def extra_memory(make_case, tokens, name, backward):
 
 @pytest.fixture
 def one_thread():
-    """Thousands of small products: on a busy machine a second thread only waits."""
+    """One thread: with thousands of small products on a busy machine a second one only waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -28,7 +28,7 @@ def launches(
     `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
     """
     from nsa_core.kernels import operators
-    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.runtime.launch import record
     from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: arch)
@@ -38,12 +38,12 @@ def launches(
     k, v = (tensor(1, tokens, 2, n, dtype=dtype, late=late == x) for x, n in (("k", dim), ("v", value_dim)))
     leaves = [x.requires_grad_() for x in (q, gates, k, v)]
     blocks = torch.zeros(1, tokens, 2, config.slc_count, dtype=torch.int32) if keys == "two branches" else None
-    plan = operators.Plan(config, branches, 0, 1.0, compresses=keys == "shared")
-    with _launch.record() as seen:
+    call = operators.Call(config, branches, 0, 1.0, compresses=keys == "shared")
+    with record() as seen:
         pairs = [(k, v)] * 2
         if keys == "separate":
             pairs = [operators.compress(k, v, config), (k, v), (k.clone(), v.clone())]
-        out = operators.attend(q, gates, blocks, pairs, plan)
+        out = operators.attend(q, gates, blocks, pairs, call)
         torch.autograd.grad(out, leaves, tensor(*out.shape, dtype=dtype, late=late == "do"))
     return seen
 
@@ -111,14 +111,14 @@ def test_other_blocks_than_64_keys_before_the_query_take_those_of_all_devices(mo
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypatch, tokens, programs, has_gradient):
     from nsa_core.kernels import operators
-    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.runtime.launch import record
     from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
     q, gates, k, v = (tensor(1, tokens, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128)))
-    plan = operators.Plan(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
-    with _launch.record() as seen:
-        operators.attend(q.requires_grad_(has_gradient), gates, None, [(k, v)] * 2, plan)
+    call = operators.Call(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
+    with record() as seen:
+        operators.attend(q.requires_grad_(has_gradient), gates, None, [(k, v)] * 2, call)
     (forward,) = (one for one in seen if one.kernel.__name__ == "_all_spans_forward")
     merges = [one for one in seen if one.kernel.__name__ == "_merge"]
     assert forward.grid == (programs,)
@@ -136,7 +136,7 @@ def test_without_compressed_keys_there_is_nothing_to_describe(monkeypatch):
 def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recwarn):
     from torch._subclasses import FakeTensorMode
 
-    from nsa_core.kernels.plan import Part
+    from nsa_core.kernels.call import Part
     from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
@@ -148,18 +148,18 @@ def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recw
 
 def test_sizes_may_be_symbols_of_a_compiler(monkeypatch):
     from nsa_core.kernels import operators
-    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.runtime.launch import omit
     from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
 
     @torch.compile(dynamic=True, fullgraph=True, backend="eager")
     def attend(q, gates, k, v):
-        plan = operators.Plan(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
-        return operators.attend(q, gates, None, [(k, v)] * 2, plan)
+        call = operators.Call(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
+        return operators.attend(q, gates, None, [(k, v)] * 2, call)
 
     given = [tensor(1, 2048, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128))]
-    with torch.no_grad(), _launch.omit():
+    with torch.no_grad(), omit():
         assert attend(*given).shape == given[0].shape
 
 

@@ -82,7 +82,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
     kernel = Kernel()
     for index in (0, 1, 1, 0):
-        launch(kernel, (3, 2), {"X": OfDevice(index), "size": 32}, {"D": 64}, Tile())
+        launch(kernel, (3, 2), {"X": OfDevice(index), "size": 32}, {"D": 64}, Tile(), stage="s")
     assert [start[-1] for start in kernel.started] == [0, 1, 1, 0]
     assert [start[0] for start in kernel.started] == [1, 2, 2, 1], "what was compiled for one is not run on the other"
     assert torch.cuda.current_device() == 0
@@ -105,9 +105,9 @@ def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
         (x, 64, 64, 1),
     ]
     for tensor, size, dim, _ in launches:
-        launch(kernel, (5,), {"X": tensor, "size": size}, {"D": dim}, Tile())
+        launch(kernel, (5,), {"X": tensor, "size": size}, {"D": dim}, Tile(), stage="s")
     for tile in (Tile(warps=8), Tile(stages=2), Tile(registers=64)):
-        launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, tile)
+        launch(kernel, (5,), {"X": x, "size": 32}, {"D": 64}, tile, stage="s")
     assert [start[0] for start in kernel.started] == [*(compiled for *_, compiled in launches), 8, 9, 10]
     assert [kernel.tensors[i] for i in (1, 3, 10)] == [x[4:].data_ptr(), x.data_ptr(), x.data_ptr()]
     assert [start[2] for start in kernel.started[:3]] == [(32, 64), (48, 64), (33, 64)]
@@ -127,7 +127,7 @@ def test_a_tensor_by_tiles_is_one_of_what_it_is_compiled_for() -> None:
         (Tiled(x[:1], 16, 4), 1),
     ]
     for tiled, _ in launches:
-        launch(kernel, (5,), {"X": tiled, "size": 32}, {"D": 64}, Tile())
+        launch(kernel, (5,), {"X": tiled, "size": 32}, {"D": 64}, Tile(), stage="s")
     assert [start[0] for start in kernel.started] == [compiled for _, compiled in launches]
     assert [described.block_shape for described in kernel.tensors[:3]] == [[1, 16, 4, 128]] * 2 + [[1, 32, 4, 128]]
 
@@ -138,9 +138,9 @@ def compiled_for(seq_len: int) -> set[tuple[str, str, Tile]]:
 
     config, options = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     q, k, v, gates = (torch.empty(1, seq_len, *tail, **options) for tail in ((12, 64), (2, 64), (2, 64), (12, 3)))
-    plan = operators.Plan(config, ("cmp", "slc", "win"), 0, 0.125)
+    call = operators.Call(config, ("cmp", "slc", "win"), 0, 0.125)
     with record() as seen:
-        out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], plan)
+        out = operators.attend(q, gates, None, [operators.compress(k, v, config), (k, v), (k, v)], call)
         torch.autograd.grad(out, [q, k, v, gates], torch.empty_like(out))
     return {(one.kernel.__name__, str(one.constants), one.tile) for one in seen}
 
@@ -155,7 +155,7 @@ def test_a_slightly_longer_sequence_compiles_nothing(lengths: tuple[int, int]) -
 
 def step_compiled_for(capacity: int) -> set[tuple[str, str, Tile]]:
     """The same of decoding steps over caches with that capacity, 2 sequences."""
-    from nsa_core.kernels.decode import step as decode
+    from nsa_core.kernels.decode import step
 
     config, meta = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, gates = (torch.empty(2, *tail, **meta) for tail in ((12, 64), (3, 2, 64), (12, 3)))
@@ -166,8 +166,8 @@ def step_compiled_for(capacity: int) -> set[tuple[str, str, Tile]]:
     dense.take(first, first)
     sparse.frequencies = dense.frequencies = torch.empty(32, device="meta")
     with record() as seen:
-        decode.attend(decode.take(q, k, k, sparse), gates, sparse)
-        decode.attend_dense(decode.take_dense(q, k[:, 0], k[:, 0], dense), dense)
+        step.attend(step.take(q, k, k, sparse), gates, sparse)
+        step.attend_dense(step.take_dense(q, k[:, 0], k[:, 0], dense), dense)
     return {(one.kernel.__name__, str(one.constants), one.tile) for one in seen}
 
 
@@ -184,7 +184,7 @@ def test_a_somewhat_larger_cache_compiles_nothing(capacities: tuple[int, int]) -
 )
 def test_the_rows_of_a_chunk_are_counted_in_32_bits(heads: int, kv_heads: int, dim: int, free: int) -> None:
     """All heads lie between two rows of a group, of which a chunk of few slots would have very many."""
-    selected = pytest.importorskip("nsa_core.kernels.selected.kernels")
+    inverse = pytest.importorskip("nsa_core.kernels.selected.inverse")
     q = torch.empty(1, 1 << 20, heads, dim, dtype=torch.bfloat16, device="meta")
-    rows = selected.slot_rows(q, kv_heads, dim, free)
+    rows = inverse.slot_rows(q, kv_heads, dim, free)
     assert 0 < rows * heads * dim < 1 << 31

@@ -1,4 +1,4 @@
-"""The sparse attention layer: what the paper's model asks of it."""
+"""The sparse attention layer against the paper's model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rotation_keeps_far_positions_apart_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
-def test_layer_is_the_papers_written_out(compress: str) -> None:
+def test_layer_agrees_with_the_papers_formulas(compress: str) -> None:
     """Projections, rotation, compression before rotation, gates and output, each written out here."""
     layer, x = layer_of(compress), torch.randn(2, 53, 24, dtype=torch.float64)
     positions = torch.arange(53.0, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_learned_compression_tells_places_in_a_block_apart() -> None:
 
 @pytest.mark.parametrize("cmp_block", [4, 8, 12])
 def test_learned_compression_is_the_mlp_of_every_unfolded_block(cmp_block: int) -> None:
-    """Blocks that do not overlap, and that share one and two strides with their neighbours; a tail that fills none."""
+    """Blocks without overlap, and with one and two shared strides; a tail shorter than a block."""
     config = NSAConfig(cmp_block=cmp_block, cmp_stride=4, slc_block=12, slc_count=3, window=8)
     torch.manual_seed(0)
     phi, x = LearnedCompression(config, 8).double(), torch.randn(2, 39, 3, 8, dtype=torch.float64, requires_grad=True)

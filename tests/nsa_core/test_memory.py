@@ -1,4 +1,4 @@
-"""Predicted memory against the allocator's own account: within 10 %, at every length, for everything benchmarked."""
+"""Predicted memory against the allocator's own count: within 10 % at every length, for every benchmarked path."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _as(config: ModelConfig, implementation: str) -> ModelConfig:
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_parameters_are_the_models(attention: str, tie: bool, compress: str) -> None:
+def test_predicted_parameters_are_the_models(attention: str, tie: bool, compress: str) -> None:
     config = replace(MODEL, tie_embeddings=tie, attention=attention, nsa=replace(SMALL, compress=compress))
     model = NSATransformer(config)
     implementation = "dense" if attention == "dense" else "chunked"
@@ -208,7 +208,7 @@ def _all_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [(12, 2), (6, 1)])
-def test_the_pieces_left_out_of_the_account_change_nothing(
+def test_the_last_three_pieces_decide_the_peak(
     device: str, batch: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def estimates() -> list[MemoryEstimate]:
@@ -236,7 +236,7 @@ def test_the_pieces_left_out_of_the_account_change_nothing(
     assert short == estimates()
 
 
-def test_the_account_of_a_very_long_sequence_takes_no_time() -> None:
+def test_very_long_sequences_are_predicted_within_a_second() -> None:
     start = time.perf_counter()
     assert estimate("chunked", 1, 2**27, 12, 2, True).extra > 2**30
     assert time.perf_counter() - start < 1

@@ -1,6 +1,6 @@
-"""The Triton kernels' memory as predicted, against what PyTorch's CPU allocator sees of the same host code.
+"""Predicted memory of the Triton kernels, against PyTorch's CPU allocator while the same host code runs.
 
-No kernel runs: what they allocate follows from shapes alone. tests/gpu holds the predictions against a device.
+No kernel runs: allocations follow from shapes alone. tests/gpu compares the predictions with a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = replace(
 
 @pytest.fixture
 def host_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels' host code runs on the CPU, and launches nothing."""
+    """Run the kernels' host code on the CPU, without launches."""
     from nsa_core.kernels.runtime import launch as _launch
 
     monkeypatch.setattr("nsa_core.backends.triton.unavailable", lambda device, dtype: None)
@@ -183,7 +183,7 @@ def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.
 
 @needs_triton
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 2**27), (2**20, 2**27), (2**20, 1)])
-def test_the_longest_sequences_take_no_time(batch: int, seq_len: int) -> None:
+def test_the_longest_sequences_are_predicted_quickly(batch: int, seq_len: int) -> None:
     start = time.perf_counter()
     assert estimate(seq_len, heads=(12, 2), batch=batch, config=NSAConfig()).extra > 2**30
     assert time.perf_counter() - start < 2
@@ -208,7 +208,7 @@ class TestAllocations:
             y.t()[3:].mul_(2)
         assert counted.peak == counted.now == 200
 
-    def test_what_nothing_refers_to_is_given_back(self) -> None:
+    def test_unreferenced_storages_are_released(self) -> None:
         x = torch.empty(100, device="meta")
         with Allocations() as counted:
             y = (x + 1) + 1
@@ -216,7 +216,7 @@ class TestAllocations:
             del y
             assert (counted.now, counted.peak) == (0, 800)
 
-    def test_what_autograd_keeps_counts_until_its_backward(self) -> None:
+    def test_tensors_saved_by_autograd_count_until_the_backward(self) -> None:
         x = torch.empty(100, device="meta", requires_grad=True)
         with Allocations() as counted:
             out = (x * 1).exp().sum()

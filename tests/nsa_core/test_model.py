@@ -50,7 +50,7 @@ def test_later_tokens_change_nothing_before_them(attention: str) -> None:
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of 2 or 3 times 58 tokens in chunks, the last one shorter."""
+    """Make the loss of 2 or 3 times 58 tokens run in chunks, the last one shorter."""
     monkeypatch.setattr("nsa_core.model.LOSS_ROWS", 50)
 
 
@@ -99,7 +99,7 @@ def test_checkpointing_keeps_loss_and_gradients_to_the_bit(attention: str) -> No
         assert torch.equal(actual, expected)
 
 
-def test_checkpointing_is_reported_as_it_was_in_the_last_pass() -> None:
+def test_checkpointing_effective_describes_the_last_pass() -> None:
     model, tokens = model_of(checkpointing=True), torch.randint(256, (1, 20))
     assert not model.checkpointing_effective
     model(tokens)

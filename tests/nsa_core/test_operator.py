@@ -1,4 +1,4 @@
-"""nsa_attention, compress and dense_attention: every backend against the oracle, and against what must hold."""
+"""nsa_attention, compress and dense_attention: every backend against the oracle, and invariants of all."""
 
 from itertools import pairwise
 
@@ -44,7 +44,7 @@ def test_head_dims(fast_backend, make_case, config, dim, value_dim):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_good_as_an_eager_run(make_case, config, dtype):
-    """With the same blocks, chunked is at most twice as far from float64 as the eager naive run."""
+    """Chunked is at most twice as far from float64 as the eager naive run, with the same blocks."""
     case = make_case(150, dtype=dtype)
     blocks = {name: select_blocks(case.q, case.k, config, backend=name) for name in ("reference", "naive", "chunked")}
     assert torch.equal(blocks["chunked"], blocks["reference"])
@@ -157,7 +157,7 @@ def test_packed_equals_separate(backend, make_case, config):
 
 
 @pytest.mark.parametrize("longest", [70, 100, 500])
-def test_packed_at_once_equals_one_after_another(backend, make_case, config, longest):
+def test_packed_at_once_equals_one_by_one(backend, make_case, config, longest):
     lengths = [1, 5, 8, 70, 40]
     case = make_case(sum(lengths))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -176,7 +176,7 @@ def test_packed_at_once_equals_one_after_another(backend, make_case, config, lon
     assert torch.equal(results[0][-1], results[1][-1])
 
 
-def test_only_short_sequences_are_packed_with_no_compressed_token(make_case, config):
+def test_short_packed_sequences_without_compressed_tokens(make_case, config):
     case = make_case(9)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     packed = [x[0] for x in case.leaves]
@@ -204,7 +204,7 @@ def test_packed_compressed_tokens_that_are_too_few_are_refused(make_case, config
         (None, 40, "max_seqlen: 40: give it with cu_seqlens"),
     ],
 )
-def test_a_longest_sequence_that_cannot_be(make_case, config, bounds, longest, message):
+def test_impossible_bounds_or_max_seqlen_are_refused(make_case, config, bounds, longest, message):
     case = make_case(40)
     packed = case.leaves if bounds is None else [x[0] for x in case.leaves]
     given = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)

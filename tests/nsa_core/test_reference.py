@@ -1,4 +1,4 @@
-"""The oracle against the definition, written once more: scalar loops over positions, blocks and heads."""
+"""The oracle against the definition as scalar loops over positions, blocks and heads."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def chosen(scores: list[float], t: int, c: NSAConfig) -> list[int]:
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, t: int, c: NSAConfig) -> tuple[Tensor, list[int]]:
-    """Outputs [G,D] of a group's queries [G,D] at position t, and the blocks that they select."""
+    """Outputs [G,D] of a group's queries [G,D] at position t, and their selected blocks."""
     starts = [i for i in range(0, t + 1, c.cmp_stride) if i + c.cmp_block - 1 <= t]
     out, scores = torch.zeros_like(q), [0.0] * (t // c.slc_block + 1)
     for head in range(len(q)) if starts else ():

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from nsa_core import NSAConfig
-from nsa_core.kernels.plan import Plan
-from nsa_core.kernels.runtime import launch as _launch
+from nsa_core.kernels.call import Call
 from nsa_core.kernels.runtime import replay
-from nsa_core.kernels.runtime.launch import launch
+from nsa_core.kernels.runtime.launch import launch, observe, omit, record
 from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.runtime.tma import Tiled
 
-PLAN = Plan(NSAConfig(), ("win",), 0, 1.0)
+CALL = Call(NSAConfig(), ("win",), 0, 1.0)
 ELSEWHERE = torch.ones(6, 4)
 
 
@@ -29,7 +28,7 @@ class Counted:
     def __init__(self, function: Callable[..., list[Tensor]]) -> None:
         self.function, self.calls = function, 0
 
-    def __call__(self, plan: Plan, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, call: Call, *tensors: Tensor) -> list[Tensor]:
         self.calls += 1
         return self.function(*tensors)
 
@@ -75,7 +74,7 @@ def captured(function: Callable[..., list[Tensor]], *tensors: Tensor) -> Counted
     """The function after two calls, of which the second was captured."""
     counted = Counted(function)
     for _ in range(2):
-        replay.run(counted, PLAN, tensors)
+        replay.run(counted, CALL, tensors)
     assert counted.calls == 2
     return counted
 
@@ -96,7 +95,7 @@ def test_operators_on_parts_of_tensors_are_done_again_with_other_values() -> Non
     for seed in range(4):
         x, y = of(seed), of(seed + 10)
         kept = x.clone(), y.clone()
-        for got, want in zip(replay.run(counted, PLAN, (x, y)), function(x, y), strict=True):
+        for got, want in zip(replay.run(counted, CALL, (x, y)), function(x, y), strict=True):
             assert torch.equal(got, want)
             assert got.stride() == want.stride()
         assert torch.equal(x, kept[0])
@@ -106,14 +105,14 @@ def test_operators_on_parts_of_tensors_are_done_again_with_other_values() -> Non
 
 def test_results_stay_when_it_runs_again() -> None:
     counted = Counted(lambda x: [torch.empty_like(x).copy_(x)])
-    results = [replay.run(counted, PLAN, (of(seed),))[0] for seed in range(4)]
+    results = [replay.run(counted, CALL, (of(seed),))[0] for seed in range(4)]
     assert all(torch.equal(result, of(seed)) for seed, result in enumerate(results))
 
 
 def test_tensors_that_were_one_may_be_two_later() -> None:
     x, y = of(0), of(1)
     counted = captured(lambda x, y: [x * 2, y * 3, x[1:] - y[1:]], x, x)
-    for got, want in zip(replay.run(counted, PLAN, (x, y)), [x * 2, y * 3, x[1:] - y[1:]], strict=True):
+    for got, want in zip(replay.run(counted, CALL, (x, y)), [x * 2, y * 3, x[1:] - y[1:]], strict=True):
         assert torch.equal(got, want)
     assert counted.calls == 2
 
@@ -121,17 +120,17 @@ def test_tensors_that_were_one_may_be_two_later() -> None:
 def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
     counted, memory = captured(lambda x, y: [x[1:] * 2 + y[1:]], of(1), of(2)), of(0, 20, 4)
     x, y = memory[4:10], memory[8:14]
-    assert torch.equal(replay.run(counted, PLAN, (x, y))[0], x[1:] * 2 + y[1:])
+    assert torch.equal(replay.run(counted, CALL, (x, y))[0], x[1:] * 2 + y[1:])
     assert counted.calls == 2
 
 
 @pytest.mark.parametrize("other", [
-    (of(0, 6, 5), PLAN), (of(0).double(), PLAN), (of(0, 25)[1:].view(6, 4), PLAN),
-    (of(0), Plan(NSAConfig(window=3), ("win",), 0, 1.0)),
-], ids=["shape", "dtype", "alignment", "plan"])  # fmt: skip
-def test_what_the_function_may_look_at_is_captured_for(other: tuple[Tensor, Plan]) -> None:
-    counted, (x, plan) = captured(lambda x: [x + 1], of(0)), other
-    assert torch.equal(replay.run(counted, plan, (x,))[0], x + 1)
+    (of(0, 6, 5), CALL), (of(0).double(), CALL), (of(0, 25)[1:].view(6, 4), CALL),
+    (of(0), Call(NSAConfig(window=3), ("win",), 0, 1.0)),
+], ids=["shape", "dtype", "alignment", "call"])  # fmt: skip
+def test_what_the_function_may_look_at_is_captured_for(other: tuple[Tensor, Call]) -> None:
+    counted, (x, call) = captured(lambda x: [x + 1], of(0)), other
+    assert torch.equal(replay.run(counted, call, (x,))[0], x + 1)
     assert counted.calls == 3
 
 
@@ -154,7 +153,7 @@ def test_no_tensor_is_kept_longer_than_it_is_needed(monkeypatch: pytest.MonkeyPa
 
     counted = captured(function, of(0))
     monkeypatch.setattr(torch, "empty_strided", allocate)
-    assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0))
+    assert torch.equal(replay.run(counted, CALL, (of(0),))[0], of(0))
     assert len(alive) == 10
     assert most[0] == 2
 
@@ -164,11 +163,11 @@ def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
 
     def function(x: Tensor) -> list[Tensor]:
         out = torch.empty(4, 4)
-        launch(kernel, (1,), {"X": x[2:], "OUT": out[1:], "number": 3}, {}, Tile())
+        launch(kernel, (1,), {"X": x[2:], "OUT": out[1:], "number": 3}, {}, Tile(), stage="add")
         return [out]
 
     counted, tensors = Counted(function), [of(seed) for seed in range(4)]
-    outs = [replay.run(counted, PLAN, (x,))[0] for x in tensors]
+    outs = [replay.run(counted, CALL, (x,))[0] for x in tensors]
     assert counted.calls == 2
     wanted = [(x.data_ptr() + 2 * 16, out.data_ptr() + 16) for x, out in zip(tensors, outs, strict=True)]
     assert kernel.addresses == wanted[1:]  # the first launch compiles
@@ -180,13 +179,13 @@ def test_a_tensor_read_by_tiles_is_described_where_it_lies_this_time() -> None:
 
     def function(x: Tensor) -> list[Tensor]:
         out = torch.empty(4, 4)
-        launch(kernel, (1,), {"OUT": out, "X": Tiled(x[1:], 64), "number": 3}, {}, Tile())
+        launch(kernel, (1,), {"OUT": out, "X": Tiled(x[1:], 64), "number": 3}, {}, Tile(), stage="add")
         return [out]
 
     counted = Counted(function)
     tensors = [torch.zeros(2, 5, 1, 128, dtype=torch.float16) for _ in range(4)]
     for x in tensors:
-        replay.run(counted, PLAN, (x,))
+        replay.run(counted, CALL, (x,))
     assert counted.calls == 2
     described = [addresses[0] for addresses in kernel.addresses]
     assert [one.base.data_ptr() for one in described] == [x[1:].data_ptr() for x in tensors[1:]]
@@ -203,14 +202,14 @@ def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
         y.copy_(x)
         seen.append(weakref.ref(y))
         more = torch.empty(1, 5, 1, 128, dtype=torch.float16)
-        launch(kernel, (1,), {"OUT": out, "X": Tiled(y, 64), "number": 3}, {}, Tile())
+        launch(kernel, (1,), {"OUT": out, "X": Tiled(y, 64), "number": 3}, {}, Tile(), stage="add")
         return [out, more]
 
-    results = [replay.run(Counted(function), PLAN, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),))]
+    results = [replay.run(Counted(function), CALL, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),))]
     counted = captured(function, torch.zeros(1, 5, 1, 128, dtype=torch.float16))
     kernel.addresses.clear()  # the stand-in keeps what it was given
     assert all(one() is None for one in seen)  # the capture does not
-    results += [replay.run(counted, PLAN, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),)) for _ in range(3)]
+    results += [replay.run(counted, CALL, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),)) for _ in range(3)]
     for described, (_, more) in zip(kernel.addresses, results[1:], strict=True):
         assert described[0].base.data_ptr() != more.data_ptr()
 
@@ -218,24 +217,24 @@ def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
 def test_the_interpreter_gets_tensors() -> None:
     def function(x: Tensor) -> list[Tensor]:
         out = torch.empty(5, 4)
-        launch(Interpreted(), (1,), {"X": x[2:], "OUT": out[:4], "number": 3}, {}, Tile())
+        launch(Interpreted(), (1,), {"X": x[2:], "OUT": out[:4], "number": 3}, {}, Tile(), stage="add")
         out[4].zero_()
         return [out]
 
     counted = captured(function, of(0))
     for seed in range(3):
         x = of(seed)
-        [out] = replay.run(counted, PLAN, (x,))
+        [out] = replay.run(counted, CALL, (x,))
         assert torch.equal(out[:4], x[2:] + 3)
         assert not out[4].any()
     assert counted.calls == 2
 
 
-@pytest.mark.parametrize("watching", [_launch.record, _launch.omit, _launch.observe])
+@pytest.mark.parametrize("watching", [record, omit, observe])
 def test_whoever_watches_launches_sees_the_function_itself(watching: Callable[[], Any]) -> None:
     counted = captured(lambda x: [x + 1], of(0))
     with watching():
-        replay.run(counted, PLAN, (of(0),))
+        replay.run(counted, CALL, (of(0),))
     assert counted.calls == 3
 
 
@@ -261,13 +260,13 @@ def test_a_call_that_fails_leaves_no_capture(failing: int) -> None:
     for call in range(1, 6):
         if call == failing:
             with pytest.raises(torch.OutOfMemoryError):
-                replay.run(counted, PLAN, (of(0),))
+                replay.run(counted, CALL, (of(0),))
         else:
-            assert torch.equal(replay.run(counted, PLAN, (of(0),))[0], of(0) + 1)
+            assert torch.equal(replay.run(counted, CALL, (of(0),))[0], of(0) + 1)
     assert counted.calls == 3
 
 
 def test_no_gradient_flows_through_any_call() -> None:
     counted = Counted(lambda x: [x * 2])
-    calls = [replay.run(counted, PLAN, (of(0).requires_grad_(),))[0] for _ in range(4)]
+    calls = [replay.run(counted, CALL, (of(0).requires_grad_(),))[0] for _ in range(4)]
     assert not any(x.requires_grad for x in calls)

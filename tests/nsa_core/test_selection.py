@@ -12,7 +12,7 @@ BACKENDS = ("reference", "naive", "chunked")
 
 
 def by_the_letter(scores, t, config):
-    """The selection for one query from its blocks' scores, as a sentence of the definition each."""
+    """Selection for one query from its blocks' scores: one statement per sentence of the definition."""
     candidates = [j for j in range(len(scores)) if j * config.slc_block <= t]
     own = t // config.slc_block
     forced = {j for j in candidates if j < config.init_blocks or j > own - config.local_blocks}

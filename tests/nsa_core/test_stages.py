@@ -1,16 +1,16 @@
-"""Launches are seen whoever makes them, and each has a stage."""
+"""Launches are seen whoever makes them, and each names its stage as metrics do (docs/metrics.md)."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_core.kernels.runtime.launch import launch
+from nsa_core.kernels.runtime.launch import Started, launch, observe
 from nsa_core.kernels.runtime.tiles import Tile
-from nsa_core.kernels.stages import Started, observe, stage
 
 
 class Kernel:
@@ -29,7 +29,7 @@ class Kernel:
 
 
 def _launch(kernel: Kernel, grid: tuple[int, ...] = (1,)) -> None:
-    launch(kernel, grid, {"X": torch.zeros(1)}, {"WAYS": 3}, Tile())
+    launch(kernel, grid, {"X": torch.zeros(1)}, {"WAYS": 3}, Tile(), stage="merge")
 
 
 def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> None:
@@ -42,38 +42,76 @@ def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> N
         thread.join()
         _launch(kernel, (0,))  # an empty grid runs nothing
     _launch(kernel)
-    assert seen == [Started("_merge", {"WAYS": 3})] * 2
+    assert seen == [Started("_merge", "merge", {"WAYS": 3})] * 2
     assert kernel.runs == 4
 
 
-def _on(**branches: bool) -> dict[str, Any]:
-    return {"CMP": False, "WIN": False, "SLC": False, "BLOCK": 32, "STRIDE": 16} | branches
+EVERYWHERE = {
+    ("_mean", "compress"),
+    ("_spread", "compress_backward"),
+    ("_span_forward", "compressed_window_forced"),
+    ("_span_backward_q", "compressed_window_forced_backward_q"),
+    ("_span_backward_kv", "compressed_backward_kv"),
+    ("_span_backward_kv", "window_backward_kv"),
+    ("_span_backward_kv", "forced_backward_kv"),
+    ("_span_backward_kv", "window_forced_backward_kv"),
+    ("_sum_chunks", "sum_chunks_backward"),
+    ("_importance", "scores"),
+    ("_choose", "topk"),
+    ("_sort_keys", "inverse_index"),
+    ("_count", "inverse_index"),
+    ("_assign", "inverse_index"),
+    ("_selected_forward", "selected"),
+    ("_selected_backward", "selected_backward"),
+    ("_sum_items", "sum_items_backward"),
+    ("_merge", "merge"),
+    ("_sum_dq", "merge_backward"),
+    ("_prepare", "gates_backward"),
+    ("_decode_take", "decode_take"),
+    ("_decode_take_dense", "decode_take_dense"),
+    ("_decode_compressed", "decode_compressed"),
+    ("_decode_window", "decode_window"),
+    ("_decode_selected", "decode_selected"),
+    ("_decode_dense", "decode_dense"),
+    ("_decode_merge", "decode_merge"),
+    ("_heads", "heads"),
+    ("_swiglu", "swiglu"),
+    ("_swiglu_backward", "swiglu_backward"),
+    ("_cross_entropy", "cross_entropy"),
+}
+ON_HOPPER = {
+    ("_all_spans_forward", "compressed_window_forced"),
+    ("_all_spans_backward_q", "compressed_window_forced_backward_q"),
+    ("_selected_forward_hopper", "selected"),
+    ("_selected_backward_hopper", "selected_backward"),
+}
+INSTEAD_OF = {("_selected_forward", "selected"), ("_selected_backward", "selected_backward")}
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(("arch", "expected"), [(80, EVERYWHERE), (90, EVERYWHERE - INSTEAD_OF | ON_HOPPER)])
+def test_every_kernel_is_launched_for_its_stage(arch: int, expected: set[tuple[str, str]]) -> None:
+    """With shared and separate keys, training and decoding; two kernels of a stage are one in what users see."""
+    from nsa_core.kernels import aot
+
+    made = aot.launches(aot.Case(8, 2, 128, 128, torch.bfloat16), arch)
+    assert {(one.kernel.__name__, one.stage) for one in made} == expected
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("kernel", "constants", "expected"),
+    ("branches", "direction", "expected"),
     [
-        ("_mean", {}, "compress"),
-        ("_span_forward", _on(CMP=True, WIN=True, SLC=True), "compressed_window_forced"),
-        ("_span_backward_q", _on(CMP=True, SLC=True), "compressed_forced_backward_q"),
-        ("_span_forward", _on(CMP=True), "compressed"),
-        ("_span_backward_kv", _on(CMP=True), "compressed_backward_kv"),
-        ("_span_backward_kv", _on(WIN=True), "window_backward_kv"),
-        ("_span_backward_kv", _on(SLC=True), "forced_backward_kv"),
-        ("_span_backward_kv", _on(WIN=True, SLC=True), "window_forced_backward_kv"),
-        ("_span_backward_kv", _on(), "forced_backward_kv"),  # the initial blocks, by the queries far behind them
-        ("_span_forward", {"M": 64}, "span_forward"),
-        ("_all_spans_forward", {"M": 128}, "compressed_window_forced"),
-        ("_all_spans_backward_q", {"M": 128}, "compressed_window_forced_backward_q"),
-        ("_selected_forward_hopper", {}, "selected"),
-        ("_selected_backward_hopper", {}, "selected_backward"),
-        ("_choose", {}, "topk"),
-        ("_count", {}, "inverse_index"),
-        ("_sum_dq", {}, "merge_backward"),
-        ("_nobody_knows_it_forward", {"M": 64}, "nobody_knows_it_forward"),
+        (("cmp",), "", "compressed"),
+        (("win",), "", "window"),
+        (("slc", "win"), "", "window_forced"),
+        (("cmp", "slc"), "_backward_q", "compressed_forced_backward_q"),
+        ((), "_backward_kv", "forced_backward_kv"),  # the initial blocks, by the queries far behind them
     ],
 )
-def test_a_stage_is_told_by_kernel_and_constants_and_an_unknown_kernel_is_its_own(
-    kernel: str, constants: dict[str, int], expected: str
+def test_the_stage_of_spans_is_named_by_their_branches(
+    branches: tuple[Any, ...], direction: str, expected: str
 ) -> None:
-    assert stage(kernel, constants) == expected
+    from nsa_core.kernels.span.forward import stage
+
+    assert stage(branches, direction) == expected

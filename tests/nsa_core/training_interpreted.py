@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if training were compiled for a GPU."""
+    """Pretend that training is compiled for a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for module in (layer, loss, model):
         monkeypatch.setattr(module, "in_compiled_training", lambda x: True)
@@ -34,7 +34,7 @@ def of(seed: int, *shape: int) -> Tensor:
 
 
 def are_near(got: list[Tensor], want: list[Tensor], within: float) -> bool:
-    """Whether all are, relative to those wanted; NaN never is."""
+    """Whether all tensors are near those wanted, by relative norm; NaN never is."""
     pairs = zip(got, want, strict=True)
     return all(x.shape == y.shape and (x.double() - y).norm() <= within * y.norm() for x, y in pairs)
 
@@ -44,10 +44,10 @@ def kernels(started: list[Started]) -> set[str]:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 16), (6, 2, 12), (3, 3, 64)])
-def test_heads_apart_compressed_and_their_gradients(
+def test_split_and_compressed_heads_and_their_gradients(
     heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the layer's own way has them, in float64."""
+    """Against the layer's plain PyTorch path, in float64."""
 
     def project(attention: NativeSparseAttention, x: Tensor) -> list[Tensor]:
         q, keys, values, gates = attention._project(x, 0)
@@ -80,7 +80,7 @@ def test_swiglu_and_its_gradients(tokens: int, hidden: int) -> None:
     assert are_near(got, want, 1e-6)
 
 
-def test_columns_of_padding_are_no_part_of_swiglu() -> None:
+def test_swiglu_ignores_columns_of_padding() -> None:
     torch.manual_seed(0)
     layer, x = SwiGLU(8, 6), of(1, 2, 5, 8)
     want = layer.down(nn.functional.silu(layer.gate(x)) * layer.up(x))

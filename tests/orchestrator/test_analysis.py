@@ -53,11 +53,16 @@ def test_slopes_between_neighbours_show_a_bend():
 
 def test_each_series_of_a_run_gets_its_fit(store: Store, sweep):
     store.apply_many(sweep(laws={"chunked": 1.0, "naive": 2.0}, batch=4))
-    fits = {(fit.implementation, fit.metric): fit for fit in scaling_fits(queries.scaling(store))}
+    fits = {(fit.series["implementation"], fit.metric): fit for fit in scaling_fits(queries.scaling(store))}
     assert set(fits) == {(i, m) for i in ("chunked", "naive") for m in ("time", "peak_extra_memory")}
     memory = fits["naive", "peak_extra_memory"]
     assert memory.exponent == pytest.approx(2.0)
-    assert (memory.pass_, memory.query_heads, memory.layers, memory.n) == ("forward+backward", 12, None, 4)
+    assert (memory.series["pass"], memory.series["query_heads"], memory.series["layers"], memory.n) == (
+        "forward+backward",
+        12,
+        None,
+        4,
+    )
     assert memory.at(512) == pytest.approx(3.0)  # one sequence, not the batch of four
     assert set(memory.point_ids) == {f"{RUN}/{n}" for n in range(4, 8)}
 

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / journal.NAME
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_written_records_are_read_back(path: Path) -> None:
     records = [note("a"), note("b – ü\n")]
     with Journal(path) as book:
         book.append(records)
@@ -35,7 +35,7 @@ def test_what_was_written_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"v":1,"run_id":"r","type":"ev', '{"v":1}', "\0\0\0", '{"half": "ü'])
-def test_a_torn_last_line_is_left_out_and_then_removed(path: Path, torn: str) -> None:
+def test_a_torn_last_line_is_skipped_and_then_removed(path: Path, torn: str) -> None:
     with Journal(path) as book:
         book.append([note("a")])
     with path.open("ab") as file:
@@ -55,7 +55,7 @@ def test_a_journal_of_a_torn_line_only_is_empty(path: Path) -> None:
     assert messages(path) == ["a"]
 
 
-def test_a_line_in_the_middle_that_is_no_record_is_named(path: Path) -> None:
+def test_a_malformed_line_in_the_middle_is_named(path: Path) -> None:
     with Journal(path) as book:
         book.append([note("a"), note("b")])
     lines = path.read_text().splitlines()
@@ -78,7 +78,7 @@ def test_a_missing_journal_is_a_users_error(tmp_path: Path) -> None:
 
 
 class FlakyStore:
-    """Takes records when it is up."""
+    """A store that takes records while `error` is None."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -129,10 +129,10 @@ def test_a_database_that_was_away_gets_everything_later_and_in_order(recorder, f
     assert flaky.kept[4].message.startswith("the database was away for ")  # type: ignore[union-attr]
     assert flaky.kept == list(journal.read(path))
     assert recorder.stored
-    assert [line.split(":")[0] for line in told] == ["warning", "warning"]  # told once each way, not for every record
+    assert [line.split(":")[0] for line in told] == ["warning", "warning"]  # one line each way, not one a record
 
 
-def test_progress_does_not_insist(recorder, flaky) -> None:
+def test_progress_is_dropped_while_the_database_is_away(recorder, flaky) -> None:
     sign = Progress("r", "r/0", now(), "timing", 1, 2)
     recorder.progress(sign)
     flaky.error = AWAY

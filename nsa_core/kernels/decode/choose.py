@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false
-"""The choice of blocks for one new token (Eq. 8 to 12), from scores that the compressed branch left behind.
+"""The choice of blocks for one new token (Eq. 8 to 12), from the scores that the compressed branch stored.
 
-Importance and order are those of scores.py, but for rounding: a block's taps are summed for each head of the group
-here, and the heads for each tap there. Forced blocks come first, then score descending and index ascending, by
-distinct 64-bit keys. The best of every chunk of blocks are found side by side; whoever needs the choice finds the best
-of these, which is too little to share.
+Importance and order are those of scores.py up to rounding: here a block's taps are summed head by head, there the heads
+tap by tap. Forced blocks come first, then score descending and index ascending, as distinct 64-bit keys. Programs find
+the best of every chunk of blocks in parallel; each program that needs the choice then finds the best of these again,
+which is too little work to share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _merged_lse(LPARTS, PARTS: tl.constexpr, PARTS_P: tl.constexpr, G: tl.constexpr):
-    """Base-2 log-sum-exp of one head's keys from those of its parts; +inf where there is no key."""
+    """Base-2 log-sum-exp of one head over all its parts; +inf where there is no key."""
     part = tl.arange(0, PARTS_P)
     lse = tl.load(LPARTS + part * G, mask=part < PARTS, other=float("-inf"))
     m = tl.maximum(tl.max(lse, 0), -1e30)
@@ -32,8 +32,8 @@ def best_of_chunk(
 ):  # fmt: skip
     """The COUNT_P highest keys of CHUNK blocks, descending; -1 for none.
 
-    SCORES [G,room] and LPARTS [parts,G] are those of the token's kv head. A key is the score's bits, which ascend as
-    floats >= 0 do, above the inverted index.
+    SCORES [G,room] and LPARTS [parts,G] are those of the token's kv head. A key holds the score's bits, which ascend as
+    floats >= 0 do, in its upper half, and the inverted index in its lower half.
     """
     LAST: tl.constexpr = 0x7FFFFFFF
     R: tl.constexpr = SLC_BLOCK // STRIDE
@@ -60,7 +60,7 @@ def best_of_chunk(
 def chosen_block(
     KEYS, rank, COUNT: tl.constexpr, COUNT_P: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr
 ):  # fmt: skip
-    """The block at `rank` of the COUNT chosen ones, ascending; -1 behind the last. KEYS [CHUNKS,COUNT_P]."""
+    """Index of the block at `rank` among the COUNT chosen, ascending; -1 beyond the last. KEYS [CHUNKS,COUNT_P]."""
     LAST: tl.constexpr = 0x7FFFFFFF
     n, slot = tl.arange(0, CHUNKS_P * COUNT_P), tl.arange(0, COUNT_P)
     best = tl.topk(tl.load(KEYS + n, mask=n < CHUNKS * COUNT_P, other=-1), COUNT_P)

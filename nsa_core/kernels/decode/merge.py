@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The last launch of a decoding step: the parts of every branch merged in order, the gates, the token counted."""
+"""The last launch of a decoding step: merges every branch's parts in order, applies the gates, counts the token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEP = 16  # parts merged at a time
 
 @triton.jit
 def held_tokens(POSITION, capacity):
-    """Tokens in the cache, the one that is being attended from included; it may be one that found no room."""
+    """Tokens in the cache, the step's own included, at most `capacity`: beyond it a token is not stored."""
     return tl.minimum(tl.load(POSITION) + 1, capacity)
 
 
@@ -25,7 +25,7 @@ def _merged(
     PARTS, LPARTS, g, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
     G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Output [DVP] of head g of the group from COUNT parts, STEP at a time, in order; zeros if all are empty."""
+    """Output [DVP] of head g of the group: COUNT parts merged in order, STEP at a time; zeros if all are empty."""
     within, dv = tl.arange(0, STEP), tl.arange(0, DVP)
     largest = tl.full([STEP], -1e30, tl.float32)
     for i in tl.static_range(0, COUNT, STEP):
@@ -58,9 +58,12 @@ def _decode_merge(
     HQ: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr,
     COUNT1: tl.constexpr, COUNT2: tl.constexpr, COUNT3: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B,HQ,DV] of one head: its branches' parts merged, times the sigmoids of GATES [B,HQ,3 (cmp, slc, win)].
+    """Output of a decoding step, from the parts of all branches.
 
-    Parts lie in the order cmp, win, slc. Without gates there is one branch. Counts the token in POSITION.
+    Grid: (sequences x query heads). A program owns one query head: it merges COUNT1 parts of cmp, COUNT2 of win and
+    COUNT3 of slc, which lie in this order, and writes their sum, each times the sigmoid of its gate, to OUT [B,HQ,DV].
+    Without GATED there is one branch, of COUNT1 parts. The first program counts the token in POSITION int32 [1].
+    PARTS [B·HKV,parts,G,DV], LPARTS [B·HKV,parts,G], float32; GATES [B,HQ,3] logits in the order cmp, slc, win.
     """
     G: tl.constexpr = HQ // HKV
     ALL_PARTS: tl.constexpr = COUNT1 + COUNT2 + COUNT3
@@ -82,7 +85,7 @@ def merge(
     q: Tensor, parts: Tensor, lse_parts: Tensor, gates: Tensor | None, cache: NSACache | DenseCache, room: int,
     counts: tuple[int, int, int],
 ) -> Tensor:  # fmt: skip
-    """Output [B,HQ,DV] of q [B,HQ,D] from `counts` parts of cmp, win and slc, or of the one branch there is."""
+    """Output [B,HQ,DV] for q [B,HQ,D] from `counts` parts of cmp, win and slc, or of dense attention in cmp's place."""
     group, value_dim = parts.shape[2:]
     out = q.new_empty(*q.shape[:2], value_dim)
     tensors = dict(PARTS=parts, LPARTS=lse_parts, GATES=out if gates is None else gates, OUT=out)
@@ -90,5 +93,6 @@ def merge(
     sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
     numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
     constants = sizes | dict(GATED=gates is not None) | numbers
-    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, Tile(warps=1 if value_dim <= 128 else 4))
+    tile = Tile(warps=1 if value_dim <= 128 else 4)
+    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, tile, stage="decode_merge")
     return out

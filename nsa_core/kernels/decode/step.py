@@ -1,15 +1,15 @@
 # pyright: reportMissingImports=false
 """Attention of one new token over a cache, in five launches that a CUDA graph can replay.
 
-1. `_decode_take`: the token into the cache (decode_take.py).
-2. `_decode_compressed`: compressed attention, its keys split into parts; the scores are kept.
-3. `_decode_window`: importance and the best blocks of every chunk (decode_choose.py), and beside it the window.
-4. `_decode_selected`: a program for each chosen block.
-5. `_decode_merge`: the parts of every branch in order, the gates; counts the token.
+1. `_decode_take` stores the token in the cache (take.py).
+2. `_decode_compressed` computes compressed attention, its keys split into parts, and keeps the scores.
+3. `_decode_window` finds the best blocks of every chunk (choose.py), and computes window attention beside that.
+4. `_decode_selected` computes attention to each chosen block.
+5. `_decode_merge` merges the parts of every branch in order, applies the gates and counts the token (merge.py).
 
-How many tokens there are is read from the device, so that nothing but the cache's room shapes a launch: programs
-without keys leave an empty part behind. A branch's parts share its keys evenly. All heads of a group meet a key
-together, and each key and value is read once. Dense attention is the first, one like the second, and the last of these.
+The number of tokens is read from the device, so that a launch depends on the cache's room alone; a program without keys
+writes an empty part. A branch's keys are split evenly among its parts. All heads of a group are computed together: each
+key and value is read once. Dense attention takes the first launch, one like the second, and the last.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .take import take, take_dense
 
 __all__ = ["attend", "attend_dense", "take", "take_dense", "trace"]
 
-_PROGRAMS = 256  # that a branch's keys are split into, over all sequences and kv heads
-_MOST_PARTS = 128
+_PROGRAMS = 256  # most parts of a branch over all sequences and kv heads
+_MOST_PARTS = 128  # of one sequence and kv head
 
 
 @triton.jit
@@ -42,7 +42,11 @@ def _attend(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """A part: the G heads from `row` of Q over keys begin..end-1 of K, V (at their kv head), to slot `slot`."""
+    """Attention of the G heads from `row` of Q to keys begin..end-1 of K, V (at their kv head), written as part `slot`.
+
+    PARTS [slots,G,DV] and LPARTS [slots,G] are float32; LPARTS is base 2, -inf for an empty part. KEEP: base-2 scores
+    go to SCORES, rows of `score_row`.
+    """
     r, n, d, dv = tl.arange(0, M), tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     q = load_rows(Q + row * D, r, D, d, D, DP, r < G, True)
     m = tl.full([M], -1e30, tl.float32)
@@ -70,7 +74,7 @@ def _attend(
 
 @triton.jit
 def _share(part, keys, PARTS: tl.constexpr, BN: tl.constexpr):
-    """Bounds of one of PARTS even shares of the keys, whole tiles each but the last."""
+    """Bounds of one of PARTS even shares of the keys: whole tiles of BN keys, except for the last."""
     size = tl.cdiv(tl.cdiv(keys, PARTS), BN) * BN
     return part * size, tl.minimum(part * size + size, keys)
 
@@ -82,7 +86,13 @@ def _decode_compressed(
     M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, CMP_PARTS: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the compressed branch, the first CMP_PARTS being these, and its SCORES [B·HKV,G,room]."""
+    """Compressed attention of one token, and its scores.
+
+    Grid: (CMP_PARTS, sequences x kv heads). A program owns one share of the compressed keys for the G heads of a group,
+    and writes one of the first CMP_PARTS parts, and its base-2 scores.
+    Q [B,HQ,D]; K [B,room,HKV,D], V [B,room,HKV,DV]; float32 SCORES [B·HKV,G,room], PARTS [B·HKV,ALL_PARTS,G,DV] and
+    LPARTS [B·HKV,ALL_PARTS,G]; POSITION int32 [1].
+    """
     G: tl.constexpr = HQ // HKV
     part, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
@@ -104,7 +114,13 @@ def _decode_window(
     RP: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The best blocks of a chunk to KEYS [B·HKV,CHUNKS,COUNT_P], or one part of the window: neither fills a device."""
+    """The best blocks of every chunk, and window attention beside them: neither fills a device.
+
+    Grid: (CHUNKS + WIN_PARTS, sequences x kv heads). Each of the first CHUNKS programs owns CHUNK blocks, and writes
+    the COUNT_P best keys to KEYS [B·HKV,CHUNKS,COUNT_P] int64; each of the others owns one share of the window, and
+    writes one of the WIN_PARTS parts behind the compressed ones.
+    Q [B,HQ,D]; K [B,WINDOW,HKV,D], V [B,WINDOW,HKV,DV], rings; the rest as in `_decode_compressed`.
+    """
     G: tl.constexpr = HQ // HKV
     i, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
@@ -131,7 +147,12 @@ def _decode_selected(
     M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, SLC_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The part of one chosen block, the last COUNT parts being these; CHOSEN [B·HKV,COUNT] says which blocks."""
+    """Attention of one token to its chosen blocks.
+
+    Grid: (COUNT, sequences x kv heads). A program owns the chosen block of one rank, which it finds in KEYS: it writes
+    the block's index to CHOSEN [B·HKV,COUNT] int32 (-1: none), and one of the last COUNT parts.
+    Q [B,HQ,D]; K [B,room,HKV,D], V [B,room,HKV,DV]; KEYS as in `_decode_window`, the rest as in `_decode_compressed`.
+    """
     G: tl.constexpr = HQ // HKV
     rank, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
@@ -151,7 +172,12 @@ def _decode_dense(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, ALL_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One part of attention over all tokens."""
+    """Dense attention of one token.
+
+    Grid: (ALL_PARTS, sequences x kv heads). A program owns one share of all tokens for the G heads of a group, and
+    writes one part.
+    Q [B,HQ,D]; K [B,room,HKV,D], V [B,room,HKV,DV]; PARTS, LPARTS, POSITION as in `_decode_compressed`.
+    """
     G: tl.constexpr = HQ // HKV
     part, head = tl.program_id(0), tl.program_id(1)
     b, kvh = (head // HKV).to(tl.int64), head % HKV
@@ -163,7 +189,7 @@ def _decode_dense(
 
 
 def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
-    """Gated sum of the three branches for the token that `take` took in last, which is counted on the device.
+    """Gated sum of the three branches for the token that `take` stored last; counts it on the device.
 
     Args:
         q: its rotated query [B,HQ,D].
@@ -187,42 +213,45 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     sizes = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
     tensors = dict(Q=q, K=cache.k_cmp.buffer, V=cache.v_cmp.buffer, SCORES=scores)
     constants = common | sizes | dict(CMP_PARTS=near[0])
-    launch(_decode_compressed, (near[0], rows), tensors | outputs | numbers | dict(room=cmp_room), constants, tile)
+    arguments = tensors | outputs | numbers | dict(room=cmp_room)
+    launch(_decode_compressed, (near[0], rows), arguments, constants, tile, stage="decode_compressed")
 
     tensors = dict(Q=q, K=cache.k_win.buffer, V=cache.v_win.buffer, SCORES=scores, KEYS=keys)
     constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window, RP=chunks.taps)
     constants |= dict(INIT=config.init_blocks, LOCAL=config.local_blocks, SLC_BLOCK=config.slc_block)
     constants |= dict(COUNT_P=chunks.kept, CHUNK=chunks.size, CHUNKS=chunks.number)
     arguments = tensors | outputs | numbers | dict(cmp_room=cmp_room)
-    launch(_decode_window, (chunks.number + near[1], rows), arguments, constants, replace(tile, stages=1))
+    grid = chunks.number + near[1], rows
+    launch(_decode_window, grid, arguments, constants, replace(tile, stages=1), stage="decode_window")
 
     tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
     constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
     constants |= dict(CHUNKS=chunks.number, CHUNKS_P=power_of_two(chunks.number))
-    launch(_decode_selected, (config.slc_count, rows), tensors | outputs | numbers | dict(room=room), constants, tile)
+    arguments = tensors | outputs | numbers | dict(room=room)
+    launch(_decode_selected, (config.slc_count, rows), arguments, constants, tile, stage="decode_selected")
     return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
 
 
 def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
-    """Attention [B,HQ,DV] to all tokens of the one that `take_dense` took in last, which is counted on the device."""
+    """Attention [B,HQ,DV] to all tokens for the one that `take_dense` stored last; counts it on the device."""
     k, v = cache.k.buffer, cache.v.buffer
     rows, room, tile = q.shape[0] * v.shape[2], v.shape[1], _tile(q, v, longest=True)
     parts, lse_parts = _slots(q, v, _parts(room, rows, tile))
     tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
-    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile)
+    launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile, stage="decode_dense")
     return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the choice of blocks is shared out.
+    """How the choice of blocks is split among programs.
 
     Attributes:
-        number, size: chunks, and blocks of a chunk.
-        kept: best blocks of a chunk that are kept.
-        taps: compressed tokens that begin in a block, padded.
+        number, size: number of chunks, and blocks of a chunk.
+        kept: blocks of a chunk that are kept, the best ones.
+        taps: compressed tokens that begin in a block, padded to a power of two.
     """
 
     number: int
@@ -232,7 +261,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, config: NSAConfig, room: int) -> _Chunks:
-        """For a cache with room for so many tokens: at most 16 chunks, each of 128 blocks or more."""
+        """Split for a cache with room for `room` tokens: at most 16 chunks, each of 128 blocks or more."""
         blocks, kept = config.slc_blocks(room), padded(config.slc_count)
         size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
         return cls(
@@ -241,19 +270,19 @@ class _Chunks:
 
 
 def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Room for float32 outputs [B·HKV,parts,G,DV] and their log-sum-exp [B·HKV,parts,G]."""
+    """Unwritten float32 partial outputs [B·HKV,parts,G,DV] and log-sum-exps [B·HKV,parts,G]."""
     rows, group = q.shape[0] * v.shape[2], q.shape[1] // v.shape[2]
     o = torch.empty(rows, parts, group, v.shape[3], dtype=torch.float32, device=q.device)
     return o, torch.empty(rows, parts, group, dtype=torch.float32, device=q.device)
 
 
 def _parts(keys: int, rows: int, tile: Tile) -> int:
-    """Parts of `keys` keys of each of `rows` (sequence, kv head) pairs; few numbers, as each is compiled for."""
+    """Parts to split `keys` keys into, for `rows` (sequence, kv head) pairs; few values: each is compiled for."""
     return max(1, min(_PROGRAMS // rows, power_of_two(ceil_div(keys, tile.keys)), _MOST_PARTS))
 
 
 def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:
-    """Rows for a group, keys by how many bytes a key and value take; more of them where a part is `longest`."""
+    """Tile with rows for a group, and keys by the bytes of a key and value; `longest`: more keys, for long parts."""
     group, wide = q.shape[1] // v.shape[2], widest(q, v)
     if q.itemsize == 4:
         return Tile(padded(group), 32 if wide <= 64 else 16, 4, 2)
@@ -262,7 +291,7 @@ def _tile(q: Tensor, v: Tensor, longest: bool = False) -> Tile:
 
 
 def trace(heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """Make the launches of a step, sparse and dense, on CPU tensors. To be called within `_launch.record`."""
+    """Make the launches of a sparse and a dense step on CPU tensors. Call it within `launch.record`."""
     config, room = NSAConfig(), 4096
     sparse, dense = NSACache(config, room), DenseCache(room)
     k, v = (torch.zeros(1, 1, kv_heads, width, dtype=dtype) for width in (dim, value_dim))

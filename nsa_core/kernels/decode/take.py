@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""The first launch of a decoding step: the new token's query rotated, its keys and values into the cache.
+"""The first launch of a decoding step: rotates the new token's query and stores its keys and values in the cache.
 
-The token's position is read from the device. It goes behind the selected branch's tokens, over the oldest of the
-window, and over the oldest of the last cmp_block unrotated ones, whose mean is stored as a compressed token every
-cmp_stride tokens. Tokens beyond the cache's capacity are not stored.
+The token's position is read from the device. It is appended to the selected branch's tokens, and overwrites the oldest
+one in the window's ring and in the ring of the last cmp_block unrotated tokens, whose mean is stored as a compressed
+token every cmp_stride tokens. Tokens beyond the cache's capacity are not stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _angles(position, FREQUENCIES, d, HALF: tl.constexpr):
 
 @triton.jit
 def _store_rotated(first, second, cos, sin, to, inside, HALF: tl.constexpr):
-    """Store the two halves of rows, rotated, at `to` and HALF columns on."""
+    """Store the two halves of rows, rotated, at `to` and `to` + HALF."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     tl.store(to, (first * cos - second * sin).to(to.dtype.element_ty), mask=inside)
     tl.store(to + HALF, (second * cos + first * sin).to(to.dtype.element_ty), mask=inside)
@@ -35,7 +35,7 @@ def _store_rotated(first, second, cos, sin, to, inside, HALF: tl.constexpr):
 
 @triton.jit
 def _rotate_queries(Q, ROTATED, row, cos, sin, d, G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr):
-    """The G heads of a group from row `row` on."""
+    """Rotate the G heads of a group, from row `row` of Q on, into ROTATED."""
     r = tl.arange(0, GP)
     at = (row + r)[:, None] * D + d[None, :]
     inside = (r < G)[:, None] & (d < D // 2)[None, :]
@@ -45,7 +45,7 @@ def _rotate_queries(Q, ROTATED, row, cos, sin, d, G: tl.constexpr, D: tl.constex
 
 @triton.jit
 def _mean_of_last(RING, new, first, d, width, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, ROW: tl.constexpr):
-    """Mean of the ring's tokens from position `first` on, the last of which is `new`."""
+    """Mean of the BLOCK tokens from position `first` on: BLOCK - 1 from the ring, the last one is `new`."""
     n = tl.arange(0, BLOCK_P)
     inside = (n < BLOCK - 1)[:, None] & (d < width)[None, :]
     held = tl.load(RING + ((first + n) % BLOCK * ROW)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -59,7 +59,14 @@ def _decode_take(
     GP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Q [B,HQ,D] to ROTATED; K [B,3,HKV,D] and V [B,3,HKV,DV] into the cache's tensors, of one kv head."""
+    """Rotates the query of one token, and stores its keys and values in the cache.
+
+    Grid: (sequences x kv heads). A program owns one kv head and the G query heads of its group. It writes ROTATED, one
+    row in the buffers KS, VS (selected), KW, VW (window's ring) and KO, VO (ring of unrotated tokens), and, where MEAN
+    and the token completes a block, one row in KC, VC (compressed).
+    Q, ROTATED [B,HQ,D]; K [B,3,HKV,D], V [B,3,HKV,DV] of cmp, slc, win; buffers [B,tokens,HKV,D or DV], of `room`,
+    WINDOW, BLOCK and `cmp_room` tokens; POSITION int32 [1]; FREQUENCIES float32 [D/2].
+    """
     G: tl.constexpr = HQ // HKV
     HALF: tl.constexpr = D // 2
     b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
@@ -102,7 +109,12 @@ def _decode_take_dense(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, DVP: tl.constexpr,
     GP: tl.constexpr,
 ):  # fmt: skip
-    """Q [B,HQ,D] to ROTATED; K [B,HKV,D], rotated, and V [B,HKV,DV] behind the tokens of KT and VT, of one kv head."""
+    """Rotates query and key of one token, and appends key and value to the dense cache.
+
+    Grid: (sequences x kv heads). A program owns one kv head and the G query heads of its group, and writes ROTATED and
+    one row in KT and VT.
+    Q, ROTATED [B,HQ,D]; K [B,HKV,D], V [B,HKV,DV]; KT [B,room,HKV,D], VT [B,room,HKV,DV]; POSITION int32 [1].
+    """
     G: tl.constexpr = HQ // HKV
     HALF: tl.constexpr = D // 2
     b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
@@ -119,12 +131,13 @@ def _decode_take_dense(
 
 
 def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
-    """Take one token into the cache, without counting it; its rotated query [B,HQ,D].
+    """Rotated query [B,HQ,D] of one token, whose keys and values are stored in the cache but not counted.
 
     A learned compression is left to the caller.
 
     Args:
-        q: [B,HQ,D]. k, v: of the cmp, slc and win branches, [B,3,HKV,D] and [B,3,HKV,DV]; all unrotated, contiguous.
+        q: [B,HQ,D].
+        k, v: [B,3,HKV,D] and [B,3,HKV,DV] of the cmp, slc and win branches; unrotated and contiguous, as q.
     """
     assert cache.position is not None
     assert cache.frequencies is not None
@@ -137,12 +150,13 @@ def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
     numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
     block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
     constants = _sizes(q, v) | block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
-    launch(_decode_take, (q.shape[0] * k.shape[2],), pointers | numbers, constants, _tile(q, v))
+    grid = (q.shape[0] * k.shape[2],)
+    launch(_decode_take, grid, pointers | numbers, constants, _tile(q, v), stage="decode_take")
     return rotated
 
 
 def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
-    """As `take`, of k [B,HKV,D] and v [B,HKV,DV]."""
+    """Rotated query of one token, as `take`, for dense attention: k [B,HKV,D], v [B,HKV,DV]."""
     assert cache.position is not None
     assert cache.frequencies is not None
     rotated = torch.empty_like(q)
@@ -150,17 +164,18 @@ def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
     room = cache.k.buffer.shape[1]
     numbers = dict(room=room, capacity=cache.capacity or room)
     arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
-    launch(_decode_take_dense, (q.shape[0] * k.shape[1],), arguments, _sizes(q, v), _tile(q, v))
+    grid = (q.shape[0] * k.shape[1],)
+    launch(_decode_take_dense, grid, arguments, _sizes(q, v), _tile(q, v), stage="decode_take_dense")
     return rotated
 
 
 def _tile(q: Tensor, v: Tensor) -> Tile:
-    """One warp waits for no other, where a row leaves it registers enough."""
+    """One warp, which waits for no other, where its registers hold a row; else four."""
     return Tile(warps=1 if max(q.shape[-1], v.shape[-1]) * q.itemsize <= 256 else 4)
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Of q [B,HQ,D] and v [..,HKV,DV]: halves of a head's columns, the heads of a group."""
+    """Constants for q [B,HQ,D] and v [..,HKV,DV]: heads, dims, and the padded half head dim, value dim and group."""
     (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
     padding = dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
     return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim) | padding

@@ -1,1 +1,1 @@
-"""Launches, tiles, tensor maps, custom operators and CUDA graph replay: what every kernel needs from the host."""
+"""Host code that all kernels share: launches, tiles, tensor maps, custom operators, and replay of calls."""

@@ -1,4 +1,4 @@
-"""Kernels as custom operators of torch.library: what is traced (torch.compile, fake tensors) meets one node."""
+"""Kernels as custom operators of torch.library: a tracer (torch.compile, fake tensors) sees each as one node."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import ParamSpec, TypeVar
 
 from torch.library import CustomOpDef, custom_op
 
-from . import launch as _launch
+from .launch import omit
 
 P, R = ParamSpec("P"), TypeVar("R")
 
 
 def operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
-    """A custom operator without side effects. Its fake implementation makes the same tensors, never written."""
+    """Decorator that registers nsa_core::`name`, an operator without side effects.
+
+    Its fake implementation is the function itself with launches omitted: the same tensors, unwritten.
+    """
 
     def register(function: Callable[P, R]) -> CustomOpDef:
         operator = custom_op(f"nsa_core::{name}", function, mutates_args=())
 
         @operator.register_fake
         def fake(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _launch.omit():
+            with omit():
                 return function(*args, **kwargs)
 
         return operator

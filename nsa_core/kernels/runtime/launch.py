@@ -1,8 +1,7 @@
 # pyright: reportMissingImports=false
-"""How kernels are started.
+"""Launches: every kernel is started by `launch`, which can also record, omit or observe what it is asked for.
 
-Every launch goes through `launch`, so that the ahead-of-time check can record what would run and compile it without a
-device.
+So the ahead-of-time check compiles without a device, memory is predicted without kernels, and times are told by stage.
 """
 
 from __future__ import annotations
@@ -22,13 +21,23 @@ from .tma import Tiled
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for: kernel, programs, arguments by name, compile-time constants, configuration."""
+    """One launch as it was asked for.
+
+    Attributes:
+        kernel: a function compiled by Triton or Gluon.
+        grid: programs along each axis.
+        arguments: tensors, `Tiled` tensors and numbers by the kernel's names.
+        constants: compile-time constants by the kernel's names.
+        tile: the pinned configuration.
+        stage: the operator's stage that the kernel works for, as metrics name it.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     constants: dict[str, Any]
     tile: Tile
+    stage: str
 
 
 _recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_kernel_recorder", default=None)
@@ -36,7 +45,7 @@ _recorder: ContextVar[Callable[[Launch], None] | None] = ContextVar("nsa_core_ke
 
 @contextmanager
 def record() -> Iterator[list[Launch]]:
-    """Collect launches instead of running them. What the kernels would have written stays unwritten."""
+    """Collect launches instead of running them; the kernels' outputs stay unwritten."""
     seen: list[Launch] = []
     with handed_to(seen.append):
         yield seen
@@ -44,7 +53,7 @@ def record() -> Iterator[list[Launch]]:
 
 @contextmanager
 def omit() -> Iterator[None]:
-    """Run no kernel, as `record`, but keep no tensor alive."""
+    """Drop launches instead of running them; unlike `record`, no tensor is kept alive."""
     with handed_to(lambda launch: None):
         yield
 
@@ -61,21 +70,22 @@ def handed_to(recorder: Callable[[Launch], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Started:
-    """One launch that was made: the kernel's name and its compile-time constants."""
+    """One launch that was made: the kernel's name, its stage and its compile-time constants."""
 
     kernel: str
+    stage: str
     constants: Mapping[str, Any]
 
 
-# Of the process and not of a context: autograd runs the backward of a CUDA operator in a thread of its own.
+# A global, not a context variable: autograd runs the backward of a CUDA operator in another thread.
 _observer: Callable[[Started], None] | None = None
 
 
 @contextmanager
 def observe() -> Iterator[list[Started]]:
-    """Collect the launches that any thread makes meanwhile, in order. They run, and no tensor is kept alive.
+    """Collect the launches that any thread makes within the block, in order; they run, and no tensor is kept alive.
 
-    Nothing is replayed meanwhile (replay.py): the host takes longer than without.
+    Nothing is replayed within the block (replay.py), so that the host takes longer.
     """
     global _observer
     seen: list[Started] = []
@@ -87,17 +97,22 @@ def observe() -> Iterator[list[Started]]:
 
 
 def is_watched() -> bool:
-    """Whether somebody is to be told of launches."""
+    """Whether launches are recorded, omitted or observed."""
     return _recorder.get() is not None or _observer is not None
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile, *, stage: str
 ) -> None:
-    """Run `kernel` on `grid`, or hand it to the recorder. An empty grid runs nothing. A tensor is first, or `Tiled`."""
+    """Run `kernel`, or hand the launch to the recorder. An empty grid runs nothing.
+
+    Args:
+        kernel, grid, constants, tile, stage: as in `Launch`.
+        arguments: the first is a tensor or `Tiled`; its device is the kernel's.
+    """
     if 0 in grid:
         return
-    asked, recorder = Launch(kernel, grid, arguments, constants, tile), _recorder.get()
+    asked, recorder = Launch(kernel, grid, arguments, constants, tile, stage), _recorder.get()
     if recorder is None:
         start(asked)
     else:
@@ -105,11 +120,11 @@ def launch(
 
 
 def start(asked: Launch) -> Compiled | None:
-    """Run it; what was compiled for it, which the interpreter has none of.
+    """Run a launch; the compiled kernel, or None in the interpreter.
 
-    Triton's own launch looks at every argument anew, which takes longer than many of these kernels. What it compiled is
-    kept by what it looks at: names, constants, types, and whether pointers and sizes are multiples of 16 or 1. It keeps
-    its kernel alive, whose identity is part of the key.
+    Triton's own launch inspects every argument each time, which takes longer than many of these kernels. Compiled
+    kernels are kept here by what Triton specializes on: names, constants, types, and whether pointers and sizes are
+    multiples of 16 or 1. The key has the kernel's id, which stays its own: a kept entry keeps its kernel alive.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
     first = next(iter(arguments.values()))
@@ -118,7 +133,7 @@ def start(asked: Launch) -> Compiled | None:
         with torch.cuda.device(device):
             return start(asked)
     if _observer is not None:
-        _observer(Started(kernel.__name__, constants))
+        _observer(Started(kernel.__name__, asked.stage, constants))
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]
     key += constants.values()
     values: list[Any] = []
@@ -128,7 +143,7 @@ def start(asked: Launch) -> Compiled | None:
             x = x.descriptor()
         elif isinstance(x, Tensor):
             key.append(x.dtype)
-            x = x.data_ptr()  # as an integer: of a tensor, Triton asks the driver where it lies
+            x = x.data_ptr()  # an integer: for a tensor, Triton would ask the driver for its address
             key.append(x & 15 == 0)
         elif isinstance(x, int):
             key.append((x & 15 == 0, x == 1, -(1 << 31) <= x < 1 << 31))
@@ -140,7 +155,7 @@ def start(asked: Launch) -> Compiled | None:
         return kept
     described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
     compiled = kernel[asked.grid](**described, **constants, **tile.options)
-    if compiled is None:  # the interpreter has nothing to keep
+    if compiled is None:  # the interpreter
         return None
     names = [*arguments, *constants]
     _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
@@ -149,17 +164,22 @@ def start(asked: Launch) -> Compiled | None:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled kernel, and where among arguments and constants those lie that it takes in turn."""
+    """A compiled kernel.
+
+    Attributes:
+        kernel: Triton's compiled kernel.
+        order: for each of its parameters, the index among a launch's arguments followed by its constants.
+    """
 
     kernel: Any
     order: tuple[int, ...]
 
     def runner(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What starts it: a function of all arguments and constants in its order, and of `stream`."""
+        """The function that starts it, given all parameters in order and, optionally, `stream`."""
         return self.kernel[(*grid, 1, 1)[:3]]
 
     def ordered(self, values: Sequence[Any]) -> list[Any]:
-        """Values of arguments and constants, as a launch names them, in its order."""
+        """A launch's argument and constant values in the order of the kernel's parameters."""
         return [values[i] for i in self.order]
 
 

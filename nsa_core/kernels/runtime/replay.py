@@ -1,17 +1,17 @@
-"""What a function of tensors did, done again without its Python.
+"""Replay of a function of tensors without its Python: host time for short sequences.
 
-Where sequences are short the host takes longer than the device, most of it for what follows from shapes alone and comes
-out the same every time: tiles, grids, constants, which kernel was compiled for them, what memory to ask for. The second
-call with tensors of given shapes is captured as a list of steps, as a CUDA graph captures it, and later ones take the
-steps; a capture takes longer than a call, and shapes that never come back are not worth it. Other than in a graph,
-memory is asked for anew, so that results stay as they are when the function runs again.
+Where sequences are short the host takes longer than the device, most of it for what follows from shapes alone and is
+the same every time: tiles, grids, constants, the compiled kernel, sizes of allocations. The second call with tensors of
+given shapes is captured as a list of steps, as a CUDA graph captures it, and later calls replay the steps. The first is
+not, because a capture takes longer than a call, and shapes may never come back. Unlike in a graph, memory is allocated
+anew, so that results stay as they are when the function runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -21,67 +21,68 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..plan import Plan
-from . import launch as _launch
-from .launch import Compiled, Launch
+from .launch import Compiled, Launch, handed_to, is_watched, start
 from .tma import Tiled, placed
 
 __all__ = ["forget", "run"]
 
-# Of a plan and tensors, which it only reads. What it does follows from the plan and the tensors' shapes, dtypes and
-# device: it waits for no value, and calls no operator that autocast changes.
+# Takes settings and tensors, which it only reads. What it does follows from the settings and from the tensors' shapes,
+# dtypes and device: it waits for no value, and calls no operator that autocast changes.
 Function = Callable[..., list[Tensor]]
 
-_KEPT = 256  # captures; one takes the memory of some hundred small Python objects
+_KEPT = 256  # captures; one takes the memory of a few hundred small Python objects
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
 
 
-def run(function: Function, plan: Plan, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """function(plan, *tensors), replayed where tensors like these, contiguous ones on one device, were there before.
+def run(function: Function, settings: Hashable, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """function(settings, *tensors); from the third call with equal settings and alike tensors on by replay.
 
-    Below autograd: no gradient flows through it.
+    Runs below autograd: no gradient flows through it.
+
+    Args:
+        tensors: contiguous, on one device; alike if their shapes, dtypes and addresses modulo 16 are the same.
     """
-    if _launch.is_watched():
-        return function(plan, *tensors)
+    if is_watched():
+        return function(settings, *tensors)
     device = next(x.device for x in tensors if x is not None)
     like = tuple(None if x is None else (x.shape, x.dtype, x.data_ptr() % 16) for x in tensors)
-    kept = _kept(function, plan, device, like)
+    kept = _kept(function, settings, device, like)
     with _current(device), torch.no_grad():
         if kept.capture is not None:
             return kept.capture.replay(tensors, device)
         if kept.is_known:
-            results, kept.capture = _captured(partial(function, plan), tensors)
+            results, kept.capture = _captured(partial(function, settings), tensors)
             return results
-        results, kept.is_known = function(plan, *tensors), True
+        results, kept.is_known = function(settings, *tensors), True
         return results
 
 
 def forget() -> None:
-    """Capture everything anew: for tests, which change what follows from shapes."""
+    """Drop all captures: for tests, which change what follows from shapes."""
     _kept.cache_clear()
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What was captured for a function, a plan and tensors of one kind: nothing yet in the first call."""
+    """The capture for one function, settings and kind of tensors; None before the second call."""
 
     is_known: bool = False
     capture: _Capture | None = None
 
 
 @lru_cache(maxsize=_KEPT)
-def _kept(function: Function, plan: Plan, device: torch.device, like: tuple[Any, ...]) -> _Kept:
+def _kept(function: Function, settings: Hashable, device: torch.device, like: tuple[Any, ...]) -> _Kept:
     return _Kept()
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are started on the current device."""
+    """Context in which `device` is the current one, on which kernels are started."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 class _Memory:
-    """The tensors of one replay: in each slot one that owns its memory, or that was given."""
+    """The tensors of one replay: each slot holds one that owns its memory, or one that was given."""
 
     __slots__ = ("addresses", "stream", "tensors")
 
@@ -96,7 +97,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A slot's tensor, or a part of it that starts `offset` elements in."""
+    """A slot's tensor, or a part of it that starts `offset` elements, or `bytes` bytes, behind its start."""
 
     slot: int
     size: tuple[int, ...]
@@ -113,7 +114,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _TiledView:
-    """A view as a kernel's `Tiled` argument."""
+    """A view read by tiles: a kernel's `Tiled` argument."""
 
     view: _View
     descriptor: Any
@@ -134,7 +135,7 @@ class _Allocation:
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """One of PyTorch's, and the slots of those of its results that own their memory."""
+    """A call of a PyTorch operator; `slots`: for each result that owns its memory its slot, else None."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -150,9 +151,13 @@ class _Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A compiled kernel's launch: values, and which of them are addresses: (place, slot, bytes from its start).
+    """A compiled kernel's launch.
 
-    `tiled`: of values, those that describe tensors at such addresses.
+    Attributes:
+        runner: starts the kernel.
+        values: its parameters, but for addresses.
+        pointers: parameters that are addresses: (index in values, slot, bytes from the slot's start).
+        tiled: parameters that are tensor descriptors: the same of the memory that they describe.
     """
 
     runner: Callable[..., None]
@@ -171,15 +176,14 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Interpret:
-    """A launch in the interpreter, which takes tensors."""
+    """A launch in the interpreter, which takes tensors instead of addresses."""
 
     asked: Launch
 
     def __call__(self, memory: _Memory) -> None:
-        asked = self.asked
-        assert not any(isinstance(x, _TiledView) for x in asked.arguments.values()), "no interpreter for these"
-        arguments = {name: x.of(memory) if isinstance(x, _View) else x for name, x in asked.arguments.items()}
-        _launch.start(Launch(asked.kernel, asked.grid, arguments, asked.constants, asked.tile))
+        given = self.asked.arguments
+        assert not any(isinstance(x, _TiledView) for x in given.values()), "no interpreter for these"
+        start(replace(self.asked, arguments={k: x.of(memory) if isinstance(x, _View) else x for k, x in given.items()}))
 
 
 _Step = _Allocation | _Operator | _Start | _Interpret
@@ -187,7 +191,7 @@ _Step = _Allocation | _Operator | _Start | _Interpret
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """Steps, each with the slots that no later one needs; then the results."""
+    """Steps, each with the slots that no later step needs; the number of slots; the results."""
 
     steps: list[tuple[_Step, tuple[int, ...]]]
     slots: int
@@ -204,23 +208,23 @@ class _Capture:
 
 
 def _captured(function: Callable[..., list[Tensor]], tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], _Capture]:
-    given = [None if x is None else x.detach() for x in tensors]  # each an object of its own, whatever its memory
+    given = [None if x is None else x.detach() for x in tensors]  # distinct objects, even of one tensor
     recorder = _Recorder(given)
-    with recorder, _launch.handed_to(recorder.started):
+    with recorder, handed_to(recorder.started):
         results = function(*given)
     return results, recorder.capture(results)
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step and the slots that it reads or writes."""
+    """A captured step and the slots that it reads or writes."""
 
     step: _Step
     slots: set[int]
 
 
 class _Recorder(TorchDispatchMode):
-    """Watches a function run: PyTorch's operators below autograd, and launches. Keeps no tensor alive."""
+    """Captures a function as it runs: PyTorch's operators below autograd, and launches. Keeps no tensor alive."""
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -238,7 +242,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
-        if self._starting:  # the interpreter's own
+        if self._starting:  # an operator that the interpreter calls
             return result
         assert not any(isinstance(x, Tensor) for x in (kwargs or {}).values()), "a tensor by name"
         if func in _EMPTY:
@@ -257,9 +261,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def started(self, asked: Launch) -> None:
-        """Run a launch and take it down."""
+        """Run a launch and capture it."""
         self._starting = True
-        compiled = _launch.start(asked)
+        compiled = start(asked)
         self._starting = False
         arguments = {name: self._viewed(x) for name, x in asked.arguments.items()}
         views = (x.view if isinstance(x, _TiledView) else x for x in arguments.values())
@@ -276,7 +280,7 @@ class _Recorder(TorchDispatchMode):
         return _Capture(steps[::-1], next(self._next), views)
 
     def _slot(self, x: Tensor, given: Sequence[Tensor]) -> int | None:
-        """A new slot, or None where x is one of `given` or a part of it."""
+        """A new slot for x, or None if x is one of `given` or a part of one."""
         for source in given:
             if x is source:
                 return None
@@ -298,7 +302,7 @@ class _Recorder(TorchDispatchMode):
         return _View(of.slot, tuple(x.shape), x.stride(), offset, offset * x.itemsize, is_all)
 
     def _viewed(self, x: object) -> object:
-        """Tensors as views of slots, and what is none as it is."""
+        """Replace tensors by slot views; pass other values through."""
         assert not isinstance(x, list | tuple) or not any(isinstance(y, Tensor) for y in x), "tensors in a list"
         assert not isinstance(x, Tensor) or x in self._views, "a tensor from elsewhere"
         if isinstance(x, Tiled):
@@ -308,7 +312,7 @@ class _Recorder(TorchDispatchMode):
 
 def _step(asked: Launch, arguments: dict[str, Any], compiled: Compiled | None) -> _Step:
     if compiled is None:
-        return _Interpret(Launch(asked.kernel, asked.grid, arguments, asked.constants, asked.tile))
+        return _Interpret(replace(asked, arguments=arguments))
     values = compiled.ordered([*arguments.values(), *asked.constants.values()])
     pointers = tuple((place, x.slot, x.bytes) for place, x in enumerate(values) if isinstance(x, _View))
     tiled = [(place, x) for place, x in enumerate(values) if isinstance(x, _TiledView)]
@@ -318,7 +322,7 @@ def _step(asked: Launch, arguments: dict[str, Any], compiled: Compiled | None) -
 
 
 def _tensors(result: object) -> Iterator[Tensor]:
-    """The tensors of an operator's result."""
+    """The tensors in an operator's result."""
     for x in result if isinstance(result, list | tuple) else (result,):
         assert isinstance(x, Tensor), "a value that waits for the device"
         yield x

@@ -1,4 +1,4 @@
-"""Pinned configurations of kernels, and the sizes that they are made of."""
+"""Tiles: pinned configurations of kernels by device and head dim, and the padded sizes that they are made of."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Tile:
     """A pinned configuration.
 
     Attributes:
-        rows: rows of a tile: queries times heads of a group [M].
-        keys: keys of a tile [BN].
-        warps, stages: warps of a program; depth of its software pipeline.
-        registers: of a thread at most, where fewer let more programs share a multiprocessor.
+        rows: rows per tile, queries times heads of a group (M in kernels).
+        keys: keys per tile (BN in kernels).
+        warps: warps per program.
+        stages: depth of the software pipeline.
+        registers: limit per thread, for a higher occupancy; None for no limit.
     """
 
     rows: int = 128
@@ -32,26 +33,26 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """For Triton's compiler."""
+        """Options for Triton's compiler."""
         return dict(num_warps=self.warps, num_stages=self.stages, maxnreg=self.registers)
 
     def holding(self, group: int) -> Tile:
-        """The same with rows for all heads of a group, however many."""
+        """The same with at least as many rows as a group has heads."""
         return replace(self, rows=max(self.rows, padded(group)))
 
 
 def power_of_two(x: int) -> int:
-    """The smallest one that holds x: what Triton's ranges take."""
+    """The smallest power of two >= x, as Triton's ranges need."""
     return 1 << (x - 1).bit_length()
 
 
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that holds `dim`: what Triton's products take."""
+    """The smallest power of two >= max(dim, 16), as Triton's matrix products need."""
     return max(16, power_of_two(dim))
 
 
 def head_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants of all attention kernels, of q [..,HQ,D] and v [..,HKV,DV]."""
+    """Head counts and dims as constants of the attention kernels, from q [..,HQ,D] and v [..,HKV,DV]."""
     (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
     return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
 
@@ -65,7 +66,7 @@ _assumed: ContextVar[int] = ContextVar("nsa_core_kernel_arch", default=80)
 
 @contextmanager
 def assume(capability: int) -> Iterator[None]:
-    """Tensors that are on no device meanwhile take the kernels of this compute capability, else of 80."""
+    """Within the block, tensors on no device are treated as on this compute capability (default 80)."""
     token = _assumed.set(capability)
     try:
         yield
@@ -74,12 +75,12 @@ def assume(capability: int) -> Iterator[None]:
 
 
 def arch(x: Tensor) -> int:
-    """Compute capability of x's device as 80, 90, ..; the assumed one where it is on none."""
+    """Compute capability of x's device as 80, 90, ..; the assumed one if x is on none."""
     return capability(x.device) if x.is_cuda else _assumed.get()
 
 
 def capability(device: torch.device) -> int:
-    """Of a GPU that is here, as 80, 90, ..; 80 of others."""
+    """Compute capability of a GPU of this machine as 80, 90, ..; 80 for other devices."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -87,10 +88,10 @@ def capability(device: torch.device) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Of x's device; an H100's where there is none."""
+    """Multiprocessors of x's device; 132 (H100) if x is on none."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
 
 
 def widest(q: Tensor, v: Tensor) -> int:
-    """The wider of the padded head dims of q [.., D] and v [.., DV]."""
+    """The larger of the padded head dims of q [..,D] and v [..,DV]."""
     return max(padded(q.shape[-1]), padded(v.shape[-1]))

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Arguments of kernels that Hopper's copy engine reads."""
+"""Tensor maps: kernel arguments that Hopper's copy engine (TMA) reads and writes by tiles."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # where there is no Triton, launches are recorded all the same
+if TYPE_CHECKING:  # launches are recorded without Triton, too
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor [B,N,H,D] to be read or written by tiles [1,rows,heads,D] (TMA).
+    """A tensor [B,N,H,D] to be read or written by tiles [1,rows,heads,D].
 
-    What lies outside of it is read as zeros, and not written. In half precision, contiguous, not empty, and aligned to
-    16 bytes.
+    Elements outside of the tensor are read as zeros and not written. The tensor is in half precision, contiguous, not
+    empty, and aligned to 16 bytes.
     """
 
     x: Tensor
@@ -29,16 +29,17 @@ class Tiled:
 
     @property
     def kind(self) -> tuple[torch.dtype, int, int, int]:
-        """What a kernel is compiled for."""
+        """What a kernel is specialized on: dtype, rows, heads and head dim."""
         return self.x.dtype, *self.block[1:]
 
     @property
     def block(self) -> list[int]:
+        """Shape of a tile."""
         return [1, self.rows, self.heads, self.x.shape[-1]]
 
     @property
     def layout(self) -> NVMMASharedLayout:
-        """In shared memory."""
+        """Layout of a tile in shared memory."""
         from triton.experimental.gluon import language as gl
 
         dtype = gl.bfloat16 if self.x.dtype == torch.bfloat16 else gl.float16
@@ -46,22 +47,22 @@ class Tiled:
 
     @property
     def signature(self) -> str:
-        """The type's name for Triton's compiler, where there is no memory to describe."""
+        """Name of the argument's type for Triton's compiler, for tensors without memory."""
         name = "bf16" if self.x.dtype == torch.bfloat16 else "fp16"
         return f"tensordesc<{name}{self.block},{self.layout!r}>"
 
     def descriptor(self) -> TensorDescriptor:
-        """For Triton's launch, which encodes it."""
+        """The tensor's descriptor; Triton's launch encodes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         _, tokens, heads, dim = shape = list(self.x.shape)
-        strides = [tokens * heads * dim, heads * dim, dim, 1]  # of dimensions of 1, the tensor's own may be any
+        strides = [tokens * heads * dim, heads * dim, dim, 1]  # x.stride() is arbitrary where a size is 1
         return TensorDescriptor(self.x, shape, strides, self.block, self.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Memory as a descriptor's launch asks for it."""
+    """Stands for a tensor in a descriptor, whose launch asks for its address alone."""
 
     address: int
 
@@ -70,7 +71,7 @@ class _Place:
 
 
 def placed(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
-    """The same of other memory."""
+    """A copy of `descriptor` for memory at another address."""
     moved = copy(descriptor)
     moved.base = _Place(address)
     return moved

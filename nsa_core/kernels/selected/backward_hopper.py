@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
-"""The backward of selected.py for Hopper: a warpgroup copies what the queries of a block bring, two take turns at it.
+"""Attention over the freely chosen blocks, backward, for Hopper (sm90): one warpgroup loads, two compute.
 
-Each of the two adds up its own tiles' gradients of keys and values; at the end one hands its sums to the other, through
-the memory where the result is to be.
+The loading warpgroup gathers the tiles of the queries that chose a block; the two others compute on alternate tiles and
+accumulate gradients of keys and values each. At the end the second hands its sums to the first through the output's
+memory. Slots are packed (shared/packed_slots.py). All other cards and cases: kernels.py.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from ..shared.packed_slots import store_packed
 from .forward_hopper import by_entry, by_rows, of_each_row
 from .inverse import work_item
 
-# What `anew` does not keep Triton 3.9 from: a range and all its sums with constants are found before the loop.
+# Triton 3.9 hoists a range and its sums with constants out of the loop in spite of `anew`.
 _HOISTS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-_WARPGROUPS = gl.constexpr(2)  # that attend
+_WARPGROUPS = gl.constexpr(2)  # consumers
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
-_REGISTERS = 232  # of a thread that attends
+_REGISTERS = 232  # per consumer thread
 
 
 @gluon.jit
@@ -40,7 +41,10 @@ def _produce(
     Q, K, V, DO, STATS, ENTRIES, begin, end, first_entry, block, block_full, rows,
     HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, FREE: gl.constexpr,
 ):  # fmt: skip
-    """Copies the block's keys and values, then tile after tile of its queries; past the last entry that one again."""
+    """Producer: copies the block's keys and values, then q, do and stats of its queries by tiles.
+
+    The last tile is padded with its last entry.
+    """
     queries, gradients, stats, full, empty = rows
     keys, values = block.index(0), block.index(1)
     STAGES: gl.constexpr = queries.shape[0]
@@ -74,14 +78,17 @@ def _produce(
 
 @triton.constexpr_function
 def _eights():
-    """A tile's rows as [8,8], in threads as a product has them along its columns."""
+    """Layout of a tile's rows as [8,8], distributed over threads as the columns of a product are."""
     in_thread = [[0, 1], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(in_thread, [[0, 2], [0, 4], *[[0, 0]] * 3], [[0, 0]] * 2, [], [8, 8])
 
 
 @gluon.jit
 def _rows(LAYOUT: gl.constexpr):
-    """A tile's rows, found anew: where ranges are hoisted, 64 of them would be spilled, but of 8 the sums stay here."""
+    """A tile's rows, recomputed where they are used.
+
+    Triton that hoists ranges would spill 64 of them; of a hoisted range of 8 the sums are computed here.
+    """
     if _HOISTS:
         EIGHTS: gl.constexpr = _eights()
         eight = gl.arange(0, 8, layout=gl.SliceLayout(1, EIGHTS))[:, None]
@@ -97,7 +104,7 @@ def _consume(
     group, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, begin, end, first_entry, scale2, scale, block, block_full,
     rows, mine, handed, G: gl.constexpr,
 ):  # fmt: skip
-    """Fills the slots of every second tile of queries, from tile `group` on; the first one stores dk and dv of both."""
+    """Consumer: fills the slots of every second tile of queries, from tile `group` on; group 0 stores dk and dv."""
     queries, gradients, stats, full, empty = rows
     STAGES: gl.constexpr = queries.shape[0]
     DTYPE: gl.constexpr = queries.dtype
@@ -115,9 +122,9 @@ def _consume(
     for g in range(group, gl.cdiv(end - begin, BQ), _WARPGROUPS):
         i = begin + g * BQ
         wait(full, g, 0)
-        fence_async_shared()  # copies are to be seen by products
+        fence_async_shared()  # makes the copies visible to the matrix instructions
         q, do = queries.index(g % STAGES), gradients.index(g % STAGES)
-        # Found anew in every turn: descriptors of what stays in place would be kept through the loop, and spilled.
+        # Recomputed in every iteration: loop-invariant descriptors would be kept in registers, and spilled.
         first = anew(group * 0)
         keys, values, ds_buffer = block.index(first), block.index(first + 1), mine.index(group + first)
         s = warpgroup_mma(keys, q.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -142,7 +149,7 @@ def _consume(
         store_packed(dq, factor, DQPART, EXPONENTS, (entry - first_entry) * G + r % G, i + r // G < end)
     n, e = gl.arange(0, BN, layout=gl.SliceLayout(1, SUMS)), gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
     at = n[:, None] * D + e[None, :]
-    if group == 0:  # the other's sums lie where the result is to be
+    if group == 0:  # the other's sums are in the output's memory
         mbarrier.wait(handed, 0)
         dk += gl.load(DKPART + at)
         dv += gl.load(DVPART + at)
@@ -150,7 +157,7 @@ def _consume(
     gl.store(DKPART + at, dk)
     gl.store(DVPART + at, dv)
     if group == 1:
-        mbarrier.arrive(handed, count=1)  # one thread does, behind a barrier of the warpgroup's
+        mbarrier.arrive(handed, count=1)  # by one thread, behind a barrier of the warpgroup
 
 
 @gluon.jit
@@ -160,7 +167,14 @@ def _selected_backward_hopper(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As selected._selected_backward, with slots packed; every block lies wholly before the queries that chose it."""
+    """Gradients of one block that queries chose, which lies wholly before them, and of these queries through it.
+
+    Grid: (work items of a chunk,). A program owns one block of one kv head and up to `cap` of the entries (row, rank)
+    that chose it, 64 // G entries per tile with all G heads of the group. It writes each entry's part of dq to its
+    slot, packed: DQPART int32 [rows,FREE,G,WORDS] and EXPONENTS int32 [rows,FREE,G]; and the item's parts of dk and dv
+    to DKPART, DVPART [items,SB,D], float32.
+    Q, DO [B,S,HQ,D]; K, V [B,T,HKV,D]; others as in kernels._selected_backward.
+    """
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
     item = gl.program_id(0)
@@ -169,7 +183,7 @@ def _selected_backward_hopper(
         head = key // blocks
         kvh, b = head % HKV, head // HKV
         start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
-        # From here on rows and entries count from the chunk's first, as in selected.py.
+        # From here on rows and entries count from the chunk's first row, as in kernels.py.
         first_entry = first_row * FREE
         first = (b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G
         Q += first * D
@@ -207,5 +221,9 @@ def _selected_backward_hopper(
 
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch it: arguments and sizes as of selected._selected_backward, of which it does not take all."""
-    hopper.start(_selected_backward_hopper, grid, arguments, sizes, _TILE, _REGISTERS)
+    """Launch `_selected_backward_hopper`.
+
+    Args:
+        arguments, sizes: those of kernels._selected_backward, and EXPONENTS; names that this kernel lacks are dropped.
+    """
+    hopper.start(_selected_backward_hopper, grid, arguments, sizes, _TILE, _REGISTERS, stage="selected_backward")

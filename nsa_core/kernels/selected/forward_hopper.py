@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false
-"""The forward of selected.py for Hopper: a warpgroup copies the queries that chose a block, others attend (hopper.py).
+"""Attention over the freely chosen blocks, forward, for Hopper (sm90): one warpgroup loads, three attend.
 
-Each tile of queries belongs to one of the warpgroups that attend, which take turns. Slots are packed (packed.py).
+The loading warpgroup gathers the queries that chose a block; the others compute on alternate tiles of them
+(shared/hopper.py). Slots are packed (shared/packed_slots.py). All other cards and cases: kernels.py.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from ..shared.hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, c
 from ..shared.packed_slots import store_packed
 from .inverse import work_item
 
-_WARPGROUPS = gl.constexpr(3)  # that attend
+_WARPGROUPS = gl.constexpr(3)  # consumers
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=128)
-_REGISTERS = 152  # of a thread that attends
+_REGISTERS = 152  # per consumer thread
 
 
 @triton.constexpr_function
 def by_rows(dim):
-    """The layout of copies of 64 rows of `dim` half-precision numbers: 8 neighbouring rows a thread, 16 bytes each."""
+    """Layout in which 64 rows of `dim` half-precision numbers are copied: per thread 16 bytes of 8 adjacent rows."""
     lanes = dim // 8
     return gl.BlockedLayout([8, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @triton.constexpr_function
 def by_entry(dim, group):
-    """Rows of `by_rows` as [entries, heads of the group], so that a thread has an entry once for all its rows of it."""
+    """Layout of the rows of `by_rows` as [entries, heads of the group]: a thread holds each entry of its rows once."""
     lanes = (dim // 8).bit_length() - 1
     bits = [[0, 1 << bit] if 1 << bit < group else [(1 << bit) // group, 0] for bit in range(6)]
     in_warp = [[0, 0]] * lanes + bits[3 : 8 - lanes]
@@ -49,7 +50,7 @@ def by_entry(dim, group):
 
 @gluon.jit
 def of_each_row(x, G: gl.constexpr, D: gl.constexpr):
-    """A number of each entry, as `by_entry` has it, for each of its rows, as `by_rows` has them."""
+    """Broadcast a number per entry, in layout `by_entry`, to the entry's rows, in layout `by_rows`."""
     x = (x[:, None] + gl.full([ROWS // G, G], 0, gl.int32, by_entry(D, G))).reshape([ROWS])
     return gl.convert_layout(x, gl.SliceLayout(1, by_rows(D)))
 
@@ -59,7 +60,7 @@ def _produce(
     Q, K, V, ENTRIES, begin, end, first_entry, keys, values, block_full, rows,
     HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, FREE: gl.constexpr,
 ):  # fmt: skip
-    """Copies the block's keys and values, then tile after tile of its queries; past the last entry that one again."""
+    """Producer: copies the block's keys and values, then its queries by tiles, the last padded with its last entry."""
     queries, full, empty = rows
     STAGES: gl.constexpr = queries.shape[0]
     D: gl.constexpr = queries.shape[2]
@@ -86,7 +87,7 @@ def _consume(
     group, OPART, EXPONENTS, LPART, ENTRIES, begin, end, first_entry, scale2, keys, values, block_full, rows,
     G: gl.constexpr,
 ):  # fmt: skip
-    """Fills the slots of every third tile of queries, from tile `group` on."""
+    """Consumer: fills the slots of every third tile of queries, from tile `group` on."""
     queries, full, empty = rows
     STAGES: gl.constexpr = queries.shape[0]
     D: gl.constexpr = queries.shape[2]
@@ -103,7 +104,7 @@ def _consume(
         i = begin + g * BQ + r // G
         slot = (gl.load(ENTRIES + gl.minimum(i, end - 1)) - first_entry) * G + r % G
         wait(full, g, 0)
-        fence_async_shared()  # copies are to be seen by products
+        fence_async_shared()  # makes the copies visible to the matrix instructions
         s = warpgroup_mma(queries.index(g % STAGES), keys.permute([1, 0]), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(empty.index(g % STAGES), count=1)
@@ -124,7 +125,13 @@ def _selected_forward_hopper(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As selected._selected_forward, with slots packed; every block lies wholly before the queries that chose it."""
+    """Softmax of queries over one block that they chose, which lies wholly before them.
+
+    Grid: (work items of a chunk,). A program owns one block of one kv head and up to `cap` of the entries (row, rank)
+    that chose it, 64 // G entries per tile with all G heads of the group. It writes each entry's slot, packed: OPART
+    int32 [rows,FREE,G,WORDS], EXPONENTS int32 [rows,FREE,G], and the base-2 log-sum-exp LPART [rows,FREE,G], float32.
+    Q [B,S,HQ,D]; K, V [B,T,HKV,D]; others as in kernels._selected_forward.
+    """
     G: gl.constexpr = HQ // HKV
     DTYPE: gl.constexpr = Q.dtype.element_ty
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, gl.program_id(0), keys, cap)
@@ -132,7 +139,7 @@ def _selected_forward_hopper(
         head = key // blocks
         kvh, b = head % HKV, head // HKV
         start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
-        # From here on rows and entries count from the chunk's first, as in selected.py.
+        # From here on rows and entries count from the chunk's first row, as in kernels.py.
         first_entry = first_row * FREE
         Q += ((b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G) * D
         K += start
@@ -158,5 +165,9 @@ def _selected_forward_hopper(
 
 
 def start(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch it: arguments and sizes as of selected._selected_forward, of which it does not take all."""
-    hopper.start(_selected_forward_hopper, grid, arguments, sizes, _TILE, _REGISTERS)
+    """Launch `_selected_forward_hopper`.
+
+    Args:
+        arguments, sizes: those of kernels._selected_forward, and EXPONENTS; names that this kernel lacks are dropped.
+    """
+    hopper.start(_selected_forward_hopper, grid, arguments, sizes, _TILE, _REGISTERS, stage="selected")

@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false
-"""Which queries chose a block freely: the inverse of the selection, cut into work items of bounded size.
+"""The inverse of the selection, for all cards: which queries chose each block freely, cut into work items.
 
-Only rows that choose have entries: those from `skip` on of every sequence, numbered by sequence, kv head and row. They
-are taken in chunks, so that what the selected branch writes for each (row, chosen block) stays small; numbered so, few
-blocks are met in more than one. Within a chunk, entries (row, rank) are sorted by block, stably, so that every block
-meets its queries in order.
+Only choosing rows have entries: the rows of every sequence from `skip` on, numbered by sequence, kv head and row. They
+are taken in chunks, which bounds the slots that the selected branch writes for each (row, chosen block); in this order
+of rows, few blocks have entries in more than one chunk. Within a chunk, entries (row, rank) are sorted stably by block,
+so that every block meets its queries in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...config import NSAConfig
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div
 
-_PROGRAM = 256
+_PROGRAM = 256  # numbers per program
 _TILE = Tile(warps=4)
 
 
@@ -29,7 +29,12 @@ def _sort_keys(
     CHOSEN, KEYS, total, S, choosing, rows, blocks, keys, skip,
     HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """KEYS of the free ranks of CHOSEN [B,S,HKV,COUNT]: chunk, sequence, kv head, block; less BIAS."""
+    """Sort keys of all entries: the number of (chunk, sequence, kv head, block), in that order.
+
+    Grid: (entries / N, 1). A program owns N entries and writes their numbers less BIAS to KEYS [total], int16 or int32.
+    CHOSEN int32 [B,S,HKV,COUNT], of which FREE ranks behind the INIT first are free; `choosing` rows per sequence and
+    kv head, `rows` per chunk, `blocks` per sequence, `keys` blocks of all sequences and kv heads.
+    """
     i = tl.program_id(0) * N + tl.arange(0, N)
     row = i // FREE
     group = row // choosing
@@ -41,7 +46,12 @@ def _sort_keys(
 
 @triton.jit
 def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):
-    """BOUNDS [last + 1]: the first entry of every key; PIECES [chunks,keys+1]: 0, then each key's work items."""
+    """Where every key's entries begin, and how many work items they make.
+
+    Grid: (keys of all chunks / N, 1). A program owns N keys; it writes the first entry of each to BOUNDS [last + 1] and
+    the number of its work items, of `cap` entries, to PIECES [chunks,keys + 1] behind a 0. SORTED [total]: the sorted
+    KEYS; `last`: keys of all chunks.
+    """
     key = tl.program_id(0) * N + tl.arange(0, N)
     begin = _first(SORTED, key - BIAS, total, STEPS)
     pieces = tl.cdiv(_first(SORTED, key + 1 - BIAS, total, STEPS) - begin, cap)
@@ -53,7 +63,7 @@ def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, S
 
 @triton.jit
 def _first(SORTED, key, total, STEPS: tl.constexpr):
-    """Index of the first of `total` ascending numbers that is not below key; STEPS halvings."""
+    """Index of the first of `total` ascending numbers that is >= key, by STEPS halvings."""
     low, high = key * 0, key * 0 + total
     for _ in range(STEPS):
         middle = (low + high) // 2
@@ -65,16 +75,20 @@ def _first(SORTED, key, total, STEPS: tl.constexpr):
 
 @triton.jit
 def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
-    """ITEMS [chunks,limit]: the key whose pieces hold the work item, or `keys`; PIECES are summed up here."""
+    """Which block every work item belongs to.
+
+    Grid: (work items of a chunk / N, chunks). A program owns N work items of one chunk and writes each one's key, or
+    `keys` for those beyond the last, to ITEMS [chunks,limit]. PIECES [chunks,keys + 1]: cumulative sums of _count's.
+    """
     item, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
-    # Key j holds the items PIECES[j] .. PIECES[j+1]-1: the first j+1 whose sum is beyond the item.
+    # Key j has the items PIECES[j] .. PIECES[j+1]-1, so j+1 is the first index whose sum exceeds the item.
     key = _first(PIECES + chunk * (keys + 1) + 1, item + 1, keys, STEPS)
     tl.store(ITEMS + chunk * limit + item, key, mask=item < limit)
 
 
 @triton.jit
 def work_item(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
-    """(block's key, first entry, end of entries) of a work item; the key is KEYS and both bounds 0 for none."""
+    """(block's key, first entry, end of entries) of a work item; (KEYS, 0, 0) for one that has no block."""
     key = tl.load(ITEMS + item)
     piece = item - tl.load(PIECES + key)
     begin = tl.load(BOUNDS + key) + piece * cap
@@ -88,14 +102,14 @@ class Inverse:
     """Entries sorted by (chunk, sequence, kv head, block).
 
     Attributes:
-        entries: int32; an entry is row · free + free rank.
-        bounds: int32 [chunks · keys + 1], where the entries of each block begin.
-        pieces: int32 [chunks, keys + 1], work items before each block within its chunk.
-        items: int32 [chunks, limit], the block of every work item; `keys` for those not needed.
-        rows: of a chunk, the last one possibly shorter.
-        keys: blocks of all heads: B · HKV · blocks.
-        blocks: selection blocks of a sequence.
-        cap: entries of a work item at most.
+        entries: int32 [entries]; an entry is row · free + free rank.
+        bounds: int32 [chunks · keys + 1], the index at which each block's entries begin.
+        pieces: int32 [chunks, keys + 1], the number of work items before each block within its chunk.
+        items: int32 [chunks, limit], the block of every work item; `keys` for unused items.
+        rows: rows per chunk; the last chunk may be shorter.
+        keys: blocks of all sequences and kv heads, B · HKV · blocks.
+        blocks: selection blocks per sequence.
+        cap: largest number of entries in a work item.
     """
 
     entries: Tensor
@@ -109,36 +123,58 @@ class Inverse:
 
     @property
     def limit(self) -> int:
-        """Work items of a chunk at most."""
+        """Largest number of work items in a chunk."""
         return self.items.shape[1]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order of the attributes, for a backward that keeps them; the numbers follow from shapes."""
+        """The first four attributes, to be kept for a backward; the others follow from shapes."""
         return self.entries, self.bounds, self.pieces, self.items
 
 
-def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
-    """The inverse of `chosen` int32 [B,S,HKV,slc_count], which has no padding in the rows that choose.
+def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
+    """Largest number of rows of one kv head's group in a chunk.
+
+    Its slots take at most four times q's bytes, a limit that is itself kept within 64 MiB and 2 GiB. Kernels address a
+    chunk's rows from its first in 32 bits, with all heads of q in between.
 
     Args:
-        config: how many of the blocks, first and last of those chosen, are forced.
-        blocks: selection blocks of a sequence.
-        rows: of a chunk.
-        cap: entries of a work item.
-        skip: rows at the start of every sequence whose choice does not count.
+        dim: the wider of the head dims of keys and values.
+        free: blocks that a row chooses.
+    """
+    row = q.shape[2] // kv_heads * free * dim * q.itemsize
+    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
+    return max(1, min(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
+
+
+def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
+    """Entries per work item: about 1024 items per chunk, each of at least 1024 (row, head) pairs."""
+    group = q.shape[2] // kv_heads
+    return max(ceil_div(1024, group), ceil_div(rows * free, 1024))
+
+
+def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
+    """The inverse of `chosen`.
+
+    Args:
+        chosen: selected blocks, int32 [B,S,HKV,slc_count], ascending; rows that choose have no padding.
+        config: its init_blocks first and local_blocks last of the chosen blocks are forced, the others free.
+        blocks: selection blocks per sequence.
+        rows: rows per chunk.
+        cap: largest number of entries in a work item.
+        skip: rows at the start of every sequence that choose nothing.
     """
     batch, length, kv_heads, count = chosen.shape
     free, choosing, groups = config.free_blocks, length - skip, batch * kv_heads
     keys, total, chunks = groups * blocks, groups * choosing * free, ceil_div(groups * choosing, rows)
     last = chunks * keys
-    # Sorting takes as many passes as the keys have bytes.
+    # Sorting makes a pass for each byte of the keys.
     kind, bias = (torch.int16, 1 << 15) if last <= 1 << 16 else (torch.int32, 0)
     sort_keys = torch.empty(total, dtype=kind, device=chosen.device)
     sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip)
     ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks, BIAS=bias)
     _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
-    # Full items, and for every block that the chunk can meet one that is not.
+    # Full items, and one that is not full for every block that may have entries in the chunk.
     limit = rows * free // cap + min(_reached(rows, choosing, groups) * blocks, rows * free)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
@@ -153,7 +189,7 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
 
 
 def _reached(rows: int, length: int, groups: int) -> int:
-    """Groups of `length` rows that a chunk of `rows` rows may reach into."""
+    """Largest number of groups, of `length` rows each, in which a chunk of `rows` rows has rows."""
     if length % rows == 0 or rows % length == 0:
         return max(1, rows // length)
     return min(groups, rows // length + 2)
@@ -162,4 +198,5 @@ def _reached(rows: int, length: int, groups: int) -> int:
 def _launch_flat(
     kernel: object, total: int, arguments: dict[str, Tensor | int], constants: dict[str, int], chunks: int = 1
 ) -> None:
-    launch(kernel, (ceil_div(total, _PROGRAM), chunks), arguments, constants | dict(N=_PROGRAM), _TILE)
+    grid, sizes = (ceil_div(total, _PROGRAM), chunks), constants | dict(N=_PROGRAM)
+    launch(kernel, grid, arguments, sizes, _TILE, stage="inverse_index")

@@ -1,13 +1,12 @@
 # pyright: reportMissingImports=false
-"""Selected attention with the keys outside: a block stays in place and meets all queries that chose it.
+"""Attention over the freely chosen blocks, both directions, for all cards: a block meets the queries that chose it.
 
-Only the blocks that queries choose freely are met here; those that every query selects are a span (span.py). Reading
-each query's blocks anew moves n·slc_block keys a query; here a block is read once a work item and its queries, the rows
-of all heads of the group, fill whole tiles. The price is a slot for each (query, free rank): the forward writes
-normalised parts and their log-sum-exp, to be merged in rank order (merge.py); the backward writes the parts of dq, and
-sums those of dk and dv over a block's work items in order. Queries go in chunks, which bounds the slots, and what is
-written to them leaves the cache first: queries are read again by other blocks. For Hopper there are other kernels in
-selected_hopper.py and selected_backward_hopper.py, which write slots in fewer bits (packed.py).
+Blocks that every query selects are a span (span/forward.py). Reading each query's blocks anew moves n · slc_block keys
+per query; here a block is read once per work item, and its queries, with all heads of the group, fill whole tiles. The
+price is a slot for each (query, free rank): the forward writes normalised outputs and their log-sum-exps, merged in
+rank order by merge.py; the backward writes parts of dq, and sums parts of dk and dv over a block's work items in order.
+Queries go in chunks, which bounds the slots. Slots are stored evict-first, so that queries, which other blocks read
+again, stay in the cache. Hopper has kernels of its own (forward_hopper.py, backward_hopper.py), whose slots are packed.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import NSAConfig
+from ..call import Call, Part
 from ..merge import Slots
-from ..plan import Part, Plan
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from ..shared import hopper
 from ..shared.ranges import load_rows, load_stats
-from . import backward_hopper as selected_backward_hopper
-from . import forward_hopper as selected_hopper
+from . import backward_hopper, forward_hopper
 from .inverse import Inverse, work_item
 
 
@@ -37,9 +35,14 @@ def _selected_forward(
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """OPART [rows,FREE,G,DV] and LPART [rows,FREE,G] of one work item: softmax over this block alone.
+    """Softmax of queries over one block that they chose.
 
-    `first_row` is the number of the chunk's first row, of those that choose; each sequence has `skip` before them.
+    Grid: (work items of a chunk,). A program owns one block of one kv head and up to `cap` of the entries (row, rank)
+    that chose it, M // G entries per tile with all G heads of the group. It writes each entry's slot: OPART
+    [rows,FREE,G,DV] and the base-2 log-sum-exp LPART [rows,FREE,G], float32.
+    Q [B,S,HQ,D]; K, V [B,T,HKV,D or DV]; ENTRIES, ITEMS, PIECES, BOUNDS: see `Inverse`. Choosing rows are numbered over
+    sequences and kv heads, without the first `skip` rows of each; the chunk's first is `first_row`. MASKED: a block may
+    hold keys behind the query. AHEAD: entries are loaded an iteration ahead.
     """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
@@ -54,7 +57,7 @@ def _selected_forward(
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
-        # From here on rows and entries count from the chunk's first, which as a row of this sequence is s0.
+        # From here on rows and entries count from the chunk's first row, which is row s0 of this sequence.
         first_entry = first_row * FREE
         s0 = skip + first_row - head * (S - skip)
         Q += ((b.to(tl.int64) * S + s0) * HQ + kvh * G) * D
@@ -63,7 +66,7 @@ def _selected_forward(
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            # What is read of q waits for its entry.
+            # The loads of q wait for the entry.
             entry = (following if AHEAD else tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)) - first_entry
             row = entry // FREE
             q = load_rows(Q, row * HQ + h, D, d, D, DP, ok, True)
@@ -81,7 +84,7 @@ def _selected_forward(
             inside = ok[:, None] & (dv < DV)[None, :]
             tl.store(at, o.to(OPART.dtype.element_ty), mask=inside, eviction_policy="evict_first")
             tl.store(LPART + slot, m + tl.log2(l), mask=ok)
-            if AHEAD:  # last, or the turn's end waits for it
+            if AHEAD:  # last: the end of the iteration would wait for it
                 following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
 
 
@@ -93,7 +96,14 @@ def _selected_backward(
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     AHEAD: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """DQPART [rows,FREE,G,D]; DKPART, DVPART float32 [items,SB,D or DV] of one work item."""
+    """Gradients of one block that queries chose, and of these queries through it.
+
+    Grid: (work items of a chunk,). A program owns one block of one kv head and up to `cap` of the entries (row, rank)
+    that chose it, M // G entries per tile with all G heads of the group. It writes each entry's part of dq to its slot
+    in DQPART [rows,FREE,G,D], and the item's parts of dk and dv to DKPART, DVPART [items,SB,D or DV], float32.
+    Q [B,S,HQ,D]; DO [B,S,HQ,DV]; STATS [B,S,HQ,2], float32, from merge._prepare; others as in _selected_forward.
+    TURNED: dq is computed transposed.
+    """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     item = tl.program_id(0)
@@ -110,7 +120,7 @@ def _selected_backward(
         dk = tl.zeros([SBP, DP], tl.float32)
         dv = tl.zeros([SBP, DVP], tl.float32)
         qi, h = r // G, r % G
-        # From here on rows and entries count from the chunk's first, which as a row of this sequence is s0.
+        # From here on rows and entries count from the chunk's first row, which is row s0 of this sequence.
         first_entry = first_row * FREE
         s0 = skip + first_row - head * (S - skip)
         first = (b.to(tl.int64) * S + s0) * HQ + kvh * G
@@ -122,7 +132,7 @@ def _selected_backward(
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
             ok = (qi < BQ) & (i + qi < end)
-            # What is read of q waits for its entry.
+            # The loads of q wait for the entry.
             entry = (following if AHEAD else tl.load(ENTRIES + i + qi, mask=ok, other=first_entry)) - first_entry
             row = entry // FREE
             at = row * HQ + h
@@ -140,14 +150,14 @@ def _selected_backward(
                 dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee") * scale)
             else:
                 dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
-            # Last of the products: nothing in this turn waits for these two.
+            # The products of dv and dk come last: nothing in this iteration waits for them.
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dk = tl.dot(ds, q, dk, input_precision="ieee")
             slot = entry * G + h
             to = DQPART + slot[:, None] * D + d[None, :]
             mine = ok[:, None] & (d < D)[None, :]
             tl.store(to, dq.to(DQPART.dtype.element_ty), mask=mine, eviction_policy="evict_first")
-            if AHEAD:  # last, or the turn's end waits for it
+            if AHEAD:  # last: the end of the iteration would wait for it
                 following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
         place = item.to(tl.int64) * SB + n
         inside = (n < SB)[:, None]
@@ -161,7 +171,12 @@ def _sum_items(
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SB: tl.constexpr,
     ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """DK [B,T,HKV,D] and DVALUE [..,DV] += the parts of one block's work items, for ROWS of the block's tokens."""
+    """Adds the parts of one block's work items, in order.
+
+    Grid: (blocks of all sequences and kv heads, tokens of a block / ROWS, 2). A program owns ROWS tokens of one block,
+    their keys or, on the last axis's second place, their values; it adds to DK [B,T,HKV,D] or DVALUE [B,T,HKV,DV],
+    float32. DKPART [items,SB,D], DVPART [items,SB,DV], float32; PIECES [keys + 1], work items before each block.
+    """
     key = tl.program_id(0)
     begin, end = tl.load(PIECES + key), tl.load(PIECES + key + 1)
     if begin < end:
@@ -187,42 +202,26 @@ def _add_parts(
     total = tl.load(at, mask=inside, other=0.0)
     within = n[:, None] * D + d[None, :]
     for item in range(begin, end, UNROLL):
-        for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+        for u in tl.static_range(UNROLL):  # independent loads
             part = PARTS + tl.cast(item + u, tl.int64) * (SB * D) + within
             total += tl.load(part, mask=inside & (0 * n + item + u < end)[:, None], other=0.0)
     tl.store(at, total, mask=inside)
 
 
-def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
-    """Rows of a chunk, of the heads of one group, at most: slots take four times q's bytes, or less, within bounds.
-
-    The kernels count a chunk's rows from its first, all heads of q between them, in 32 bits.
-    """
-    row = q.shape[2] // kv_heads * free * dim * q.itemsize
-    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
-    return max(1, min(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
-
-
-def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
-    """Entries of a work item: about 1024 items a chunk, each of at least 1024 rows of q."""
-    group = q.shape[2] // kv_heads
-    return max(ceil_div(1024, group), ceil_div(rows * free, 1024))
-
-
 def is_for_hopper(q: Tensor, part: Part, config: NSAConfig, *others: Tensor) -> bool:
-    """Whether the kernels for Hopper take it: bf16, and blocks of 64 keys that lie before their queries.
+    """Whether the kernels for Hopper take these: bf16, and free blocks of 64 keys wholly before their queries.
 
-    Their slots are packed, which would cost fp16 exactness (packed.py).
+    fp16 is left out because packed slots are less exact (shared/packed_slots.py).
 
     Args:
-        others: as in hopper.fits.
+        others: further tensors that the kernel reads, as in hopper.fits.
     """
     is_theirs = q.dtype == torch.bfloat16 and config.slc_block == 64 and config.local_blocks > 0
     return is_theirs and hopper.fits(q, [part], *others)
 
 
-def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, plan: Plan) -> None:
-    """Fills the slots of one chunk of choosing rows, all of them: these rows choose slc_count blocks, none is -1.
+def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, call: Call) -> None:
+    """Fill all slots of one chunk of choosing rows, each of which chose slc_count blocks, none -1.
 
     Args:
         slots: packed if `is_for_hopper`.
@@ -230,58 +229,61 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     tile, ahead = _forward_tile(q, part.v)
     tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E)
-    constants = _constants(q, part, tile, plan.config)
+    numbers = _numbers(q, part, inverse, call.offset, slots) | dict(scale2=call.scale * LOG2_E)
+    constants = _constants(q, part, tile, call.config)
     if slots.exponents is not None:
         pointers |= dict(EXPONENTS=slots.exponents)
-        selected_hopper.start((inverse.limit,), pointers | numbers, constants)
+        forward_hopper.start((inverse.limit,), pointers | numbers, constants)
         return
-    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants | dict(AHEAD=ahead), tile)
+    constants |= dict(AHEAD=ahead)
+    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile, stage="selected")
 
 
 def backward_chunk(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
-    scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, plan: Plan,
+    scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, call: Call,
 ) -> None:  # fmt: skip
-    """Fills the slots of one chunk with parts of dq, and adds to the totals of dk and dv.
+    """Fill the slots of one chunk with parts of dq, and add its gradients of keys and values to `totals`.
 
     Args:
-        do: gradient [B,S,HQ,DV] of the gated sum.
-        stats: of the selected branch, float32 [B,S,HQ,2] from merge.prepare.
+        do: gradient of the gated sum, [B,S,HQ,DV].
+        stats: the selected branch's, from merge.prepare, float32 [B,S,HQ,2].
         slots: packed if `is_for_hopper`, with `do` among the others.
-        totals: float32 [B,T,HKV,D] and [B,T,HKV,DV].
-        scratch: float32 [inverse.limit, slc_block, D] and [.., DV].
+        totals: gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV], float32.
+        scratch: parts of each work item, float32 [inverse.limit,slc_block,D] and [inverse.limit,slc_block,DV].
     """
     tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, plan.offset, slots) | dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
+    numbers = _numbers(q, part, inverse, call.offset, slots) | dict(scale2=call.scale * LOG2_E, scale=call.scale)
     wide = widest(q, part.v)
-    # Hopper's matrix instructions take 64 rows at least: D of them, where a tile has fewer. Not for wide heads, whose
-    # 8 warps Triton 3.6 leads to an illegal memory access there.
+    # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
+    # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.
     turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
-    # Entries read a turn ahead take registers that wide heads do not have.
+    # Entries loaded an iteration ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
-    constants = _constants(q, part, tile, plan.config)
+    constants = _constants(q, part, tile, call.config)
     if slots.exponents is not None:
         pointers |= dict(EXPONENTS=slots.exponents)
-        selected_backward_hopper.start((inverse.limit,), pointers | numbers, constants)
+        backward_hopper.start((inverse.limit,), pointers | numbers, constants)
     else:
-        launch(_selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile)
-    _add_items(scratch, totals, inverse, chunk, plan.config)
+        launch(
+            _selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile, stage="selected_backward"
+        )
+    _add_items(scratch, totals, inverse, chunk, call.config)
 
 
 def _add_items(
     scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig
 ) -> None:
-    """Sums the parts of every block's work items in order."""
+    """Add the parts of every block's work items to `totals`, in order."""
     pointers = dict(DKPART=scratch[0], DVPART=scratch[1], DK=totals[0], DVALUE=totals[1], PIECES=inverse.pieces[chunk])
     numbers = dict(T=totals[0].shape[1], blocks=inverse.blocks)
     (kv_heads, dim), value_dim = totals[0].shape[2:], totals[1].shape[3]
     dims = dict(HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
     sizes = dims | dict(SB=config.slc_block, ROWS=16, UNROLL=4)
     grid = inverse.keys, ceil_div(config.slc_block, 16), 2
-    launch(_sum_items, grid, pointers | numbers, sizes, Tile(warps=4))
+    launch(_sum_items, grid, pointers | numbers, sizes, Tile(warps=4), stage="sum_items_backward")
 
 
 def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
@@ -297,12 +299,12 @@ def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots)
 
 def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str, int]:
     block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
-    # A free block lies before the local ones, and so wholly before the query.
+    # With local blocks, free ones lie wholly before the query and need no mask.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:
-    """With whether entries are read a turn ahead, which takes registers and shared memory."""
+    """(tile, whether entries are loaded an iteration ahead, which takes registers and shared memory)."""
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, warps=8), False

@@ -1,11 +1,12 @@
 # pyright: reportMissingImports=false
-"""What the kernels for Hopper share, in Gluon: which calls they are for, rings of tiles, and bands of keys.
+"""Device functions that the Gluon kernels for Hopper (sm90) share: rings of tiles, bands of keys; and their launches.
 
-A program has a warp that copies keys and values into rings of shared memory, and warpgroups that attend, 64 rows each,
-to the same tiles (as FlashAttention-3 does, arXiv 2407.08608, section 3.1). They meet at barriers of the rings alone:
-while one computes probabilities, others have their products under way. The tiles of all bands of keys are one stream,
-of which the copies are ahead. Tiles begin where a band does, so that hardly a key is met in vain. Where rows lie
-together (spans; not those that chose a block), a program goes on with further tiles of rows, and so does its stream.
+A program is warp-specialized: a producer warp copies keys and values into rings of shared memory, and consumer
+warpgroups attend to the same tiles, 64 rows each (as FlashAttention-3 does, arXiv 2407.08608, section 3.1). They
+synchronise at the rings' barriers alone: while one computes probabilities, the products of others are under way. The
+tiles of all bands of keys form one stream, in which the copies run ahead. Tiles start where a band does, so few loaded
+keys are masked out. Kernels over contiguous rows (spans; not the gathered queries of a block) are persistent: a program
+goes on with further tiles of rows, and so does its stream.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..plan import Part, Plan
+from ..call import Call, Part
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, arch, ceil_div, multiprocessors
 from ..runtime.tma import Tiled
 from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, within
 
-ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # of a warpgroup
-# Bands: of shared keys SLC_ALONE, BOTH, WIN_ALONE, which goes on from that; compressed keys.
+ROWS, THREADS = gl.constexpr(64), gl.constexpr(128)  # per warpgroup
+# Bands in the stream's order: shared keys of SLC_ALONE, BOTH, and WIN_ALONE, which goes on from BOTH; compressed keys.
 ALONE_BAND, BOTH_BAND, WINDOW_BAND, COMPRESSED_BAND, BANDS = (gl.constexpr(i) for i in range(5))
-DEPTH = gl.constexpr(2)  # tiles of rows that are there or under way
-COPY_REGISTERS = gl.constexpr(40)  # of a thread of those that copy
-PRODUCE_REGISTERS = gl.constexpr(32)  # of `produce`, which the copy engine leaves little to do
+DEPTH = gl.constexpr(2)  # tiles of rows in shared memory or being copied
+COPY_REGISTERS = gl.constexpr(40)  # per thread of a producer that gathers rows
+PRODUCE_REGISTERS = gl.constexpr(32)  # per thread of `produce`, which only starts TMA copies
 # Renamed between Triton 3.6 and 3.9.
 copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -42,31 +43,31 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @triton.constexpr_function
 def product(columns):
-    """The layout of a warpgroup's product, [64,columns]."""
+    """Layout of a warpgroup's product [64,columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def anew(x):
-    """x, from which all is computed where it is used, and not kept through loops, which have no registers for it."""
+    """x, opaque to the compiler: values computed from it are not hoisted out of loops, where they take registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def by_eights(x):
-    """[rows,n] as [rows,n/8,8], of which a thread has all along the middle, so that sums there cross no threads."""
+    """x [rows,n] as [rows,n/8,8]; a thread holds all of the middle axis, along which reductions cross no threads."""
     return x.reshape([x.shape[0], x.shape[1] // 8, 8])
 
 
 @gluon.jit
 def kind_of(slot):
-    """Of a band of shared keys: SLC_ALONE, WIN_ALONE or BOTH."""
+    """Kind of a band of shared keys: SLC_ALONE, WIN_ALONE or BOTH."""
     return gl.where(slot == ALONE_BAND, SLC_ALONE, gl.where(slot == BOTH_BAND, BOTH, WIN_ALONE))
 
 
 @gluon.jit
 def band(slot, t, sizes: gl.constexpr):
-    """Keys that query t sees in a band of the stream. `sizes` are those of ranges.sizes, in turn."""
+    """[first, end) of the keys that query t sees in the band `slot`; `sizes` are the values of ranges.sizes."""
     first, end = compressed_keys(t, sizes[0], sizes[1])
     lo, stop = shared_keys(t, kind_of(slot), sizes[2], sizes[3], sizes[4], sizes[5], sizes[6])
     compressed = slot == COMPRESSED_BAND
@@ -75,28 +76,28 @@ def band(slot, t, sizes: gl.constexpr):
 
 @gluon.jit
 def band_tiles(slot, t0, t1, BN: gl.constexpr, sizes: gl.constexpr):
-    """(first key, tiles) of a band of queries t0 .. t1; one tile at least."""
+    """(first key, number of tiles) of the band `slot` for queries t0 .. t1; at least one tile."""
     first, _ = band(slot, t0, sizes)
     _, end = band(slot, t1, sizes)
-    _, last_causal = band(slot, gl.minimum(t1, gl.maximum(t0, sizes[6] - 1)), sizes)  # ends ascend but behind it
+    _, last_causal = band(slot, gl.minimum(t1, gl.maximum(t0, sizes[6] - 1)), sizes)  # ends drop at CAUSAL
     return first, gl.maximum(gl.cdiv(gl.maximum(end, last_causal) - first, BN), 1)
 
 
 @gluon.jit
 def rows_of(group, LAYOUT: gl.constexpr):
-    """A warpgroup's rows of the program's."""
+    """Indices of a warpgroup's rows within the program's tile."""
     return anew(group * ROWS + gl.arange(0, ROWS, layout=LAYOUT))
 
 
 @gluon.jit
 def all_tiles(S, heads, BQ: gl.constexpr):
-    """Tiles of rows of all heads: program p of P takes tiles p, p + P, p + 2 P, .."""
+    """Number of tiles of rows of all heads; program p of P takes tiles p, p + P, p + 2 P, .."""
     return gl.cdiv(S, BQ) * heads
 
 
 @gluon.jit
 def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
-    """(sequence, first row, kv head) of a tile. Head by head, longest spans first."""
+    """(sequence, first row, kv head) of a tile; tiles go head by head, longest spans first."""
     tiles = all_tiles(S, 1, BQ)
     head = tile // tiles
     return head // HKV, (tiles - 1 - tile % tiles) * BQ, head % HKV
@@ -104,17 +105,18 @@ def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
 
 @gluon.jit
 def rows_at(b, i, kvh, group, S, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
-    """(place in [B,S,HQ], whether there is one) of a warpgroup's rows of a tile."""
-    r = rows_of(group, ROW)  # 32 bits will do: of q, a row alone is 256 bytes
+    """(index in [B,S,HQ], whether the row exists) of a warpgroup's rows of a tile."""
+    r = rows_of(group, ROW)  # 32 bits suffice: a row of q has 256 bytes
     return (b * S + i) * HQ + kvh * G + (r // G * HQ + r % G), i + r // G < S
 
 
 @gluon.jit
 def seen(slot, group, t, t1, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr, sizes: gl.constexpr):
-    """Of a band and the warpgroup's rows of a tile of queries t .. t1.
+    """Keys of the band `slot` for a tile of queries t .. t1 and the rows of its warpgroup `group`.
 
     Returns:
-        first key and tiles of the whole tile, keys that each row sees, begin and end of those that all rows see.
+        first key and number of key tiles for the whole tile; [first, end) for each of the warpgroup's rows; first and
+        end of the keys that all of these rows see.
     """
     own = t + group * (ROWS // G)
     last = gl.minimum(own + (ROWS // G - 1), t1)
@@ -127,7 +129,7 @@ def seen(slot, group, t, t1, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexp
 
 @gluon.jit
 def masked(s, j, span, lo1, end0, SCORES: gl.constexpr):
-    """Scores of the keys from j on, -inf where a row does not see one."""
+    """Scores s [ROWS,BN] of the keys from j on, with -inf outside of each row's `span`."""
     BN: gl.constexpr = s.shape[1]
     if (j < lo1) | (j + BN > end0):
         n = j + anew(gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)))
@@ -137,7 +139,7 @@ def masked(s, j, span, lo1, end0, SCORES: gl.constexpr):
 
 @gluon.jit
 def tiles_of_rows(TILES: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
-    """Shared memory for tiles of a warpgroup's rows."""
+    """Shared memory [TILES,ROWS,D] for tiles of a warpgroup's rows."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     return gl.allocate_shared_memory(DTYPE, [TILES, ROWS, D], LAYOUT)
 
@@ -147,7 +149,7 @@ def ring(
     rows: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr,
     FILL: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """(buffers, barriers of full ones, of empty ones); FILL arrivals make one full, EMPTY make it empty."""
+    """(buffers [STAGES,rows,D], full barriers, empty barriers): full after FILL arrivals, empty after EMPTY."""
     buffers = gl.allocate_shared_memory(
         DTYPE, [STAGES, rows, D], gl.NVMMASharedLayout.get_default_for([rows, D], DTYPE)
     )
@@ -161,14 +163,14 @@ def ring(
 
 @gluon.jit
 def wait(barriers, turn, BEFORE: gl.constexpr):
-    """Until the ring's place of tile `turn` is full; or, of that BEFORE, empty, as a new ring is."""
+    """Wait until the buffer of tile `turn` is full; with empty barriers and BEFORE = 1, until it is free for it."""
     STAGES: gl.constexpr = barriers.shape[0]
     mbarrier.wait(barriers.index(turn % STAGES), turn // STAGES % 2 ^ BEFORE)
 
 
 @gluon.jit
 def _fetch(x, buffers, full, g, b, j, head):
-    """Start to copy rows j .. of a sequence and head, or heads, to the place of tile g."""
+    """Start to copy rows j .. of sequence b, from `head` on, into the buffer of tile g."""
     STAGES: gl.constexpr = buffers.shape[0]
     mbarrier.expect(full.index(g % STAGES), buffers.shape[1] * buffers.shape[2] * 2)
     _copy_tile(x, [b, j, head, 0], full.index(g % STAGES), buffers.index(g % STAGES).reshape(x.block_shape))
@@ -176,7 +178,7 @@ def _fetch(x, buffers, full, g, b, j, head):
 
 @gluon.jit
 def put(x, place, b, i, head):
-    """Start to copy a tile that this warpgroup has written to rows i .. of a sequence and heads."""
+    """Start to copy this warpgroup's tile in `place` to rows i .. of sequence b, from `head` on."""
     fence_async_shared()
     barrier()
     _copy_back(x, [b, i, head, 0], place.reshape(x.block_shape))
@@ -184,14 +186,14 @@ def put(x, place, b, i, head):
 
 @gluon.jit
 def vacate():
-    """Until what this warpgroup has `put` has left."""
+    """Wait until the copies that this warpgroup started with `put` have read their tile."""
     tma.store_wait(0)
     barrier()
 
 
 @gluon.jit
 def _fetch_rows(x, buffers, full, empty, turn, b, i, kvh, BQ: gl.constexpr):
-    """Start to copy each warpgroup's rows of a tile, the program's `turn`-th."""
+    """Start to copy each warpgroup's rows of the program's `turn`-th tile."""
     GROUPS: gl.constexpr = buffers.shape[0] // DEPTH
     G: gl.constexpr = GROUPS * ROWS // BQ
     for group in range(GROUPS):
@@ -201,6 +203,7 @@ def _fetch_rows(x, buffers, full, empty, turn, b, i, kvh, BQ: gl.constexpr):
 
 @gluon.jit
 def _fetch_all(given, turn, tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
+    """`_fetch_rows` of every tensor in `given`, as in `produce`."""
     b, i, kvh = tile_of_heads(tile, S, BQ, HKV)
     for n in gl.static_range(len(given)):
         x, buffers, full, empty = given[n]
@@ -211,9 +214,9 @@ def _fetch_all(given, turn, tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
 def produce(
     given, KC, VC, KS, VS, S, offset, heads, rings, sizes: gl.constexpr, BQ: gl.constexpr, HKV: gl.constexpr
 ):  # fmt: skip
-    """Copies the rows of this program's tiles, and tile after tile of their streams of keys and values.
+    """Producer: copies the rows of this program's tiles, and the tiles of their streams of keys and values.
 
-    `given`: of each tensor that is read by rows, itself and the ring of its tiles.
+    `given`: (tensor, and its ring's buffers, full and empty barriers) for each tensor that is read by rows.
     """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     BN: gl.constexpr = keys.shape[1]
@@ -224,7 +227,7 @@ def produce(
         b, i, kvh = tile_of_heads(tile, S, BQ, HKV)
         turn += 1
         for slot in range(BANDS):
-            if (slot == WINDOW_BAND) & (tile + step < stop):  # before, the last tile's may not be free yet
+            if (slot == WINDOW_BAND) & (tile + step < stop):  # earlier, the last tile's buffers may still be in use
                 _fetch_all(given, turn, tile + step, S, BQ, HKV)
             j, tiles = band_tiles(slot, offset + i, offset + gl.minimum(i + BQ, S) - 1, BN, sizes)
             for _ in range(tiles):
@@ -239,14 +242,14 @@ def produce(
                 else:
                     _fetch(VS, values, values_full, g, b, j, kvh)
                 j += BN
-                g += 1  # not `g += tiles` around this loop: Triton 3.6 loses that, and all wait for ever
+                g += 1  # not `g += tiles` around this loop: Triton 3.6 loses it, which ends in a deadlock
 
 
 def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
     """Whether the kernels for Hopper take these: head dim 128, half precision, groups of 4, 8 or 16 heads, aligned.
 
     Args:
-        others: tensors that the kernel reads besides q, keys and values, by rows of the head dim.
+        others: tensors [..,D] that the kernel reads besides q, keys and values.
     """
     group = q.shape[2] // parts[0].k.shape[2]
     if not (90 <= arch(q) < 100 and q.itemsize == 2 and group in (4, 8, 16)):
@@ -255,44 +258,46 @@ def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
     return all(x.shape[-1] == 128 and _is_aligned(x) for x in tensors)
 
 
-def attends_to_all(q: Tensor, parts: Sequence[Part], plan: Plan, *others: Tensor) -> bool:
-    """Whether it fits, all branches are on, and window and selected branch share keys, as in `band`."""
-    return plan.shared and len(parts) == 3 and fits(q, parts, *others)
+def attends_to_all(q: Tensor, parts: Sequence[Part], call: Call, *others: Tensor) -> bool:
+    """Whether these fit, all branches are on, and window and selected branch share keys, as in `band`."""
+    return call.shared and len(parts) == 3 and fits(q, parts, *others)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Not empty, and aligned for copies of 16 bytes, as what has no memory yet, where a compiler traces it, will be."""
+    """Whether x is not empty and aligned for copies of 16 bytes. Fake tensors count as aligned."""
     return x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0)
 
 
 def start(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
-    registers: int,
+    registers: int, *, stage: str,
 ) -> None:  # fmt: skip
-    """Launch a kernel.
+    """Launch a warp-specialized kernel.
 
     Args:
-        arguments, sizes: of which it takes those that it names.
-        registers: of a thread that attends, once those that copy have given their own.
+        arguments, sizes: arguments and constants by name; names that the kernel lacks are dropped.
+        registers: per consumer thread, after the producer's were reallocated.
+        stage: as in `launch`.
     """
     given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
     constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
-    launch(kernel, grid, given, constants | dict(STAGES=tile.stages, REGISTERS=registers), tile)
+    launch(kernel, grid, given, constants | dict(STAGES=tile.stages, REGISTERS=registers), tile, stage=stage)
 
 
 def start_tiles(
     kernel: Any, arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile, registers: int,
-    by_rows: Sequence[str],
+    by_rows: Sequence[str], *, stage: str,
 ) -> None:  # fmt: skip
-    """Launch a kernel whose programs take tile after tile of rows, one program a multiprocessor.
+    """Launch a persistent kernel: one program per multiprocessor, which takes tile after tile of rows.
 
     Args:
-        arguments: with q as Q, and keys and values of compressed and of shared keys as KC, VC, KS, VS.
-        by_rows: of arguments, those that it reads or writes by a warpgroup's rows.
+        arguments: tensors by name; Q is q, KC and VC are compressed, KS and VS shared keys and values.
+        sizes, registers, stage: as in `start`.
+        by_rows: names of the arguments that the kernel reads or writes by tiles of a warpgroup's rows.
     """
     q, group = arguments["Q"], sizes["HQ"] // sizes["HKV"]
     heads = q.shape[0] * sizes["HKV"]
     tiled = {name: Tiled(arguments[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
     tiled |= {name: Tiled(arguments[name], ROWS.value // group, group) for name in by_rows}
     programs = min(multiprocessors(q), ceil_div(q.shape[1], tile.rows // group) * heads)
-    start(kernel, (programs,), dict(arguments) | tiled | dict(heads=heads), sizes, tile, registers)
+    start(kernel, (programs,), dict(arguments) | tiled | dict(heads=heads), sizes, tile, registers, stage=stage)

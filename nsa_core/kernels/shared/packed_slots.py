@@ -1,15 +1,15 @@
 # pyright: reportMissingImports=false
-"""Rows of 128 numbers in 12 bits each, as the kernels for Hopper write slots: three quarters of bf16's bytes.
+"""Packed slots: device functions that store and sum rows of 128 numbers in 12 bits each, 3/4 of bf16's bytes.
 
-Blocks of 32 numbers share a power of two, as in the Microscaling formats of the Open Compute Project (v1.0), which have
-elements of up to 8 bits. An integer is off by at most 2^-11 of its block's largest number, bf16 by 2^-8 of each number:
-over a row that is less, but a number far below its block's largest has less of it. fp16, with 2^-11 of each, is better
-left as it is.
+Kernels for Hopper write slots so, and those that merge slots read them. Blocks of 32 numbers share a power of two, as
+in the Microscaling formats of the Open Compute Project (v1.0), whose elements have up to 8 bits. An integer's error is
+at most 2^-11 of its block's largest number, bf16's at most 2^-8 of each number: the row's error is smaller, but numbers
+far below their block's largest lose digits. fp16, with 2^-11 of each number, is better left unpacked.
 
-Column 32 w + 8 j + 2 t + b belongs to block t, whose numbers are those that one thread has of a warpgroup's product. Of
-a block, run w has 8 integers, 2 j + b, in three words: word j has the pair j in its lower 24 bits, b = 0 first, 2048
-added to each, and byte j of the last pair on top. A row has a word of four exponents, byte t that of block t, and 48
-words [3,t,w]. With exponent e a number is its integer times 2^(e - 137); of e = 255 none is finite.
+Column 32 w + 8 j + 2 t + b belongs to block t, whose numbers are those that one thread holds of a warpgroup's product.
+Run w of a block has 8 integers 2 j + b, with 2048 added to each, in three words: word j has the pair j in its lower 24
+bits, b = 0 first, and byte j of pair 3 in its top 8. A row has 48 words [3,t,w], and one word of four
+exponents, byte t for block t. With exponent e a number is its integer times 2^(e - 137); with e = 255 none is finite.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORDS = 48  # of a row, without that of the exponents
+WORDS = 48  # per row, without the exponents
 _RUNS = gl.constexpr(16)
-_HIGH = gl.constexpr(0x4B000000)  # 2^23 as float32, of which what is added to it, an integer, fills the lower bits
-_ZERO = gl.constexpr(8390656.0)  # and 2048 added to it
+_HIGH = gl.constexpr(0x4B000000)  # 2^23 as float32: adding an integer puts it in the low mantissa bits
+_ZERO = gl.constexpr(8390656.0)  # 2^23 + 2048: the integer 0
 _NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.constexpr_function
 def _by_run():
-    """Words [64,16] of the rows of a warpgroup's product: the four runs of its block a thread."""
+    """Layout of words [64,16] of a warpgroup's rows: a thread holds the four runs of its block."""
     in_warp = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], in_warp, [[16, 0], [32, 0]], [], [64, 16])
 
@@ -42,7 +42,7 @@ def _larger(a, b):
 def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
     """Store x [64,128], a warpgroup's product, times factor [64] > 0, in the rows `slot` where `ok`.
 
-    A block with a number that is not finite has none that is.
+    PARTS int32 [rows,WORDS], EXPONENTS int32 [rows]. If one number is not finite, its whole block becomes non-finite.
     """
     RUN: gl.constexpr = _by_run()
     blocks = x.reshape([64, 4, 4, 4, 2]).permute([0, 3, 1, 2, 4]).reshape([64, 4, 32])
@@ -50,9 +50,9 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
     BLOCK: gl.constexpr = largest.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, BLOCK)
     factor = gl.convert_layout(factor, ROW)[:, None]
-    # What lies within half a unit of 2048 units would round up to them: it takes the next power of two.
+    # A number within half a unit of 2048 units would round up to 2048, so it takes the next power of two.
     bits = (largest * factor).to(gl.uint32, bitcast=True) + (1 << 12)
-    # Units of 2^-125 at least: 1 / unit is finite. Times a factor of 8 it is not, but such blocks are all below 2^-113.
+    # A unit is at least 2^-125, so that 1 / unit is finite (times a factor of 8 it is not, in blocks below 2^-113).
     exponent = gl.minimum(gl.maximum((bits >> 23).to(gl.int32), 12), 255)
     to = EXPONENTS.to(gl.pointer_type(gl.uint8), bitcast=True) + gl.convert_layout(slot, ROW)[:, None] * 4
     block = gl.arange(0, 4, layout=gl.SliceLayout(0, BLOCK))[None, :]
@@ -78,7 +78,7 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
 
 @triton.jit
 def add_packed(total, PARTS, EXPONENTS, slot, weight, ok):
-    """total [M,16,2,2,2], whose columns `in_order` knows, + weight [M] times the rows `slot` where `ok`."""
+    """total + weight [M] times the rows `slot` where `ok`; total [M,16,2,2,2] float32, made [M,128] by `in_order`."""
     run = tl.arange(0, _RUNS)
     at, inside = PARTS + slot[:, None] * (3 * _RUNS) + run[None, :], ok[:, None] & (run < _RUNS)[None, :]
     word0 = tl.load(at, mask=inside, other=0)
@@ -95,5 +95,5 @@ def add_packed(total, PARTS, EXPONENTS, slot, weight, ok):
 
 @triton.jit
 def in_order(x, M: tl.constexpr):
-    """What `add_packed` makes as [M,128], columns in order."""
+    """A total of `add_packed` [M,16,2,2,2] as [M,128], columns in order."""
     return tl.reshape(tl.permute(tl.reshape(x, [M, 4, 4, 4, 2]), [0, 2, 3, 1, 4]), [M, 128])

@@ -1,13 +1,14 @@
 # pyright: reportMissingImports=false
-"""What the attention kernels share: which keys a query sees, and tiles of rows.
+"""Ranges: device functions for which keys a query sees and which queries see a key, and for loading tiles of rows.
 
-Positions t are queries', n keys'. Of each set of keys a query sees a band [lo(t), end(t)), and of a key's queries
-likewise, with both ends ascending. So a tile of queries sees whole tiles of keys between lo of its last and end of its
-first query, and masked ones around them.
+Positions t are queries', n keys'. In each set of keys a query sees a band [lo(t), end(t)), and a key is seen by a band
+of queries; both ends ascend. So a tile of queries sees whole tiles of keys between the lo of its last query and the end
+of its first, and masked tiles around them.
 
-Where the selected branch and the window share keys and values, their sets are taken apart: keys that the selected
-branch alone sees (the initial blocks; before CAUSAL, where every block is selected, all before the window), keys that
-the window alone sees, and the local blocks, which lie in the window, and which both see. Their scores are the same.
+Where the selected branch and the window share keys and values, their keys are split into three disjoint sets, each
+scored once: SLC_ALONE, seen by the selected branch alone (the initial blocks; before CAUSAL, where every block is
+selected, all keys before the window), WIN_ALONE, seen by the window alone, and BOTH (the local blocks, which lie in the
+window; before CAUSAL, the window).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import triton.language as tl
 
 from ...config import NSAConfig
 
-# Of shared keys; in the order of merge.prepare's stats.
+# Sets of shared keys, in the order of merge.prepare's stats.
 SLC_ALONE, WIN_ALONE, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NEVER = tl.constexpr(0x7FFFFFFF)
 
 
 def sizes(config: NSAConfig) -> dict[str, int]:
-    """Constants of the kernels, in tokens: all are selected up to CAUSAL, after it the INIT first and LOCAL last."""
+    """Constants of the kernels, in tokens: rows before CAUSAL select all, later ones the INIT first and LOCAL last."""
     init, local, causal = (n * config.slc_block for n in (config.init_blocks, config.local_blocks, config.slc_count))
     compressed = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
     return compressed | dict(WINDOW=config.window, ALIGN=config.slc_block, LOCAL=local, INIT=init, CAUSAL=causal)
@@ -31,23 +32,25 @@ def sizes(config: NSAConfig) -> dict[str, int]:
 
 @triton.jit
 def compressed_keys(t, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """Compressed keys that end at or before t."""
+    """Compressed keys whose block ends at or before t."""
     return t * 0, tl.maximum(t + (1 - BLOCK + STRIDE), 0) // STRIDE
 
 
 @triton.jit
 def window_keys(t, WINDOW: tl.constexpr):
+    """The last WINDOW keys up to t."""
     return tl.maximum(t + (1 - WINDOW), 0), t + 1
 
 
 @triton.jit
 def initial_keys(t, INIT: tl.constexpr, CAUSAL: tl.constexpr):
-    """Initial blocks, which are never local ones from CAUSAL on; before it all keys are local_keys."""
+    """Keys of the initial blocks; none for queries before CAUSAL, whose keys are all in `local_keys`."""
     return t * 0, tl.where(t < CAUSAL, 0, INIT)
 
 
 @triton.jit
 def local_keys(t, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys of the local blocks up to t; all keys up to t for queries before CAUSAL."""
     local = tl.minimum(tl.maximum(t // ALIGN * ALIGN + (ALIGN - LOCAL), 0), t + 1)
     return tl.where(t < CAUSAL, 0, local), t + 1
 
@@ -56,7 +59,7 @@ def local_keys(t, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr
 def shared_keys(
     t, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Keys that query t sees of SLC_ALONE, WIN_ALONE or BOTH. Their ends ascend but where t reaches CAUSAL."""
+    """Keys that query t sees of SLC_ALONE, WIN_ALONE or BOTH. Ends ascend before CAUSAL and from it on."""
     near = tl.maximum(t + (1 - WINDOW), 0)
     local = tl.minimum(tl.maximum(t // ALIGN * ALIGN + (ALIGN - LOCAL), 0), t + 1)
     both = tl.where(t < CAUSAL, near, local)
@@ -67,31 +70,34 @@ def shared_keys(
 
 @triton.jit
 def compressed_queries(n, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Queries that see compressed key n."""
     return n * STRIDE + (BLOCK - 1), n * 0 + _NEVER
 
 
 @triton.jit
 def window_queries(n, WINDOW: tl.constexpr):
+    """Queries that see key n in their window."""
     return n, n + WINDOW
 
 
 @triton.jit
 def initial_queries(n, CAUSAL: tl.constexpr):
-    """Of a key of the initial blocks: those that do not see it as one of local_keys."""
+    """Queries that see key n of the initial blocks in `initial_keys`."""
     return n * 0 + CAUSAL, n * 0 + _NEVER
 
 
 @triton.jit
 def local_queries(n, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    """Queries that see key n in `local_keys`."""
     last = tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
     return n, tl.where(n < CAUSAL, tl.maximum(last, CAUSAL), last)
 
 
 @triton.jit
 def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
-    """Queries that see key n in SLC_ALONE (initial_queries left out), WIN_ALONE or BOTH."""
+    """Queries that see key n in SLC_ALONE (without `initial_queries`), WIN_ALONE or BOTH."""
     near, last = n + WINDOW, tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
-    choosing = tl.maximum(last, CAUSAL)  # queries that choose and see the key in the window alone begin here
+    choosing = tl.maximum(last, CAUSAL)  # the first choosing query that sees the key in the window alone
     both = tl.where(near < CAUSAL, near, tl.where(n < CAUSAL, choosing, last))
     lo = tl.where(kind == BOTH, n, tl.where(kind == WIN_ALONE, choosing, near))
     end = tl.maximum(near, tl.where(kind == WIN_ALONE, choosing, CAUSAL))
@@ -100,7 +106,7 @@ def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl
 
 @triton.jit
 def tile_of_rows(S, skip, BQ: tl.constexpr):
-    """(first row, end of rows) of this program's tile; none holds rows before and after `skip`. Longest spans first."""
+    """[first, end) of this program's tile of rows, all of them before `skip` or all behind. Longest spans first."""
     tile, early = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(skip, BQ)
     first = tl.where(tile < early, tile * BQ, skip + (tile - early) * BQ)
     return first, tl.minimum(first + BQ, tl.where(tile < early, skip, S))
@@ -108,22 +114,22 @@ def tile_of_rows(S, skip, BQ: tl.constexpr):
 
 @triton.jit
 def key_tiles(lo0, lo1, end0, end1, BN: tl.constexpr):
-    """(a, b, c, d) of queries whose first sees [lo0, end0) and whose last sees [lo1, end1).
+    """(a, b, c, d): bounds of the keys of a tile of queries whose first sees [lo0, end0) and whose last [lo1, end1).
 
-    Keys [a, b) and [c, d) want a mask, [b, c) are seen by all. Tiles of BN keys begin at multiples of BN.
+    Keys [a, b) and [c, d) need a mask, [b, c) are seen by all queries. Tiles of BN keys start at multiples of BN.
     """
     stop = tl.cdiv(end1, BN) * BN
     a, b = tl.minimum(lo0 // BN * BN, stop), tl.minimum(tl.cdiv(lo1, BN) * BN, stop)
     c = tl.maximum(end0 // BN * BN, b)
-    # Of loops that could begin below 0, ptxas does not keep Hopper's matrix instructions asynchronous.
+    # In loops that may start below 0, ptxas serializes Hopper's matrix instructions.
     return tl.maximum(a, 0), tl.maximum(b, 0), tl.maximum(c, 0), tl.maximum(tl.maximum(end1, b), 0)
 
 
 @triton.jit
 def row_tiles(lo0, lo1, end0, end1, s0, s1, offset, BQ: tl.constexpr):
-    """Rows of q, within s0..s1-1, of keys whose first is seen in [lo0, end0) and whose last in [lo1, end1).
+    """(a, b, c, d): bounds of the rows for a tile of keys whose first is seen by [lo0, end0), the last by [lo1, end1).
 
-    (a, b, c, d): masked [a, b) and [c, d), whole [b, c), which is multiples of BQ.
+    Rows [a, b) and [c, d) need a mask, [b, c), a multiple of BQ, see all keys; all are within [s0, s1).
     """
     a = tl.maximum(lo0 - offset, s0)
     d = tl.minimum(end1 - offset, s1)
@@ -134,13 +140,13 @@ def row_tiles(lo0, lo1, end0, end1, s0, s1, offset, BQ: tl.constexpr):
 
 @triton.jit
 def within(x, lo, length):
-    """Whether lo <= x < lo + length, in one comparison: what is below lo wraps around."""
+    """Whether lo <= x < lo + length, in one comparison: numbers below lo wrap around."""
     return (x - lo).to(tl.uint32) < length.to(tl.uint32)
 
 
 @triton.jit
 def load_rows(base, row, stride, d, D: tl.constexpr, DP: tl.constexpr, rows_ok, MASKED: tl.constexpr):
-    """Rows of a [.., D] tensor as a tile [len(row), DP]; columns beyond D, and rows not ok, are zeros."""
+    """Rows of a tensor [..,D] as a tile [len(row),DP]; columns from D on, and rows that are not ok, are zeros."""
     at = base + row[:, None] * stride + d[None, :]
     if MASKED:
         if D < DP:
@@ -153,10 +159,10 @@ def load_rows(base, row, stride, d, D: tl.constexpr, DP: tl.constexpr, rows_ok, 
 
 @triton.jit
 def load_stats(STATS, row, ok):
-    """(lse, delta) of rows of STATS [..,2], as merge.prepare writes them; 0 and 0 for rows not ok.
+    """(lse, delta) of rows of STATS [..,2], as merge.prepare writes them; (0, 0) for rows that are not ok.
 
-    Both in one load, of at least as many numbers as four warps have threads: what has fewer, the compiler lets every
-    thread load that needs it, with an address for each. Of fewer than 64 rows, two or more copies are loaded for that.
+    One load of at least as many numbers as four warps have threads: of a smaller one, the compiler makes every thread
+    load all numbers that it needs, with an address for each. So fewer than 64 rows are loaded in two or more copies.
     """
     ROWS: tl.constexpr = row.shape[0]
     COPIES: tl.constexpr = 1 if ROWS >= 64 else 64 // ROWS
@@ -171,7 +177,7 @@ def load_stats(STATS, row, ok):
 
 @triton.jit
 def _one(copies, ROWS: tl.constexpr, COPIES: tl.constexpr):
-    """A column of [ROWS,COPIES]; by halves, for which threads that have a row need none of each other's."""
+    """A column of copies [ROWS,COPIES], taken by halves, which exchanges no data between threads."""
     if COPIES == 2:
         return tl.split(copies)[0]
     else:  # noqa: RET505
@@ -180,9 +186,9 @@ def _one(copies, ROWS: tl.constexpr, COPIES: tl.constexpr):
 
 @triton.jit
 def in_registers(x):
-    """x [rows,columns], finite, as the result of a product, which stays in registers as a product's first operand.
+    """x [rows,columns], finite, as the result of a product, so that it stays in registers as a first operand.
 
-    What is loaded, Triton puts into shared memory for Hopper's products, each of which reads it from there.
+    Triton puts loaded tensors into shared memory for Hopper's products, each of which reads them from there.
     """
     i = tl.arange(0, x.shape[1])
     identity = (i[:, None] == i[None, :]).to(x.dtype)

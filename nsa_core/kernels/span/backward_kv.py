@@ -1,16 +1,18 @@
 # pyright: reportMissingImports=false
-"""Attention over spans of keys, backward towards keys and values: a tile of keys meets all queries that see it."""
+"""Attention over spans of keys, gradients of keys and values, for all cards: a tile of keys meets its queries.
+
+Where keys are few, their queries are cut into chunks, whose float32 parts of the gradients are summed in order.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plan import Part, Plan
+from ...routes import Branch
+from ..call import Call, Part
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from ..shared import ranges
@@ -26,8 +28,9 @@ from ..shared.ranges import (
     window_queries,
     within,
 )
+from .forward import stage
 
-_PROGRAM = 1024  # numbers that a program sums up
+_PROGRAM = 1024  # sums per program
 
 
 @triton.jit
@@ -36,9 +39,9 @@ def _backward_tiles(
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk += ds^T q and dv += p^T do for every tile of queries in [begin, end); those before `first` lie `shift` away.
+    """dk += ds^T q and dv += p^T do for every tile of rows in [begin, end), rows from `stop` on left out.
 
-    Rows from `stop` on do not count.
+    Tiles before `first` are read `shift` rows on.
     """
     BQ: tl.constexpr = M // G
     r, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
@@ -55,7 +58,7 @@ def _backward_tiles(
         if MASKED:
             p = tl.where(within((offset + i + qi)[None, :], lo[:, None], length[:, None]), p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        # Nothing in this turn waits for dv and dk, so they come after what is waited for.
+        # The products of dv and dk come last: nothing in this iteration waits for them.
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -68,7 +71,7 @@ def _backward_band(
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv += those of the queries in `band` of each key; band0 and band1 are those of the first and last key."""
+    """dk, dv += gradients from each key's `band` of queries; band0 and band1 are those of the first and last key."""
     lo, length = band[0], band[1] - band[0]
     a, b, c, stop = row_tiles(band0[0], band1[0], band0[1], band1[1], s0, s1, offset, M // G)
     dk, dv = _backward_tiles(
@@ -84,7 +87,7 @@ def _queries(
     n, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The band of queries of key n in the branch that is on; of the initial blocks if none is."""
+    """Band of queries that see key n in the branch that is on; as a key of the initial blocks if none is."""
     if CMP:
         return compressed_queries(n, BLOCK, STRIDE)
     elif WIN:  # noqa: RET505  Triton compiles what follows a return, too
@@ -103,10 +106,14 @@ def _span_backward_kv(
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
-    """DK, DVALUE [chunks,B,N,HKV,D] of one tile of keys from one chunk of the queries from row `begin` on.
+    """Gradients of one tile of keys and values in the branch that is on: CMP, WIN, SLC, or WIN and SLC that share keys.
 
-    Of both WIN and SLC, for keys that they share: STATS are those of SLC_ALONE, WIN_ALONE and BOTH, `stride` apart.
-    HELD: how many of keys and values stay in registers.
+    Grid: (tiles of keys, sequences x kv heads, chunks of queries). A program owns BN of the first N keys of one kv head
+    and goes through the queries that see them in one chunk of the rows from `begin` on, with all G heads of the group.
+    It writes to DK [chunks,B,N,HKV,D] and DVALUE [chunks,B,N,HKV,DV]. No branch on: keys of the initial blocks.
+    Q [B,S,HQ,D]; DO [B,S,HQ,DV]; K, V [B,T,HKV,D or DV]; STATS [B,S,HQ,2], float32, from merge._prepare; with both WIN
+    and SLC on, those of SLC_ALONE, WIN_ALONE and BOTH, `stride` numbers apart. HELD: 1 if keys stay in registers, 2 if
+    keys and values do, else 0.
     """
     G: tl.constexpr = HQ // HKV
     n0 = tl.program_id(0) * BN
@@ -156,9 +163,11 @@ def _sum_chunks(
     DKPART, DVPART, DK, DVALUE, chunks, batch, rows, T,
     D: tl.constexpr, DV: tl.constexpr, ADD: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """DK [B,T,D] and DVALUE [B,T,DV] of the first `rows` tokens: sums of parts [chunks,B,rows,D], added if ADD.
+    """Sums over chunks of the parts of dk and dv, in order.
 
-    Heads are flattened into D; N numbers a program.
+    Grid: (runs of N numbers, sequences). A program owns N numbers of the first `rows` tokens of one sequence; it writes
+    the sums to DK [B,T,D] and DVALUE [B,T,DV], or adds them if ADD. Heads are flattened into D and DV.
+    DKPART [chunks,B,rows,D], DVPART [chunks,B,rows,DV], float32.
     """
     b, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     for of_values in tl.static_range(2):
@@ -168,94 +177,104 @@ def _sum_chunks(
         at = out + b * T * width + i
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32) if ADD else tl.zeros([N], tl.float32)
         for chunk in range(0, chunks, UNROLL):
-            for u in tl.static_range(UNROLL):  # loads that do not wait for each other
+            for u in tl.static_range(UNROLL):  # independent loads
                 of = part + (tl.cast(chunk + u, tl.int64) * batch + b) * rows * width + i
                 total += tl.load(of, mask=inside & (0 * i + chunk + u < chunks), other=0.0)
         tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def backward_kv(
-    q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan, dtype: torch.dtype
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, call: Call, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a part's keys [B,N,HKV,D] and values [B,N,HKV,DV], in `dtype`.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
-        do: gradient [B,S,HQ,DV] of the gated sum.
-        stats: float32 [B,S,HQ,2] from merge.prepare. Of the selected branch, where the window shares its keys, these,
-            the window's and those of both [3,B,S,HQ,2]: the gradients are those of both branches then.
+        do: gradient of the gated sum, [B,S,HQ,DV].
+        stats: the branch's, from merge.prepare, float32 [B,S,HQ,2]. For slc with keys shared by the window: those of
+            slc, of win, and of both as one, [3,B,S,HQ,2]; the gradients are then those of both branches.
     """
     if part.branch == "cmp":
         dk, dv = (torch.empty_like(x, dtype=dtype) for x in (part.k, part.v))
-        _sum(compressed_kv(q, do, part, stats, plan), dk, dv, add=False)
+        _sum(compressed_kv(q, do, part, stats, call), dk, dv, add=False)
         return dk, dv
     given = q, part.k, part.v, do, stats
     rows, tokens = q.shape[1], part.k.shape[1]
-    on = {"CMP": False, "WIN": part.branch == "win" or stats.dim() == 5, "SLC": part.branch == "slc"}
-    dk, dv = (x[0] for x in _launch(given, on, tokens, 0, 1, plan, dtype))
-    initial = min(plan.config.init_blocks * plan.config.slc_block, tokens)
-    begin = plan.causal_rows(rows)
+    branches: tuple[Branch, ...] = ("slc", "win") if stats.dim() == 5 else (part.branch,)
+    dk, dv = (x[0] for x in _launch_parts(given, branches, tokens, 0, 1, call, dtype))
+    initial = min(call.config.init_blocks * call.config.slc_block, tokens)
+    begin = call.causal_rows(rows)
     if part.branch == "slc" and initial and begin < rows:
         chunks = _chunks(q, part.k, part.v, initial, rows - begin)
-        far = _launch(given, dict.fromkeys(on, False), initial, begin, chunks, plan, torch.float32)
+        far = _launch_parts(given, (), initial, begin, chunks, call, torch.float32)
         _sum(far, dk, dv, add=True)
     return dk, dv
 
 
-def compressed_kv(q: Tensor, do: Tensor, part: Part, stats: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Gradients of compressed keys and values in parts, [chunks,B,N,HKV,D] and [chunks,B,N,HKV,DV], in float32."""
-    chunks = _chunks(q, part.k, part.v, part.k.shape[1], q.shape[1])
-    on = {"CMP": True, "WIN": False, "SLC": False}
-    return _launch((q, part.k, part.v, do, stats), on, part.k.shape[1], 0, chunks, plan, torch.float32)
+def compressed_kv(q: Tensor, do: Tensor, part: Part, stats: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Gradients of compressed keys and values in float32 parts, [chunks,B,N,HKV,D] and [chunks,B,N,HKV,DV].
+
+    Args:
+        q, do, part, stats: as in `backward_kv`.
+    """
+    tokens = part.k.shape[1]
+    chunks = _chunks(q, part.k, part.v, tokens, q.shape[1])
+    return _launch_parts((q, part.k, part.v, do, stats), ("cmp",), tokens, 0, chunks, call, torch.float32)
 
 
 def _sum(parts: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor, add: bool) -> None:
-    """Sums parts [chunks,B,rows,HKV,.] into the first rows of dk [B,T,HKV,D] and dv [B,T,HKV,DV], or adds them."""
+    """Write, or add, sums of parts [chunks,B,rows,HKV,.] to the first rows of dk [B,T,HKV,D] and dv [B,T,HKV,DV]."""
     chunks, batch, rows = parts[0].shape[:3]
     dims = [x.shape[2] * x.shape[3] for x in (dk, dv)]
     pointers = dict(DKPART=parts[0], DVPART=parts[1], DK=dk, DVALUE=dv)
     numbers = dict(chunks=chunks, batch=batch, rows=rows, T=dk.shape[1])
     constants = dict(D=dims[0], DV=dims[1], ADD=add, UNROLL=4, N=_PROGRAM)
     grid = ceil_div(rows * max(dims), _PROGRAM), batch
-    launch(_sum_chunks, grid, pointers | numbers, constants, Tile(warps=4))
+    launch(_sum_chunks, grid, pointers | numbers, constants, Tile(warps=4), stage="sum_chunks_backward")
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
-    """Few keys with many queries each would leave most of the device idle: their queries are cut into chunks.
+    """Number of chunks of queries: more than one for few keys, which would leave most of the device idle.
 
-    A function of shape alone; at most about as many as make the float32 parts take the memory of k and v.
+    It follows from shapes alone. The float32 parts take about the memory of k and v at most.
     """
     batch, length, kv_heads, _ = k.shape
     tiles = ceil_div(tokens, _tile(q, v).keys) * batch * kv_heads
     return max(1, min(max(16, length // max(1, tokens)), ceil_div(2048, max(1, tiles)), ceil_div(rows, 512)))
 
 
-def _launch(
-    given: tuple[Tensor, ...], on: Mapping[str, bool], tokens: int, begin: int, chunks: int, plan: Plan,
+def _launch_parts(
+    given: tuple[Tensor, ...], branches: tuple[Branch, ...], tokens: int, begin: int, chunks: int, call: Call,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk."""
+    """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk.
+
+    Args:
+        given: q, k, v, do and stats.
+        branches: those that the keys belong to; none for keys of the initial blocks and queries far behind them.
+    """
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
     tile = _tile(q, v).holding(q.shape[2] // kv_heads)
     dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
     chunk = ceil_div(q.shape[1] - begin, chunks)
-    places = dict(begin=begin, offset=plan.offset, chunk=chunk, batch=batch, stride=stats.stride(0))
+    places = dict(begin=begin, offset=call.offset, chunk=chunk, batch=batch, stride=stats.stride(0))
     numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1]) | places
-    scales = dict(scale2=plan.scale * LOG2_E, scale=plan.scale)
-    sizes = ranges.sizes(plan.config)
+    scales = dict(scale2=call.scale * LOG2_E, scale=call.scale)
+    sizes = ranges.sizes(call.config)
     del sizes["INIT"]
+    on = dict(CMP="cmp" in branches, WIN="win" in branches, SLC="slc" in branches)
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes | dict(HELD=_held(q, v, on["CMP"]))
-    grid = ceil_div(tokens, tile.keys), batch * kv_heads, chunks
-    launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile)
+    grid, name = (ceil_div(tokens, tile.keys), batch * kv_heads, chunks), stage(branches, "_backward_kv")
+    launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile, stage=name)
     return dk, dv
 
 
 def _held(q: Tensor, v: Tensor, compressed: bool) -> int:
-    """How many of keys and values stay in registers: both, keys alone or none.
+    """1 if keys stay in registers, 2 if keys and values do, else 0.
 
-    Where registers are left, on Hopper, whose products else read them from shared memory each time.
+    They do on Hopper where registers are left; its products would read them from shared memory each time.
     """
     wide = widest(q, v)
     if q.itemsize == 4 or arch(q) < 90 or wide > 128:

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Attention over spans of keys, backward towards queries: a tile of queries meets all keys that it sees.
+"""Attention over spans of keys, gradient of queries, for all cards: a tile of queries meets all keys that it sees.
 
-A program goes through the spans of all branches that it is given, so that the gradient of q is written once. For
-Hopper there is another kernel in span_queries_hopper.py.
+A program goes through the spans of all branches that are on, so that the gradient of q is written once. Hopper has a
+kernel of its own for the common case (backward_q_hopper.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plan import Part, Plan
+from ..call import Call, Part
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, arch, widest
 from ..shared import hopper
@@ -30,8 +30,8 @@ from ..shared.ranges import (
     window_keys,
     within,
 )
-from . import backward_q_hopper as span_queries_hopper
-from .forward import constants, grid, numbers, pointers
+from . import backward_q_hopper
+from .forward import constants, grid, numbers, pointers, stage
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _backward_tiles(
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds k, without the scale, for every tile of keys in [begin, end); those before `first` lie `shift` away."""
+    """dq += ds k, unscaled, for every tile of keys in [begin, end); tiles before `first` are read `shift` keys on."""
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for i in tl.range(begin, end, BN):
         j = tl.where(i < first, i + shift, i)
@@ -61,7 +61,7 @@ def _backward_band(
     q, do, dq, band, band0, band1, row, ok, K, V, STATS, N, scale2,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds k over the keys in `band` of each row; band0 and band1 are those of the first and last row."""
+    """dq += ds k over each row's `band` of keys; band0 and band1 are the bands of the first and last row."""
     lse, delta = load_stats(STATS, row, ok)
     lo, length = band[0], band[1] - band[0]
     a, b, c, d = key_tiles(band0[0], band1[0], band0[1], band1[1], BN)
@@ -79,9 +79,13 @@ def _span_backward_q(
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
     INIT: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """DQ = scale · Σ ds k over the branches that are on, for one tile of queries of one kv head.
+    """Gradient of one tile of queries: scale · Σ ds k over the branches that are on (CMP, WIN, SLC).
 
-    Where keys are shared, STATSS are those of the SLC_ALONE, WIN_ALONE and BOTH, `stride` apart.
+    Grid: (tiles of queries, sequences x kv heads), as in _span_forward. A program owns M // G queries of one kv head
+    with all G heads of the group, and writes them to DQ [B,S,HQ,D].
+    Q [B,S,HQ,D]; DO [B,S,HQ,DV]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]; STATSC, STATSW, STATSS
+    [B,S,HQ,2], float32, from merge._prepare. SHARED: KS and VS are the window's, too, and STATSS those of SLC_ALONE,
+    WIN_ALONE and BOTH, `stride` numbers apart.
     """
     G: tl.constexpr = HQ // HKV
     i, stop = tile_of_rows(S, skip, M // G)
@@ -104,7 +108,7 @@ def _span_backward_q(
     head = b.to(tl.int64) * T * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
-        for kind in tl.static_range(3):  # a loop would hold more registers
+        for kind in tl.static_range(3):  # unrolled: a loop would take more registers
             of_kind = STATSS + tl.cast(kind, tl.int64) * stride
             dq = _backward_band(
                 q, do, dq, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
@@ -130,28 +134,30 @@ def _span_backward_q(
     tl.store(at, (dq * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 
-def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, plan: Plan) -> Tensor:
-    """Gradient [B,S,HQ,D] of q from all parts, in q's dtype.
+def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call: Call) -> Tensor:
+    """Gradient of q [B,S,HQ,D] from all parts, in q's dtype.
 
     Args:
-        do: gradient [B,S,HQ,DV] of the gated sum.
-        stats: from merge.prepare: of all parts in turn and, where keys are shared, of the last two as one.
+        do: gradient of the gated sum, [B,S,HQ,DV].
+        stats: from merge.prepare, float32 [len(parts),B,S,HQ,2]; where keys are shared, one more for the last two parts
+            as one.
     """
     dq = torch.empty_like(q)
     rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
-    arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, plan)
-    arguments |= dict(stride=stats[0].numel(), scale=plan.scale)
-    if hopper.attends_to_all(q, parts, plan, do):
-        tile = span_queries_hopper.TILE
-        span_queries_hopper.start(arguments, constants(q, parts, tile, plan))
+    arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, call)
+    arguments |= dict(stride=stats[0].numel(), scale=call.scale)
+    if hopper.attends_to_all(q, parts, call, do):
+        tile = backward_q_hopper.TILE
+        backward_q_hopper.start(arguments, constants(q, parts, tile, call))
         return dq
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
-    launch(_span_backward_q, grid(q, parts, tile, plan), arguments, constants(q, parts, tile, plan), tile)
+    sizes, name = constants(q, parts, tile, call), stage(call.branches, "_backward_q")
+    launch(_span_backward_q, grid(q, parts, tile, call), arguments, sizes, tile, stage=name)
     return dq
 
 
 def _are_long(parts: Sequence[Part]) -> bool:
-    """Whether compressed keys are so many that wider tiles pay, which start slower."""
+    """Whether there are so many compressed keys that wider tiles pay, which take longer to start."""
     return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
 
 
@@ -167,6 +173,6 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
     if group > 1 and 128 % group == 0:
-        return Tile(128, 32, 8, 3, registers=128)  # spills with other groups, beyond what aot.py allows
-    masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # by columns, which takes registers
+        return Tile(128, 32, 8, 3, registers=128)  # other groups spill more than aot.py allows
+    masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # masks of columns take registers
     return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)

@@ -1,5 +1,9 @@
 # pyright: reportMissingImports=false
-"""The backward towards queries of span_queries.py for Hopper, where all branches are on and share keys."""
+"""Attention over spans of keys, gradient of queries, for Hopper (sm90): all branches on, slc and win share keys.
+
+A warp copies keys and values by TMA; two warpgroups compute, 64 rows each (shared/hopper.py). The kernel of all other
+cards and cases is in backward_q.py.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +44,19 @@ from ..shared.hopper import (
     wait,
 )
 
-_WARPGROUPS = gl.constexpr(2)  # that attend
+_WARPGROUPS = gl.constexpr(2)  # consumers
 TILE = Tile(_WARPGROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=168)
-_REGISTERS = 232  # of a thread that attends
+_REGISTERS = 232  # per consumer thread
 
 
 @gluon.jit
 def _attend(
     g, tiles, j, span, lo1, end0, lse, delta, dq, q, do, rings, scale2, SCORES: gl.constexpr, SUMS: gl.constexpr
 ):
-    """dq += ds k, without the scale, over the tiles of a band, as in span_hopper."""
+    """dq += ds k, unscaled, over the tiles of a band, from tile g of the stream and key j on.
+
+    Keys in [lo1, end0) are seen by all of the warpgroup's rows; other tiles are masked by each row's `span`.
+    """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     STAGES: gl.constexpr = keys.shape[0]
     BN: gl.constexpr = keys.shape[1]
@@ -78,7 +85,7 @@ def _attend(
 def _stats_of(
     slot, group, b, i, kvh, S, STATSC, STATSS, stride, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr
 ):  # fmt: skip
-    """(lse, delta) of a warpgroup's rows of a tile, for a band."""
+    """(lse, delta) of a warpgroup's rows of a tile, for the band `slot`."""
     stats = gl.where(slot == COMPRESSED_BAND, STATSC, STATSS + kind_of(slot).to(gl.int64) * stride)
     at, ok = rows_at(b, i, kvh, group, S, HQ, G, ROW)
     return gl.load(stats + at * 2, mask=ok, other=float("inf")), gl.load(stats + at * 2 + 1, mask=ok, other=0.0)
@@ -89,7 +96,7 @@ def _consume(
     group, DQ, STATSC, STATSS, stride, S, offset, heads, queries, gradients, places, rings, scale2, scale,
     sizes: gl.constexpr, BQ: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of the rows of one warpgroup, `group` of the program's."""
+    """Consumer: the gradient of q for the rows of the program's warpgroup `group`."""
     q_tiles, q_full, q_empty = queries
     do_tiles, do_full, do_empty = gradients
     IN_FLIGHT: gl.constexpr = q_tiles.shape[0]
@@ -132,7 +139,14 @@ def _all_spans_backward_q(
     REGISTERS: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, ALIGN: gl.constexpr,
     LOCAL: gl.constexpr, INIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As span_queries._span_backward_q; all but STATSC and STATSS are `Tiled`."""
+    """Gradient of tiles of queries: scale · Σ ds k over all three branches.
+
+    Grid: (programs,), one a multiprocessor. Program p owns tiles p, p + programs, .. of M // G queries of one kv head
+    with all G heads of the group, and writes them to DQ [B,S,HQ,D].
+    Q, DO [B,S,HQ,D]; KC, VC [B,N,HKV,D]; KS, VS [B,T,HKV,D], the window's, too; all of them and DQ are `Tiled`. STATSC
+    [B,S,HQ,2], float32, from merge._prepare; STATSS the same for SLC_ALONE, WIN_ALONE and BOTH, `stride` numbers apart.
+    `heads` is B * HKV.
+    """
     DTYPE: gl.constexpr = Q.dtype
     BQ: gl.constexpr = M // (HQ // HKV)
     sizes: gl.constexpr = (BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, INIT, CAUSAL)
@@ -155,5 +169,10 @@ def _all_spans_backward_q(
 
 
 def start(arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch it: arguments and sizes as of span_queries._span_backward_q, of which it does not take all."""
-    hopper.start_tiles(_all_spans_backward_q, arguments, sizes, TILE, _REGISTERS, ("Q", "DO", "DQ"))
+    """Launch `_all_spans_backward_q`.
+
+    Args:
+        arguments, sizes: those of backward_q._span_backward_q; names that this kernel lacks are dropped.
+    """
+    by_rows, stage = ("Q", "DO", "DQ"), "compressed_window_forced_backward_q"
+    hopper.start_tiles(_all_spans_backward_q, arguments, sizes, TILE, _REGISTERS, by_rows, stage=stage)

@@ -1,15 +1,16 @@
 # pyright: reportMissingImports=false
-"""Attention over spans of keys, forward: what of the branches is dense and contiguous.
+"""Attention over spans of keys, forward, for all cards: compressed keys, the window, and the forced blocks.
 
-The compressed branch, the window, and of the selected branch the blocks that every query selects. A program holds one
-tile of queries and goes through the spans of all branches that it is given, so that queries are read once; where the
-window and the selected branch share keys, what both see is computed once. The backward towards queries is in
-span_queries.py, towards keys in span_keys.py. For Hopper there is another forward in span_hopper.py.
+Spans are contiguous: all compressed keys before a query, its window, and the blocks that every query selects (the
+initial and local ones). A program holds one tile of queries and goes through the spans of all branches that are on, so
+that queries are read once; where the window and the selected branch share keys, their common keys are computed once.
+Hopper has a kernel of its own for the common case (forward_hopper.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routes import Branch
-from ..plan import Part, Plan
+from ..call import Call, Part
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from ..shared import hopper, ranges
@@ -36,7 +37,7 @@ from ..shared.ranges import (
     within,
 )
 from ..shared.rescale import later_maximum, rescaled
-from . import forward_hopper as span_hopper
+from . import forward_hopper
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _forward_tiles(
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     HAS_V: tl.constexpr, LATE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax for every tile of keys in [begin, end); those before `first` lie `shift` away."""
+    """The online softmax over the tiles of keys in [begin, end); tiles before `first` are read `shift` keys on."""
     n, d, dv = tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     for i in tl.range(begin, end, BN):
         j = tl.where(i < first, i + shift, i)
@@ -73,7 +74,7 @@ def _forward_band(
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     HAS_V: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys in `band` of each row; band0 and band1 are those of the first and last row."""
+    """The online softmax over each row's `band` of keys; band0 and band1 are the bands of the first and last row."""
     lo, length = band[0], band[1] - band[0]
     a, b, c, d = key_tiles(band0[0], band1[0], band0[1], band1[1], BN)
     m, l, acc = _forward_tiles(
@@ -101,7 +102,7 @@ def _shared_band(
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr, CAUSAL: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the shared keys of one kind."""
+    """The online softmax over the shared keys of one kind: SLC_ALONE, WIN_ALONE or BOTH."""
     return _forward_band(
         q, shared_keys(t, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
         shared_keys(t0, kind, WINDOW, ALIGN, LOCAL, INIT, CAUSAL),
@@ -116,14 +117,17 @@ def _forward_shared(
     BN: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, INIT: tl.constexpr,
     CAUSAL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Window and selected branch where they share keys; pointers begin at the tile's first row, or head's first key."""
+    """Window and selected branch where they share keys.
+
+    Row pointers start at the tile's first row, K and V at the kv head's first key.
+    """
     m0 = tl.full([M], -1e30, tl.float32)
     l0 = tl.zeros([M], tl.float32)
     acc0 = tl.zeros([M, DVP], tl.float32)
     m_both, l_both, acc = _shared_band(
         q, BOTH, t, t0, t1, m0, l0, acc0, K, V, T, scale2,
         HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
-    # Of the selected branch this part waits in its output, while the window goes on from it.
+    # The softmax over common keys is kept in the selected branch's output while the window goes on from it.
     _write(m_both, l_both, acc, OS, LSES, row, ok, DV, DVP, True)
     m, l, acc = _shared_band(
         q, WIN_ALONE, t, t0, t1, m_both, l_both, acc, K, V, T, scale2,
@@ -134,7 +138,7 @@ def _forward_shared(
         HKV, D, DV, DP, DVP, BN, WINDOW, ALIGN, LOCAL, INIT, CAUSAL, LATE)  # fmt: skip
     larger = tl.maximum(m, m_both)
     shrink, l_both = tl.exp2(m - larger), l_both * tl.exp2(m_both - larger)
-    tl.debug_barrier()  # what one warp wrote another may read, and write anew only after that
+    tl.debug_barrier()  # between warps: rows are read after they are written, and overwritten after they are read
     both = load_rows(OS, row, DV, tl.arange(0, DVP), DV, DVP, ok, True).to(tl.float32)
     tl.debug_barrier()
     acc = acc * shrink[:, None] + both * l_both[:, None]
@@ -149,9 +153,13 @@ def _span_forward(
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
     INIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_V: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and base-2 log-sum-exp of the branches that are on, for one tile of queries of one kv head.
+    """Attention of one tile of queries over its spans of keys, for each branch that is on (CMP, WIN, SLC).
 
-    LATE: this program's warps where sums are rescaled late (rescale.py), else 0.
+    Grid: (tiles of queries, sequences x kv heads). A program owns M // G queries of one kv head with all G heads of the
+    group. For each branch it writes the output to OC, OW or OS [B,S,HQ,DV] and the base-2 log-sum-exp to LSEC, LSEW or
+    LSES [B,S,HQ], float32. Rows before `skip` and later ones are never in one tile.
+    Q [B,S,HQ,D]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]. SHARED: KS and VS are the window's, too.
+    HAS_V: if not, only log-sum-exps are written. LATE: warps if sums are rescaled late (rescale.py), else 0.
     """
     G: tl.constexpr = HQ // HKV
     i, stop = tile_of_rows(S, skip, M // G)
@@ -199,51 +207,60 @@ def _span_forward(
             _write(m, l, acc, OS, LSES, row, ok, DV, DVP, HAS_V)
 
 
-def forward(
-    q: Tensor, parts: Sequence[Part], plan: Plan, gates: Tensor | None = None
+def attend_spans(
+    q: Tensor, parts: Sequence[Part], call: Call, gates: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Attention of every query over its span of each part.
 
     Args:
         q: [B,S,HQ,D], whose row s is query offset + s; contiguous, as all tensors here.
-        parts: of different branches.
-        gates: [B,S,HQ,len(parts)], by which cmp and win may be summed.
+        parts: keys and values of each branch.
+        gates: [B,S,HQ,len(parts)]; if given, Hopper's kernel sums cmp and win, weighted by these.
 
     Returns:
-        for each part o [B,S,HQ,DV] in q's dtype, and for each the log-sum-exp of its scores, float32 [B,S,HQ], base 2.
-        Or, where cmp and win are summed: their sum and o of slc, and the log-sum-exps of cmp and slc.
+        each part's output [B,S,HQ,DV] in q's dtype, and each part's base-2 log-sum-exp, float32 [B,S,HQ]. Where cmp and
+        win are summed: their sum and slc's output, and the log-sum-exps of cmp and slc.
     """
-    summed = gates is not None and hopper.attends_to_all(q, parts, plan)
+    summed = gates is not None and hopper.attends_to_all(q, parts, call)
     own = parts[:-1] if summed else parts
     results = [q.new_empty(*q.shape[:3], part.v.shape[-1]) for part in own]
     lses = [_like_lse(q) for _ in own]
     outputs = {part.branch: {"O": o, "LSE": lse} for part, o, lse in zip(own, results, lses, strict=True)}
     if summed:
-        outputs["win"] = outputs["slc"]  # of the right types, and not written
-    _launch(q, parts, outputs, plan, has_v=True, gates=gates if summed else None)
+        outputs["win"] = outputs["slc"]  # placeholders of the right types, never written
+    _launch_forward(q, parts, outputs, call, has_v=True, gates=gates if summed else None)
     return results, lses
 
 
-def log_sum_exp(q: Tensor, k_cmp: Tensor, plan: Plan) -> Tensor:
-    """Of the scores of every query over compressed keys [B,N,HKV,D]: float32 [B,S,HQ], base 2."""
+def log_sum_exp(q: Tensor, k_cmp: Tensor, call: Call) -> Tensor:
+    """Base-2 log-sum-exp of every query's scores over compressed keys [B,N,HKV,D]: float32 [B,S,HQ]."""
     lse = _like_lse(q)
-    _launch(q, [Part("cmp", k_cmp, k_cmp)], {"cmp": {"O": q, "LSE": lse}}, plan, has_v=False)
+    _launch_forward(q, [Part("cmp", k_cmp, k_cmp)], {"cmp": {"O": q, "LSE": lse}}, call, has_v=False)
     return lse
 
 
-def _launch(
-    q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], plan: Plan, has_v: bool,
+def _launch_forward(
+    q: Tensor, parts: Sequence[Part], outputs: Mapping[Branch, Mapping[str, Tensor]], call: Call, has_v: bool,
     gates: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`gates`: by which compressed branch and window are summed, if they are."""
-    arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, plan)
-    if hopper.attends_to_all(q, parts, plan):
-        span_hopper.start(arguments, constants(q, parts, span_hopper.TILE, plan), gates)
+    """Launch the kernel that fits; `gates`: those by which cmp and win are summed, if they are."""
+    arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, call)
+    if hopper.attends_to_all(q, parts, call):
+        forward_hopper.start(arguments, constants(q, parts, forward_hopper.TILE, call), gates)
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     late = tile.warps if _rescales_late(q, parts) else 0
-    sizes = constants(q, parts, tile, plan) | dict(HAS_V=has_v, LATE=late)
-    launch(_span_forward, grid(q, parts, tile, plan), arguments, sizes, tile)
+    sizes = constants(q, parts, tile, call) | dict(HAS_V=has_v, LATE=late)
+    launch(_span_forward, grid(q, parts, tile, call), arguments, sizes, tile, stage=stage(call.branches))
+
+
+_STAGES: dict[Branch, str] = {"cmp": "compressed", "win": "window", "slc": "forced"}
+
+
+@cache
+def stage(branches: tuple[Branch, ...], direction: str = "") -> str:
+    """Stage of a launch over the spans of `branches`, or over the initial blocks alone if there are none."""
+    return ("_".join(name for branch, name in _STAGES.items() if branch in branches) or "forced") + direction
 
 
 _SUFFIX: dict[Branch, str] = {"cmp": "C", "win": "W", "slc": "S"}
@@ -252,7 +269,12 @@ _SUFFIX: dict[Branch, str] = {"cmp": "C", "win": "W", "slc": "S"}
 def pointers(
     parts: Sequence[Part], rows: Mapping[Branch, Mapping[str, Tensor]], names: tuple[str, ...], absent: Tensor
 ) -> dict[str, Tensor]:
-    """Keys, values and the named tensors of every branch; `absent` stands for those of branches that are off."""
+    """Kernel arguments: keys, values and the named tensors of every branch.
+
+    Args:
+        rows: each branch's tensors by name.
+        absent: placeholder for the tensors of branches that are off.
+    """
     found: dict[str, Tensor] = {}
     given = {part.branch: {"K": part.k, "V": part.v} | dict(rows[part.branch]) for part in parts}
     for branch, suffix in _SUFFIX.items():
@@ -261,29 +283,31 @@ def pointers(
     return found
 
 
-def numbers(q: Tensor, parts: Sequence[Part], plan: Plan) -> dict[str, float]:
+def numbers(q: Tensor, parts: Sequence[Part], call: Call) -> dict[str, float]:
+    """Kernel arguments: lengths, positions and the scale, base 2."""
     compressed = [part.k.shape[1] for part in parts if part.branch == "cmp"]
     tokens = [part.k.shape[1] for part in parts if part.branch != "cmp"]
     sizes = dict(S=q.shape[1], NC=compressed[0] if compressed else 0, T=tokens[0] if tokens else 0)
-    places = dict(offset=plan.offset, skip=_early_rows(q, parts, plan))
-    return sizes | places | dict(scale2=plan.scale * LOG2_E)
+    places = dict(offset=call.offset, skip=_early_rows(q, parts, call))
+    return sizes | places | dict(scale2=call.scale * LOG2_E)
 
 
-def constants(q: Tensor, parts: Sequence[Part], tile: Tile, plan: Plan) -> dict[str, int]:
+def constants(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> dict[str, int]:
+    """Kernel constants: head sizes, the tile, branches that are on, and block sizes."""
     names = {part.branch for part in parts}
-    on = dict(CMP="cmp" in names, WIN="win" in names, SLC="slc" in names, SHARED=plan.shared)
-    return head_sizes(q, parts[0].v) | dict(M=tile.rows, BN=tile.keys) | on | ranges.sizes(plan.config)
+    on = dict(CMP="cmp" in names, WIN="win" in names, SLC="slc" in names, SHARED=call.shared)
+    return head_sizes(q, parts[0].v) | dict(M=tile.rows, BN=tile.keys) | on | ranges.sizes(call.config)
 
 
-def grid(q: Tensor, parts: Sequence[Part], tile: Tile, plan: Plan) -> tuple[int, int]:
-    """Tiles of rows, of which none holds rows before and after those that select every block."""
-    kv_heads, skip = parts[0].k.shape[2], _early_rows(q, parts, plan)
+def grid(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> tuple[int, int]:
+    """(tiles of rows, sequences x kv heads); rows that select every block and later ones are in separate tiles."""
+    kv_heads, skip = parts[0].k.shape[2], _early_rows(q, parts, call)
     rows = tile.rows // (q.shape[2] // kv_heads)
     return ceil_div(skip, rows) + ceil_div(q.shape[1] - skip, rows), q.shape[0] * kv_heads
 
 
-def _early_rows(q: Tensor, parts: Sequence[Part], plan: Plan) -> int:
-    return plan.causal_rows(q.shape[1]) if any(part.branch == "slc" for part in parts) else 0
+def _early_rows(q: Tensor, parts: Sequence[Part], call: Call) -> int:
+    return call.causal_rows(q.shape[1]) if any(part.branch == "slc" for part in parts) else 0
 
 
 def _like_lse(q: Tensor) -> Tensor:
@@ -291,7 +315,7 @@ def _like_lse(q: Tensor) -> Tensor:
 
 
 def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
-    """Whether sums are rescaled late (rescale.py): it pays where they are many numbers a row."""
+    """Whether sums are rescaled late (rescale.py), which pays for wide rows."""
     return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
 
 

@@ -1,5 +1,9 @@
 # pyright: reportMissingImports=false
-"""The forward of span.py for Hopper, where all branches are on and window and selected branch share keys."""
+"""Attention over spans of keys, forward, for Hopper (sm90): all branches on, window and selected branch share keys.
+
+A warp copies keys and values by TMA; three warpgroups attend, 64 rows each (shared/hopper.py). The kernel of all other
+cards and cases is in forward.py.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +49,18 @@ from ..shared.hopper import (
     wait,
 )
 
-_WARPGROUPS = gl.constexpr(3)  # that attend
+_WARPGROUPS = gl.constexpr(3)  # consumers
 TILE = Tile(_WARPGROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=128)
-_REGISTERS = 160  # of a thread that attends
+_REGISTERS = 160  # per consumer thread
 
 
 @gluon.jit
 def _attend(
     g, tiles, j, span, lo1, end0, goes_on, m, l, acc, q, rings, scale2, SCORES: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over the tiles of a band, from tile g of the stream and key j on; `l` is in `by_eights`.
+    """The online softmax over the tiles of a band, from tile g of the stream and key j on; l is summed `by_eights`.
 
-    All of the warpgroup's rows see the keys from lo1 to end0; tiles beyond are masked by row's `span`.
+    Keys in [lo1, end0) are seen by all of the warpgroup's rows; other tiles are masked by each row's `span`.
     """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     STAGES: gl.constexpr = keys.shape[0]
@@ -91,7 +95,7 @@ def _consume(
     group, outputs, lses, GATES, S, offset, heads, queries, places, rings, scale2,
     sizes: gl.constexpr, BQ: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of all branches for the rows of one warpgroup, `group` of the program's."""
+    """Consumer: outputs and log-sum-exps of all branches for the rows of the program's warpgroup `group`."""
     q_tiles, q_full, q_empty = queries
     IN_FLIGHT: gl.constexpr = q_tiles.shape[0]
     G: gl.constexpr = HQ // HKV
@@ -125,14 +129,14 @@ def _consume(
             place = places.index(anew(group))
             at, ok = rows_at(b, anew(i), kvh, group, S, HQ, G, ROW)
             last = m
-            if slot == BOTH_BAND:  # what the selected branch alone sees waits in `place`
+            if slot == BOTH_BAND:  # `place` holds the sum over keys of the selected branch alone
                 last = gl.maximum(m, m_alone)
                 shrink, rest = gl.exp2(m - last), l_alone * gl.exp2(m_alone - last)
                 total = total * shrink + rest
                 _combine(acc, shrink / total, rest / total, place)
             else:
                 acc = acc * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, SUMS))[:, None]
-                if SUMMED and slot == COMPRESSED_BAND:  # what the window sees waits there
+                if SUMMED and slot == COMPRESSED_BAND:  # `place` holds the window's output
                     _add(acc, GATES + at * 3, ok, place)
                 else:
                     vacate()
@@ -154,7 +158,7 @@ def _consume(
 
 @gluon.jit
 def _combine(acc, share, rest, place):
-    """acc * share + place * rest, by row, in place."""
+    """place = acc * share + place * rest, by row."""
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     share, rest = gl.convert_layout(share, ROW), gl.convert_layout(rest, ROW)
     waiting = place.load(acc.type.layout).to(gl.float32)
@@ -163,7 +167,10 @@ def _combine(acc, share, rest, place):
 
 @gluon.jit
 def _add(o, gates, ok, place):
-    """The first gate of each row * o + the third * place, in place, with the bits of merge._merge."""
+    """place = gate cmp * o + gate win * place, by row, with the same rounding as merge._merge.
+
+    `gates` points to each row's three gates, in the order cmp, slc, win.
+    """
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     own = gl.convert_layout(gl.load(gates, mask=ok, other=0.0).to(gl.float32), ROW)
     other = gl.convert_layout(gl.load(gates + 2, mask=ok, other=0.0).to(gl.float32), ROW)
@@ -178,9 +185,14 @@ def _all_spans_forward(
     REGISTERS: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, ALIGN: gl.constexpr,
     LOCAL: gl.constexpr, INIT: gl.constexpr, CAUSAL: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """As span._span_forward; KS and VS are the window's, too. All tensors but log-sum-exps and GATES are `Tiled`.
+    """Attention of tiles of queries over their spans of keys, for all three branches.
 
-    SUMMED: OC is the sum of the compressed branch and the window by their GATES; there is no OW.
+    Grid: (programs,), one a multiprocessor. Program p owns tiles p, p + programs, .. of M // G queries of one kv head
+    with all G heads of the group. It writes outputs to OC, OW, OS [B,S,HQ,D] and base-2 log-sum-exps to LSEC, LSEW,
+    LSES [B,S,HQ], float32. SUMMED: OC is the sum of the compressed branch and the window, weighted by GATES [B,S,HQ,3];
+    OW and LSEW are not written.
+    Q [B,S,HQ,D]; KC, VC [B,N,HKV,D]; KS, VS [B,T,HKV,D], the window's, too. All but LSE* and GATES are `Tiled`;
+    `heads` is B * HKV.
     """
     DTYPE: gl.constexpr = Q.dtype
     BQ: gl.constexpr = M // (HQ // HKV)
@@ -206,14 +218,13 @@ def _all_spans_forward(
 
 
 def start(arguments: Mapping[str, Any], sizes: Mapping[str, int], gates: Tensor | None) -> None:
-    """Launch it.
+    """Launch `_all_spans_forward`.
 
     Args:
-        arguments, sizes: as of span._span_forward, of which it does not take all.
-        gates: [B,S,HQ,3], by which compressed branch and window are summed, if they are.
+        arguments, sizes: those of forward._span_forward; names that this kernel lacks are dropped.
+        gates: [B,S,HQ,3], by which cmp and win are summed, or None.
     """
     given = dict(arguments) | dict(GATES=arguments["Q"] if gates is None else gates)
-    by_rows = ("Q", "OC", "OW", "OS")
-    hopper.start_tiles(
-        _all_spans_forward, given, dict(sizes) | dict(SUMMED=gates is not None), TILE, _REGISTERS, by_rows
-    )
+    constants, by_rows = dict(sizes) | dict(SUMMED=gates is not None), ("Q", "OC", "OW", "OS")
+    stage = "compressed_window_forced"
+    hopper.start_tiles(_all_spans_forward, given, constants, TILE, _REGISTERS, by_rows, stage=stage)

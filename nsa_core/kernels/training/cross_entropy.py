@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Cross entropy of rows of logits and its gradient in one launch, which reads a row twice, the second time from cache.
 
-PyTorch's compiler makes three passes of it. The log-sum-exp of the first pass is Milakov and Gimelshein's
-(arXiv 1805.02867), a maximum and a sum for each number of the tile: nothing is reduced before the row ends.
+PyTorch's compiler makes three passes. The log-sum-exp is computed online as by Milakov and Gimelshein (arXiv
+1805.02867), with a maximum and a sum for each lane of the tile: nothing is reduced before the row ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _WIDEST = 8192  # logits of a tile
 
 @triton.jit
 def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
-    """LOSS [rows] and DLOGITS [rows,V] of one row, N logits at a time, in base 2."""
+    """Cross entropy of every row of logits, and its gradient.
+
+    Grid: (rows). A program owns one row and loops over its V logits twice, N at a time, in base 2: for the log-sum-exp,
+    then for softmax - one-hot. It writes LOSS [rows] float32 [nat] and DLOGITS [rows,V].
+    LOGITS [rows,V], contiguous; TARGETS int64 [rows]; a target outside 0 .. V - 1 makes its row's loss infinite.
+    """
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     LOGITS += row * V
     DLOGITS += row * V
@@ -31,7 +36,7 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
     for first in range(0, V, N):
         x = tl.load(LOGITS + first + n, mask=first + n < V, other=float("-inf")).to(tl.float32) * log2e
         more = x - m
-        e = tl.exp2(-tl.abs(more))  # of what is smaller, x or the maximum so far; the other one's is 1
+        e = tl.exp2(-tl.abs(more))  # weight of the smaller of x and the running maximum; the larger one's is 1
         l = tl.where(more > 0, l * e + 1, l + e)
         m = tl.maximum(m, x)
     top = tl.max(m, 0)
@@ -51,19 +56,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: [R,V].
-        targets: int64 [R]; a row whose target is none of 0 to V - 1 has an infinite loss.
+        targets: int64 [R]; a target outside 0 .. V - 1 makes its row's loss infinite.
     """
     return _operator(logits, targets)
 
 
 def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As `cross_entropy`, which is this as a compiler knows it."""
+    """Loss and gradient, as `cross_entropy`, which is this function as a custom operator."""
     logits = logits.contiguous()
     loss, dlogits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits)
     width = logits.shape[1]
     pointers = dict(LOGITS=logits, TARGETS=targets.contiguous(), LOSS=loss, DLOGITS=dlogits)
     constants = dict(N=min(_WIDEST, power_of_two(width)))
-    launch(_cross_entropy, (len(logits),), pointers | dict(V=width, log2e=LOG2_E), constants, Tile(warps=16))
+    arguments = pointers | dict(V=width, log2e=LOG2_E)
+    launch(_cross_entropy, (len(logits),), arguments, constants, Tile(warps=16), stage="cross_entropy")
     return loss, dlogits
 
 

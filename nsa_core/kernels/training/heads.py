@@ -1,8 +1,7 @@
 # pyright: reportMissingImports=false
-"""The heads that one product of all projections made: apart, rotated (RoPE, arXiv 2104.09864), gates sigmoids.
+"""Splits the product of all projections into heads: q and keys rotated (RoPE, arXiv 2104.09864), gates by sigmoid.
 
-One pass forward and one backward; PyTorch's compiler takes four and seven, one of which puts the gradients together
-again.
+One pass forward and one backward; PyTorch's compiler takes four and seven, one of them to concatenate the gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TILE = Tile(rows=32, warps=4)
 def _turn(
     Y, X, at, apart, cos, sin, ok, HALF: tl.constexpr, ROTATED: tl.constexpr, BACKWARD: tl.constexpr
 ):  # fmt: skip
-    """One head of each row from Y + at to X + apart, or BACKWARD, its second half HALF columns behind the first."""
+    """Copy one head of each row, rotated where ROTATED, from Y + at to X + apart; BACKWARD: back, from X to Y."""
     source = X + apart if BACKWARD else Y + at
     to = Y + at if BACKWARD else X + apart
     first = tl.load(source, mask=ok, other=0.0).to(tl.float32)
@@ -45,10 +44,12 @@ def _heads(
     HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """M rows of Y [rows,W], in it q, three k, three v and the gates' logits, to a tensor each; BACKWARD: to Y.
+    """Splits rows of all projections into rotated heads and gates; BACKWARD: joins their gradients into rows.
 
-    Q [rows,HQ,D], K and V [rows,HKV,D], GATES [rows,3·HQ]. OTHER is the gates' bias; BACKWARD the gates, GATES their
-    gradient, and what is left of a row of Y becomes 0.
+    Grid: (tiles of M rows). A program owns M rows of Y, in which q, three k, three v and the gates' logits lie side by
+    side, loops over the heads, and writes each part to its tensor. BACKWARD: Q to GATES hold gradients, OTHER the
+    gates, and the gradient of the rows goes to Y, zeros in its padding.
+    Y [rows,W]; Q [rows,HQ,D], K1 to V3 [rows,HKV,D], GATES [rows,3·HQ]; OTHER: the gates' bias; COS, SIN [S,HALF].
     """
     D: tl.constexpr = 2 * HALF
     row, d, g = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, HALFP), tl.arange(0, GP)
@@ -82,15 +83,15 @@ def split_heads(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, k
     Differentiable in y and bias.
 
     Args:
-        y: [B,S,.], in it the columns of q, three keys, three values, logits of the gates, and at most 7 of padding.
-        bias: of the gates, [3·HQ].
-        cos, sin: of each position's angles, float32 [S,1,D/2].
+        y: [B,S,.], columns of q, three keys, three values, logits of the gates, and up to 7 of padding.
+        bias: the gates' bias, [3·HQ].
+        cos, sin: cosine and sine of RoPE's angles, float32 [S,1,D/2].
     """
     return _operator(y, bias, cos, sin, heads, kv_heads)
 
 
 def forward(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    """As `split_heads`, without a gradient."""
+    """Heads and gates, as `split_heads`, without a gradient."""
     y, dim = y.contiguous(), 2 * cos.shape[-1]
     q, gates = (y.new_empty(*y.shape[:2], heads, width) for width in (dim, 3))
     apart = [q, *(y.new_empty(*y.shape[:2], kv_heads, dim) for _ in range(6)), gates]
@@ -99,7 +100,7 @@ def forward(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 
 
 def backward(grads: list[Tensor], gates: Tensor, cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Gradients of y [B,S,width], and of bias in y's dtype, from those of the results, of which `gates` is one."""
+    """Gradients of y [B,S,width] and of bias, in y's dtype, from those of the results and the result `gates`."""
     dy, columns = gates.new_empty(*gates.shape[:2], width), gates.shape[2] * gates.shape[3]
     _run(dy, gates, cos, sin, [x.contiguous() for x in grads], True)
     dgates = dy[..., sum(x.shape[2] * x.shape[3] for x in grads[:-1]) :][..., :columns]
@@ -112,9 +113,9 @@ def _run(y: Tensor, other: Tensor, cos: Tensor, sin: Tensor, apart: list[Tensor]
     heads, half, total = apart[0].shape[2], cos.shape[-1], y.shape[0] * y.shape[1]
     numbers = dict(total=total, S=y.shape[1])
     sizes = dict(HQ=heads, HKV=apart[1].shape[2], HALF=half, HALFP=power_of_two(half), GP=power_of_two(3 * heads + 7))
-    # The width is not run-time: it is a multiple of 8, and Triton would know of 16 alone.
+    # The width is a constant: it is a multiple of 8, and of run-time numbers Triton exploits multiples of 16 alone.
     constants = sizes | dict(W=y.shape[2], M=_TILE.rows, BACKWARD=is_backward)
-    launch(_heads, (ceil_div(total, _TILE.rows),), pointers | numbers, constants, _TILE)
+    launch(_heads, (ceil_div(total, _TILE.rows),), pointers | numbers, constants, _TILE, stage="heads")
 
 
 _operator = operator("split_heads")(forward)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""SwiGLU's gated product, silu(gate) · up (arXiv 2002.05202), of gate and up that one matrix product made.
+"""SwiGLU's gated product silu(gate) · up (arXiv 2002.05202), with gate and up from one matrix product.
 
 PyTorch's compiler writes the two halves of the gradient in one pass that reads all inputs for each half.
 """
@@ -20,12 +20,17 @@ from ..runtime.tiles import Tile, ceil_div
 __all__ = ["swiglu"]
 
 _TILE = Tile(warps=4)
-_PROGRAM = 1024  # numbers of a program
+_PROGRAM = 1024  # outputs a program
 
 
 @triton.jit
 def _swiglu(X, OUT, total, HIDDEN: tl.constexpr, N: tl.constexpr):
-    """OUT [rows,HIDDEN] of X [rows,2·HIDDEN]."""
+    """Gated product silu(gate) · up.
+
+    Grid: (tiles of N outputs). A program owns N consecutive numbers of OUT, reads gate and up from the two halves of
+    X's rows, and writes the product. `total` counts the numbers of OUT.
+    X [rows,2·HIDDEN], OUT [rows,HIDDEN], contiguous.
+    """
     i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     at, inside = i // HIDDEN * (2 * HIDDEN) + i % HIDDEN, i < total
     gate = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +40,12 @@ def _swiglu(X, OUT, total, HIDDEN: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(X, DOUT, DX, total, HIDDEN: tl.constexpr, N: tl.constexpr):
-    """DX [rows,2·HIDDEN] of X, from DOUT [rows,HIDDEN]."""
+    """Gradient of the gated product.
+
+    Grid: (tiles of N outputs). A program owns N consecutive numbers of DOUT, and writes the gradients of their gate and
+    up to the two halves of DX's rows. `total` counts the numbers of DOUT.
+    X, DX [rows,2·HIDDEN], DOUT [rows,HIDDEN], contiguous.
+    """
     i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     at, inside = i // HIDDEN * (2 * HIDDEN) + i % HIDDEN, i < total
     gate = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
@@ -48,29 +58,29 @@ def _swiglu_backward(X, DOUT, DX, total, HIDDEN: tl.constexpr, N: tl.constexpr):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype; differentiable, float32 within."""
+    """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype, by float32; differentiable."""
     return _operator(x)
 
 
 def forward(x: Tensor) -> Tensor:
-    """As `swiglu`, without a gradient."""
+    """Product, as `swiglu`, without a gradient."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _run(_swiglu, {"X": x, "OUT": out}, out)
+    _run(_swiglu, {"X": x, "OUT": out}, out, "swiglu")
     return out
 
 
 def backward(x: Tensor, dout: Tensor) -> Tensor:
-    """Gradient of x [..,2·hidden] from that of the result."""
+    """Gradient of x [..,2·hidden] from that of the result [..,hidden]."""
     x, dout = x.contiguous(), dout.contiguous()
     dx = torch.empty_like(x)
-    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout)
+    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout, "swiglu_backward")
     return dx
 
 
-def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor) -> None:
-    total, hidden = halves.numel(), halves.shape[-1]
-    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, dict(HIDDEN=hidden, N=_PROGRAM), _TILE)
+def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor, stage: str) -> None:
+    total, constants = halves.numel(), dict(HIDDEN=halves.shape[-1], N=_PROGRAM)
+    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, constants, _TILE, stage=stage)
 
 
 _operator = operator("swiglu")(forward)

@@ -1,4 +1,4 @@
-"""Every way in which a point can end, with real child processes."""
+"""The states in which a point can end, with real child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRICT = Conditions("cpu", Deadlines(startup_s=20, heartbeat_s=1, point_s=4))
 
 @pytest.fixture
 def measure(snippet_kind) -> Callable[..., list]:
-    """Runs pieces of code as points; all updates."""
+    """Runs pieces of code as points and returns all updates."""
 
     def run(*codes: str, conditions: Conditions = STRICT, **options) -> list:
         assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
@@ -43,7 +43,7 @@ def states(updates: list) -> list[PointState]:
     return [e.outcome.state for e in ended(updates)]
 
 
-def test_a_point_that_ends_well(measure) -> None:
+def test_an_ok_point_has_metrics_route_environment_and_files(measure) -> None:
     updates = measure("beat('timing', 1, 2); print('said'); value = 2.5; files = {'a.txt': 'text'}")
     assert isinstance(updates[0], StartRecord)
     assert isinstance(updates[-1], Ended)
@@ -78,16 +78,16 @@ def test_a_point_that_fails_has_its_own_state_and_no_numbers(measure, code, stat
     assert end.outcome.metrics == ()
 
 
-def test_slow_is_no_hang(measure) -> None:
+def test_a_slow_point_with_progress_is_not_a_hang(measure) -> None:
     slow = "import time\nfor i in range(15): beat('slow', i, 15); time.sleep(0.2)"  # three heartbeat deadlines long
     updates = measure(slow)
     assert states(updates) == [PointState.OK]
     signs = [update for update in updates if isinstance(update, Progress)]
-    assert 2 <= len(signs) <= 5  # about one a second is told, not fifteen
+    assert 2 <= len(signs) <= 5  # about one a second is sent, not fifteen
     assert [sign.done for sign in signs] == sorted(sign.done for sign in signs)
 
 
-def test_silence_from_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
+def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
     conditions = Conditions("cpu", Deadlines(startup_s=1.5, heartbeat_s=60, point_s=60))
     [end] = ended(measure("import time; time.sleep(60)", conditions=conditions))
     assert end.outcome.state is PointState.HANG
@@ -113,20 +113,20 @@ stuck_here()
 """
 
 
-def test_a_hang_leaves_the_stacks_of_its_whole_tree_and_no_process(measure) -> None:
+def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) -> None:
     [end] = ended(measure(HANG_WITH_A_FAMILY))
     assert end.outcome.state is PointState.HANG
     assert "stuck_here" in end.files["stacks.txt"]
     assert "waiting_too" in end.files["stacks.txt"]
-    assert "stuck_here" in end.files["stderr.txt"]  # its own account, for hosts where py-spy may not attach
+    assert "stuck_here" in end.files["stderr.txt"]  # by faulthandler, for hosts where py-spy may not attach
     assert "memory: " in end.files["memory.txt"]
     for pid in end.files["stdout.txt"].split():
         assert f"pid {pid} " in end.files["processes.txt"]
         assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_child_is_waited_for_with_all_that_it_started(monkeypatch) -> None:
-    """A signal takes effect when its process is scheduled next, which on a busy host is later."""
+def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
+    """On a busy host a signal takes effect late: when its process is next scheduled."""
     kill = psutil.Process.kill
     monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.5, kill, [process]).start())
     child = Child(threads=1)
@@ -141,7 +141,7 @@ def test_a_killed_child_is_waited_for_with_all_that_it_started(monkeypatch) -> N
         child.discard()
 
 
-def test_what_a_point_leaves_running_ends_with_it(measure) -> None:
+def test_processes_that_a_point_leaves_running_end_with_it(measure) -> None:
     [end] = ended(measure("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)"))
     assert end.outcome.state is PointState.OK
     assert not _alive(int(end.files["stdout.txt"]))
@@ -153,20 +153,20 @@ def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
     pids = [end.outcome.environment.get("pid") for end in ends]
     assert [e.outcome.state for e in ends] == ["ok", "ok", "error", "ok", "crash", "ok"]
     assert pids[0] == pids[1] != pids[3] != pids[5]
-    assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point its own
+    assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point's own output
 
 
-def test_a_process_for_each_point_otherwise(measure) -> None:
+def test_a_cold_slot_starts_a_process_for_each_point(measure) -> None:
     ends = ended(measure("pass", "pass"))
     assert len({end.outcome.environment["pid"] for end in ends}) == 2
 
 
-def test_gpus_are_those_that_were_given(measure) -> None:
+def test_a_child_sees_the_gpus_that_it_is_given(measure) -> None:
     [end] = ended(measure("pass", gpus="1,3"))
     assert end.outcome.environment["gpus"] == "1,3"
 
 
-def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(measure, monkeypatch) -> None:
+def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
     counts = iter([7])
     monkeypatch.setattr(diagnostics, "oom_kills", lambda: next(counts, 8))
     [end] = ended(measure("os.kill(os.getpid(), 9)"))
@@ -183,23 +183,22 @@ def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path, monke
 
 def test_a_stop_ends_the_child_at_once_and_without_an_outcome(measure) -> None:
     begin = time.monotonic()
-    heard: list = []
     updates = measure(
         "import time\nbeat('on', os.getpid())\ntime.sleep(60)",
         conditions=Conditions("cpu", Deadlines()),
         stopped=lambda: time.monotonic() - begin > 1.5,
     )
-    heard += [update for update in updates if isinstance(update, Progress)]
+    [sign, *_] = [update for update in updates if isinstance(update, Progress)]
     assert ended(updates) == []
     assert time.monotonic() - begin < 10
-    assert not _alive(heard[0].done)
+    assert not _alive(sign.done)
 
 
 def test_closing_the_generator_ends_the_child(snippet_kind) -> None:
     task = Assignment("r", "r/0", 1, snippet_kind.point("import time\nbeat('on', os.getpid())\ntime.sleep(60)"))
     updates = supervise([task], STRICT)
     sign = next(update for update in updates if isinstance(update, Progress))
-    updates.close()  # type: ignore[attr-defined]  # what a cancelled Ray task does
+    updates.close()  # type: ignore[attr-defined]  # as a cancelled Ray task does
     assert not _alive(sign.done)
 
 
@@ -221,7 +220,7 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
     assert bad.outcome.metrics == ()
 
 
-def test_a_gpu_that_does_not_get_free_is_told(measure, monkeypatch) -> None:
+def test_a_gpu_that_does_not_get_free_gives_a_warning(measure, monkeypatch) -> None:
     monkeypatch.setattr(gpu_release.Baseline, "wait_free", lambda self, pids: "GPU 0 still lists process 1")
     updates = measure("pass", conditions=dataclasses.replace(STRICT, device="cuda"), gpus="0")
     [event] = [update for update in updates if isinstance(update, EventRecord)]
@@ -244,14 +243,14 @@ def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch)
     assert list(listed) == []  # listed once, then too much memory twice, then free
 
 
-def test_probing_asks_a_child() -> None:
+def test_the_probe_runs_in_a_child() -> None:
     machine = probe("cpu")
     assert machine.device == "cpu"
     assert machine.memory_bytes > 0
     assert "torch" in machine.fingerprint
 
 
-def test_probing_for_a_gpu_that_is_not_there_says_so() -> None:
+def test_probing_for_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
         probe("cuda", gpus="")
 

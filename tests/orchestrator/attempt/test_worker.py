@@ -1,8 +1,7 @@
-"""The child process: its memory limit, its manners towards the parent, what it makes of an exception."""
+"""The worker process: memory limit, thinned beats, classification of exceptions, end with its parent."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.attempt import protocol
 from orchestrator.attempt.worker import BEAT_INTERVAL_S, Events, classify, run_point
 from orchestrator.states import PointState
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def python(code: str, timeout: float = 60) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
@@ -29,8 +29,12 @@ def python(code: str, timeout: float = 60) -> str:
     return done.stdout
 
 
-def events_of(read: int) -> list[dict]:
-    return [json.loads(line) for line in os.read(read, 1 << 20).splitlines()]
+def events_of(read: int) -> list[protocol.Event]:
+    return [protocol.decode_event(line) for line in os.read(read, 1 << 20).splitlines()]
+
+
+def snippet(code: str) -> protocol.Run:
+    return protocol.Run("snippet", {"code": code}, "cpu", None)
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> Non
     told = python(
         """
         from orchestrator.attempt.worker import memory_limit
-        before = bytearray(300 << 20)                      # in use already: not the point's
+        before = bytearray(300 << 20)                      # in use before: does not count
         with memory_limit("cpu", 200 << 20):
             within = bytearray(100 << 20)
             try:
@@ -74,7 +78,7 @@ def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
     assert told.strip() == "oom"
 
 
-def test_no_limit_without_one() -> None:
+def test_no_memory_limit_sets_no_rlimit() -> None:
     assert "RLIM" not in python(
         """
         import resource
@@ -85,7 +89,7 @@ def test_no_limit_without_one() -> None:
     )
 
 
-def test_what_is_out_of_memory() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     class OutOfMemoryError(RuntimeError):
         """As torch's."""
 
@@ -100,42 +104,44 @@ def test_what_is_out_of_memory() -> None:
     assert classify(raised_from(MemoryError())) is PointState.OOM
     assert classify(RuntimeError("shapes do not match")) is PointState.ERROR
     assert classify(raised_from(KeyError("x"))) is PointState.ERROR
-    assert classify(ValueError("CUDA out of memory")) is PointState.ERROR  # its words alone say nothing
+    assert classify(ValueError("CUDA out of memory")) is PointState.ERROR  # the text alone does not decide
 
 
-def test_beats_of_a_phase_are_thinned_but_a_new_phase_is_told(pipe) -> None:
+def test_beats_of_a_phase_are_thinned_but_a_new_phase_is_sent(pipe) -> None:
     read, events = pipe
     for done in range(100):
         events.beat("timing", done, 100)
     events.beat("memory")
     time.sleep(BEAT_INTERVAL_S)
     events.beat("memory", 1, 2)
-    assert [(e["phase"], e["done"]) for e in events_of(read)] == [("timing", 0), ("memory", 0), ("memory", 1)]
+    beats = [protocol.Beat("timing", 0, 100), protocol.Beat("memory", 0, 0), protocol.Beat("memory", 1, 2)]
+    assert events_of(read) == beats
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
-def test_a_number_that_is_none_is_an_error(pipe, value: str, snippet_kind) -> None:
-    command = {"kind": "snippet", "config": {"code": f"value = {value}"}, "device": "cpu", "memory": None}
-    event = run_point(command, pipe[1])
-    assert event["state"] == PointState.ERROR
-    assert "not finite" in event["reason"]
+def test_a_metric_that_is_not_finite_is_an_error(pipe, value: str, snippet_kind) -> None:
+    event = run_point(snippet(f"value = {value}"), pipe[1])
+    assert isinstance(event, protocol.Failure)
+    assert event.state is PointState.ERROR
+    assert "not finite" in event.reason
 
 
 def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> None:
-    command = {"kind": "snippet", "config": {"code": "raise KeyError('missing')"}, "device": "cpu", "memory": None}
-    event = run_point(command, pipe[1])
-    assert (event["state"], event["reason"]) == (PointState.ERROR, "KeyError: 'missing'")
-    assert "Traceback" in event["files"]["traceback.txt"]
+    event = run_point(snippet("raise KeyError('missing')"), pipe[1])
+    assert isinstance(event, protocol.Failure)
+    assert (event.state, event.reason) == (PointState.ERROR, "KeyError: 'missing'")
+    assert "Traceback" in event.files["traceback.txt"]
 
 
 PARENT = """
     import sys, time
+    from orchestrator.attempt import protocol
     from orchestrator.attempt.child import Child
     child = Child(threads=1)
     while not child.events(0.2): pass
-    child.send({"type": "run", "kind": "snippet", "device": "cpu", "memory": None, "config": {"code": sys.argv[1]}})
-    while not (told := [e for e in child.events(0.2) if e["type"] == "beat"]): pass
-    print(child.pid, told[0]["done"], flush=True)
+    child.send(protocol.Run("snippet", {"code": sys.argv[1]}, "cpu", None))
+    while not (beats := [e for e in child.events(0.2) if isinstance(e, protocol.Beat)]): pass
+    print(child.pid, beats[0].done, flush=True)
     time.sleep(600)
 """
 
@@ -155,7 +161,7 @@ time.sleep(600)"""
     )
     assert parent.stdout is not None
     child, grandchild = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
-    if stopped:  # as one stuck in a driver call: its thread cannot see the end of stdin
+    if stopped:  # as if stuck in a driver call: its thread cannot read the end of stdin
         child.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()

@@ -1,4 +1,4 @@
-"""`nsa` as a user meets it: what it prints, its exit codes, and that bad input is one line and no traceback."""
+"""The `nsa` commands: output, exit codes, and one line without a traceback for bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = "20261120-120000-demo-abcd"
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left: exit code, stdout, stderr."""
+    """The result of a command: exit code, stdout, stderr."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ Nsa = Callable[..., Done]
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NSA_HOME", str(tmp_path))
-    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # where nothing answers
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
 
@@ -96,7 +96,7 @@ class TestWithResults:
 
     def test_gate_says_unknown_or_worse_with_reasons(self, nsa: Nsa) -> None:
         done = nsa("gate")
-        assert done.code in (1, 3)  # a hang in the sweep is no GO
+        assert done.code in (1, 3)  # a hang in the sweep rules out GO
         assert "UNKNOWN" in done.out  # the GPU rules have no evidence here
 
     def test_report_prints_exponents(self, nsa: Nsa) -> None:
@@ -118,7 +118,9 @@ class TestWithResults:
     def test_cancel_of_an_ended_run_says_so(self, nsa: Nsa) -> None:
         assert "has ended already: done" in nsa("cancel", "last").out
 
-    def test_cancel_marks_what_a_dead_driver_left(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    def test_cancel_marks_the_unfinished_points_of_a_dead_driver(
+        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
+    ) -> None:
         unfinished = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             store.apply_many(unfinished)
@@ -160,7 +162,7 @@ class TestWithResults:
             store.apply_many(records)
         return path
 
-    def test_logs_of_a_local_run_explain_themselves(self, nsa: Nsa) -> None:
+    def test_logs_of_a_local_run_suggest_point_logs(self, nsa: Nsa) -> None:
         done = nsa("logs", "last")
         assert done.code == 2
         assert "--point" in done.err
@@ -216,7 +218,7 @@ def test_an_unknown_state_is_refused(nsa: Nsa) -> None:
     done = nsa("runs", "--state", "finished")
     assert done.code == 2
     assert "Traceback" not in done.err
-    assert "cancelled" in done.err  # what there is
+    assert "cancelled" in done.err  # the known states are listed
 
 
 def test_a_wrong_setting_names_its_variable(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_nothing_is_submitted_with_a_setting_that_cannot_work(
 
 
 @pytest.mark.usefixtures("results")
-def test_what_a_point_said_is_shown_as_it_is(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+def test_a_points_reason_is_shown_without_markup(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
     said = "RuntimeError: [enforce fail] bad tensor [/tmp/x] shape [3, 4] [red]"
     with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
         store.apply_many(sweep("r3", laws={"chunked": 1.0}, failures={PointState.ERROR: said}))
@@ -286,7 +288,7 @@ def test_db_upgrade_makes_a_database_that_status_reads(nsa: Nsa, home: Path) -> 
     assert nsa("status").code == 0
 
 
-def test_queries_before_any_run_say_what_to_do(nsa: Nsa) -> None:
+def test_queries_before_any_run_give_a_fix(nsa: Nsa) -> None:
     done = nsa("runs")
     assert done.code == 2
     assert "nsa db upgrade" in done.err or "run a job" in done.err

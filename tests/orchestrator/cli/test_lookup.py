@@ -1,4 +1,4 @@
-"""A run is found by what a user has at hand."""
+"""Runs are found by id, by its beginning and by the Ray job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_run_is_found_by_its_id_its_beginning_and_its_job(sqlite_store: Store,
     assert find_run(sqlite_store, text) == RUN
 
 
-def test_a_job_that_made_no_run_has_none(sqlite_store: Store, sweep):
+def test_a_job_without_a_run_is_not_found(sqlite_store: Store, sweep):
     sqlite_store.apply_many(sweep())
     with pytest.raises(LookupFailedError, match="'bench-1': no run has this id"):
         find_run(sqlite_store, "bench-1")

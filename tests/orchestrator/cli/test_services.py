@@ -1,4 +1,4 @@
-"""`nsa up` and `nsa down` on private ports: real processes, and only those started here are stopped."""
+"""`nsa up` and `nsa down` on private ports with real processes; only processes started here are stopped."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
 
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
     assert services.status(settings)[0].pid is None
-    assert services.down(settings) == []  # and this test goes on
+    assert services.down(settings) == []  # and this process is still alive

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import TIME
 from jobs.spec import JobSpec
+
+QUANTITIES = (TIME,)
 
 
 class Spec(JobSpec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import altair as alt
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 import vl_convert
 
+from jobs.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
 from orchestrator.analysis import fits_frame, scaling_fits
 from orchestrator.report import charts
 from orchestrator.report.series import IMPLEMENTATION_COLORS, colors
@@ -46,7 +48,7 @@ def drawn(chart: alt.LayerChart) -> pd.DataFrame:
 
 def test_fitted_exponents_are_in_the_legend(rows: pd.DataFrame):
     chosen = measured(rows)
-    names = series(charts.scaling_chart(chosen, scaling_fits(chosen), "peak_extra_memory"))
+    names = series(charts.scaling_chart(chosen, scaling_fits(chosen), SHARED.of("peak_extra_memory")))
     assert [name.split(" ")[0] for name in names] == ["chunked", "dense", "naive"]
     exponents = {name.split(" ")[0]: float(name.split("^")[1]) for name in names}
     assert exponents["chunked"] == pytest.approx(1, abs=0.05)
@@ -56,13 +58,13 @@ def test_fitted_exponents_are_in_the_legend(rows: pd.DataFrame):
 def test_fits_may_come_as_objects_or_as_a_frame(rows: pd.DataFrame):
     chosen = measured(rows)
     fits = scaling_fits(chosen)
-    from_objects = charts.scaling_chart(chosen, fits, "time").to_dict()
-    assert from_objects["layer"] == charts.scaling_chart(chosen, fits_frame(fits), "time").to_dict()["layer"]
+    from_objects = charts.scaling_chart(chosen, fits, SHARED.of("time")).to_dict()
+    assert from_objects["layer"] == charts.scaling_chart(chosen, fits_frame(fits), SHARED.of("time")).to_dict()["layer"]
 
 
 def test_only_the_metric_asked_for_is_drawn(rows: pd.DataFrame):
     chosen = measured(rows)
-    points = drawn(charts.scaling_chart(chosen, [], "throughput"))
+    points = drawn(charts.scaling_chart(chosen, [], SHARED.of("throughput")))
     assert len(points) == 12
     assert set(points["metric"]) == {"throughput"}
 
@@ -70,19 +72,22 @@ def test_only_the_metric_asked_for_is_drawn(rows: pd.DataFrame):
 def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame):
     chosen = measured(rows)
     chosen.loc[(chosen["metric"] == "time") & (chosen["seq_len"] == 512), ["value", "per_sequence"]] = 0.0
-    assert set(drawn(charts.scaling_chart(chosen, [], "time"))["seq_len"]) == {1024, 2048, 4096}
+    assert set(drawn(charts.scaling_chart(chosen, [], SHARED.of("time")))["seq_len"]) == {1024, 2048, 4096}
 
 
 def test_series_are_named_by_what_tells_them_apart(rows: pd.DataFrame):
     chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
-    assert series(charts.scaling_chart(chosen, [], "time")) == ["chunked · forward", "chunked · forward+backward"]
+    assert series(charts.scaling_chart(chosen, [], SHARED.of("time"))) == [
+        "chunked · forward",
+        "chunked · forward+backward",
+    ]
 
 
 def test_reported_points_have_another_shape_and_dashed_lines(rows: pd.DataFrame):
     reported = (rows["run_id"].str.startswith("reported-002")) & (rows["implementation"] == "nsa-vibe")
     both = rows[reported & (rows["metric"] == "peak_memory")]
     both = pd.concat([both, measured(rows).query("metric == 'peak_extra_memory'").assign(metric="peak_memory")])
-    chart = charts.scaling_chart(both, scaling_fits(both), "peak_memory")
+    chart = charts.scaling_chart(both, scaling_fits(both), SHARED.of("peak_memory"))
     assert any(name.startswith("nsa-vibe (reported)") for name in series(chart))
     marks = [layer["mark"] for layer in _leaves(chart.to_dict())]
     assert {mark["shape"] for mark in marks if mark["type"] == "point"} == {"circle", "diamond"}
@@ -95,9 +100,9 @@ def _leaves(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_intervals_follow_the_values_when_shown_per_sequence(rows: pd.DataFrame):
     chosen = measured(rows).query("metric == 'time' and implementation == 'dense'").copy()
-    whole = drawn(charts.scaling_chart(chosen, [], "time"))
+    whole = drawn(charts.scaling_chart(chosen, [], SHARED.of("time")))
     chosen["batch"], chosen["per_sequence"] = 2, chosen["value"] / 2
-    halved = drawn(charts.scaling_chart(chosen, [], "time"))
+    halved = drawn(charts.scaling_chart(chosen, [], SHARED.of("time")))
     assert (halved["high"] * 2).tolist() == pytest.approx(whole["high"].tolist())
 
 
@@ -107,31 +112,34 @@ def test_throughput_is_of_the_whole_batch(rows: pd.DataFrame):
     chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as the views have it; a rate is not divided
     titles = {
         metric: {
-            encoding["y"].get("title") for encoding in _encodings(charts.scaling_chart(chosen, [], metric).to_dict())
+            encoding["y"].get("title")
+            for encoding in _encodings(charts.scaling_chart(chosen, [], SHARED.of(metric)).to_dict())
         }
         for metric in ("time", "throughput")
     }
     assert titles == {"time": {"Time per sequence [s, ms, µs]"}, "throughput": {"Throughput [tok/s]"}}
 
 
-@pytest.mark.parametrize(("pass_", "guides"), [("forward", {"linear", "S²"}), ("decode", {"constant", "~ 1/S"})])
-def test_a_steps_throughput_has_guides_of_its_own(rows: pd.DataFrame, pass_: str, guides: set[str]):
+@pytest.mark.parametrize(("plot", "guides"), [(Plot.RATE, {"linear", "S²"}), (Plot.STEP_RATE, {"constant", "~ 1/S"})])
+def test_a_steps_throughput_has_guides_of_its_own(rows: pd.DataFrame, plot: Plot, guides: set[str]):
     """A pass over S tokens at a constant rate took linear time; a step makes one token, however long that takes."""
-    chart = charts.scaling_chart(measured(rows).assign(**{"pass": pass_}), [], "throughput").to_dict()
+    chart = charts.scaling_chart(measured(rows), [], replace(THROUGHPUT, plot=plot)).to_dict()
     assert {row["guide"] for data in chart["datasets"].values() for row in data if "guide" in row} == guides
 
 
-@pytest.mark.parametrize("metric", charts.QUANTITIES)
+@pytest.mark.parametrize("metric", SHARED.names(plots=AGAINST_LENGTH))
 def test_charts_render(rows: pd.DataFrame, metric: str):
     chosen = rows.assign(metric=metric)
-    chart = charts.scaling_chart(chosen[chosen["origin"] == "measured"].drop_duplicates("point_id"), [], metric)
+    chart = charts.scaling_chart(
+        chosen[chosen["origin"] == "measured"].drop_duplicates("point_id"), [], SHARED.of(metric)
+    )
     svg = vl_convert.vegalite_to_svg(chart.to_json())
     assert "4K" in svg
     assert "sequence length S" in svg
 
 
 def test_the_exponent_chart_renders(rows: pd.DataFrame):
-    svg = vl_convert.vegalite_to_svg(charts.exponent_chart(scaling_fits(measured(rows))).to_json())
+    svg = vl_convert.vegalite_to_svg(charts.exponent_chart(scaling_fits(measured(rows)), SHARED).to_json())
     assert "linear" in svg
     assert "chunked · time" in svg
 
@@ -142,9 +150,9 @@ def test_the_samples_chart_renders():
 
 def test_nothing_to_draw_is_said(rows: pd.DataFrame):
     with pytest.raises(ValueError, match="no rows"):
-        charts.scaling_chart(rows[:0], [], "time")
+        charts.scaling_chart(rows[:0], [], SHARED.of("time"))
     with pytest.raises(ValueError, match="none to draw"):
-        charts.exponent_chart([])
+        charts.exponent_chart([], SHARED)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The driver as a whole, on this machine: bad input, a sweep with every failure, resuming, cancelling."""
+"""The driver as a whole, on this machine: a sweep with every failure, resuming, cancelling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.point import Machine
 from orchestrator import journal
 from orchestrator.journal import Journal
 from orchestrator.records import OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
@@ -26,43 +25,10 @@ from orchestrator.states import PointState
 from orchestrator.store import Store, StoreUnavailable, importer, queries
 
 ROOT = Path(__file__).resolve().parents[3]
-SPEC = """
-kind: snippet
-name: test
-codes: {codes}
-retries: 0
-resources: {{workers: {workers}}}
-isolation: {isolation}
-deadlines: {{startup_s: 20, heartbeat_s: 1.5, point_s: 4}}
-"""
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NSA_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def spec(tmp_path: Path):
-    """Writes a spec whose points run `codes`."""
-
-    def write(*codes: str, workers: int = 1, isolation: str = "process") -> Path:
-        path = tmp_path / "spec.yaml"
-        path.write_text(SPEC.format(codes=list(codes), workers=workers, isolation=isolation))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves the two seconds that importing torch in a child takes."""
-    monkeypatch.setattr(LocalExecutor, "probe", lambda self: Machine("cpu", "test", 8 << 30, {"torch": "0"}))
 
 
 def start(*args: str | Path, env: dict[str, str]) -> subprocess.Popen[str]:
-    """`python -m jobs` as a process of its own."""
+    """`python -m jobs` in its own process."""
     return subprocess.Popen(
         [sys.executable, "-m", "jobs", *map(str, args)],
         cwd=ROOT,
@@ -89,96 +55,10 @@ def stored(home: Path, run_id: str):
         return row, queries.points(store, run_id)
 
 
-# Bad input
-
-
-def text(workers: int = 1, isolation: str = "process", more: str = "") -> str:
-    return SPEC.format(codes=["pass"], workers=workers, isolation=isolation) + more
-
-
-@pytest.mark.parametrize("dry", [True, False], ids=["dry", "real"])
-@pytest.mark.parametrize(
-    ("text", "env", "fields"),
-    [
-        (text(workers=0), {}, ["resources.workers: 0"]),
-        (text(isolation="cold", more="lenghts: [1]\n"), {}, ["isolation: 'cold'", "lenghts"]),
-        ("kind: nonsense\n", {}, ["kind: 'nonsense'"]),
-        (None, {}, ["spec: "]),
-        (text(), {"NSA_DATABASE_URL": "mysql://x/y"}, ["NSA_DATABASE_URL"]),
-        ("kind: nonsense\n", {"NSA_DATABASE_URL": "sqlite://"}, ["NSA_DATABASE_URL", "kind"]),
-        (text(), {"NSA_DASHBOARD_PORT": "x"}, ["NSA_DASHBOARD_PORT"]),
-        (text(), {"NSA_GATES": "missing.yaml"}, ["gates: 'missing.yaml'"]),
-    ],
-)
-def test_every_mistake_is_a_line_and_nothing_is_made(
-    home, tmp_path, capsys, monkeypatch, quick_probe, text, env, fields, dry
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    path = tmp_path / "spec.yaml"
-    if text:
-        path.write_text(text)
-    assert driver.main([str(path), "--local", *(["--dry-run"] if dry else [])]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(fields)
-    for line, field in zip(lines, fields, strict=True):
-        assert re.match(rf"error: {re.escape(field)}", line), line
-    assert not home.exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "arguments: SPEC is missing"),
-        (["--bogus"], "arguments: "),
-        (["--resume", "nope"], "--resume: 'nope': no such run"),
-        (["--resume", "../../etc"], "--resume: '../../etc': no such run"),
-        (["x.yaml", "--retry-failed"], "arguments: --retry-failed"),
-        (["x.yaml", "--resume", "nope"], "spec: 'x.yaml' cannot be read"),
-    ],
-)
-def test_wrong_arguments_are_told(home, capsys, args, message) -> None:
-    assert driver.main([*args, "--local"]) == 2
-    assert capsys.readouterr().err.splitlines()[0].startswith(f"error: {message}")
-    assert not home.exists()
-
-
-def test_more_than_this_machine_has_is_told(home, spec, capsys, snippet_kind) -> None:
-    args = [str(spec("pass")), "--local"]
-    for setting in ("resources.num_cpus=4096", "resources.num_gpus=64", "resources.accelerator_type=H100"):
-        args += ["--set", setting]
-    assert driver.main(args) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in errors] == [
-        "resources.num_cpus",
-        "resources.num_gpus",
-        "resources.accelerator_type",
-    ]
-    assert not home.exists()
-
-
-def test_no_cluster_says_what_to_do(home, spec, capsys, monkeypatch, snippet_kind) -> None:
-    monkeypatch.setenv("NSA_RAY_ADDRESS", "127.0.0.1:1")
-    assert driver.main([str(spec("pass"))]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: NSA_RAY_ADDRESS: '127.0.0.1:1': no Ray cluster answers")
-    assert "nsa up" in line
-    assert "--local" in line
-    assert not home.exists()
-
-
-def test_a_dry_run_lists_the_points_and_makes_nothing(home, capsys) -> None:
-    assert driver.main(["jobs/configs/drill.yaml", "--dry-run", "--set", "behaviours=[ok, skip]"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^ +0  ok$", told, re.MULTILINE)
-    assert re.search(r"^ +1  skip  skipped: skipped on purpose$", told, re.MULTILINE)
-    assert not home.exists()
-
-
 # A sweep
 
 
-def test_each_failure_has_its_state_and_the_rest_completes(home, capsys) -> None:
+def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) -> None:
     """With the real drill, real torch, and two points at a time."""
     settings = ["behaviours=[ok, crash, hang, oom, raise, timeout, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
     settings += ["deadlines={startup_s: 60, heartbeat_s: 3, point_s: 25}", "isolation=warm"]
@@ -198,7 +78,7 @@ def test_each_failure_has_its_state_and_the_rest_completes(home, capsys) -> None
     stacks = next(a for a in hang.artifacts if a.name == "stacks.txt")
     assert "_hang" in str(stacks.content)
     assert (home / "artifacts" / only_run(home) / stacks.path).read_text() == stacks.content
-    assert all(o.environment["packages"]["torch"] for o in outcomes)  # known of those that never came back, too
+    assert all(o.environment["packages"]["torch"] for o in outcomes)  # also of points whose child died
     assert "run " + only_run(home) in told
 
 
@@ -231,9 +111,9 @@ def test_without_sqlalchemy_the_journal_alone_is_written_and_imports_complete(
         assert list(queries.points(store, only_run(home))["state"]) == ["ok", "error"]
 
 
-# Taking a run up again
+# Resuming
 
-MARK = "open({0!r}, 'a').write('{1}\\n')"  # which points were measured, and how often
+MARK = "open({0!r}, 'a').write('{1}\\n')"  # counts how often each point was measured
 
 
 def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp_path, kinds_path) -> None:
@@ -258,7 +138,7 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
     assert Counter(log.read_text().split()) == {"0": 1, "1": 1}
 
     (tmp_path / "second").touch()
-    # In a process of its own again: a key is of the machine as the real probe sees it.
+    # Again in its own process: the key includes the machine as the real probe describes it.
     again = start("--local", "--resume", only_run(home), env={**kinds_path, "NSA_HOME": str(home)})
     told, _ = again.communicate()
     assert again.returncode == 1
@@ -276,7 +156,7 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
 
 
 def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.Process:
-    """The worker process, once the driver says that two points have ended and the journal that a third one is on."""
+    """The third point's worker process, once the driver has printed two ended points and journalled a third start."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("[2/4]"):
@@ -285,7 +165,7 @@ def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.P
     while time.monotonic() < deadline:
         begun = any(isinstance(r, StartRecord) and r.point_id.endswith("/2") for r in records(home))
         for process in psutil.Process(driver.pid).children() if begun else ():
-            with contextlib.suppress(psutil.NoSuchProcess):  # the child of the point before, just ending
+            with contextlib.suppress(psutil.NoSuchProcess):  # the previous point's child, just ending
                 if "orchestrator.attempt.worker" in " ".join(process.cmdline()):
                     return process
         time.sleep(0.05)
@@ -319,7 +199,7 @@ def test_a_run_is_not_resumed_with_another_spec(home, spec, capsys, quick_probe)
 
 
 def test_a_run_that_another_driver_measures_is_left_alone(home, spec, capsys, quick_probe, monkeypatch) -> None:
-    """Before the wait for a free slot: the other driver may be what it waits for, and changes what is to be done."""
+    """The lock comes before the probe, which may wait for that very driver while it still changes the journal."""
     assert driver.main([str(spec("pass")), "--local"]) == 0
     before = records(home)
     monkeypatch.setattr(LocalExecutor, "probe", lambda self: pytest.fail("waited for a slot"))
@@ -347,7 +227,7 @@ def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, qui
     assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
 
 
-def test_a_verdict_that_cannot_be_given_does_not_fail_the_run(home, spec, capsys, quick_probe, monkeypatch) -> None:
+def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe, monkeypatch) -> None:
     def away(*_: object) -> None:
         raise StoreUnavailable("NSA_DATABASE_URL: cannot be reached")
 
@@ -357,7 +237,7 @@ def test_a_verdict_that_cannot_be_given_does_not_fail_the_run(home, spec, capsys
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_driver_marks_what_is_left_as_cancelled(home, spec, kinds_path, number) -> None:
+def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
     path.write_text(path.read_text().replace("point_s: 4", "point_s: 600"))
     driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
@@ -369,7 +249,7 @@ def test_a_stopped_driver_marks_what_is_left_as_cancelled(home, spec, kinds_path
     asked = time.monotonic()
     driver.send_signal(number)
     assert driver.wait(timeout=20) == 130
-    assert time.monotonic() - asked < 3  # Ray's patience with a job that it stops
+    assert time.monotonic() - asked < 3  # Ray kills a stopped job after that time
     assert psutil.wait_procs(family, timeout=5)[1] == []
     end = records(home)[-1]
     assert isinstance(end, RunEndRecord)

@@ -1,4 +1,4 @@
-"""What the scheduler makes of updates: retries, batches, cancellation. The executor is a script."""
+"""The scheduler with a scripted executor: retries, batches, cancellation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOST = BatchEnded(PointState.LOST, "the node went away")
 
 
 class Script:
-    """An executor that does with each point's attempts what it was told: a state, LOST or "silent"."""
+    """An executor that ends each point's attempts as scripted: with a state, with LOST or not at all ("silent")."""
 
     def __init__(self, fates: dict[str, list] | None = None) -> None:
         self.fates = fates or {}
@@ -90,7 +90,7 @@ def outcomes(records) -> list[tuple[str, int, PointState]]:
     return [(r.point_id, r.attempt, r.state) for r in records if isinstance(r, OutcomeRecord)]
 
 
-def test_every_point_ends_whatever_happens_to_the_others(run) -> None:
+def test_every_point_ends_when_others_fail(run) -> None:
     fates = {"r/1": [PointState.HANG], "r/2": [PointState.CRASH]}
     state, states, records = run(Script(fates), 4)
     assert state is RunState.DONE
@@ -108,7 +108,7 @@ def test_a_lost_point_is_handed_out_again(run, tmp_path) -> None:
     assert (tmp_path / "0000/2/stdout.txt").read_text() == "r/0 2"
 
 
-def test_a_point_that_stays_lost_ends_so(run) -> None:
+def test_a_point_that_stays_lost_ends_as_lost(run) -> None:
     _, states, records = run(Script({"r/0": [LOST, LOST, LOST]}), 1, retries=2)
     assert states == {PointState.LOST: 1}
     assert outcomes(records) == [("r/0", 1, "lost"), ("r/0", 2, "lost"), ("r/0", 3, "lost")]
@@ -121,7 +121,7 @@ def test_failures_of_the_point_itself_are_not_retried(run) -> None:
     assert len(outcomes(records)) == 2
 
 
-def test_the_rest_of_a_lost_batch_is_handed_out_as_if_it_had_not_been(run) -> None:
+def test_the_rest_of_a_lost_batch_is_handed_out_with_the_same_attempt_number(run) -> None:
     executor = Script({"r/1": [LOST, PointState.OK]})
     _, states, records = run(executor, 4, warm=True)
     assert states == {PointState.OK: 4}
@@ -130,12 +130,12 @@ def test_the_rest_of_a_lost_batch_is_handed_out_as_if_it_had_not_been(run) -> No
     assert executor.batches == [["r/0", "r/1", "r/2", "r/3"], ["r/2", "r/3", "r/1"]]
 
 
-def test_a_batch_that_ends_without_a_word_counts_as_lost(run) -> None:
+def test_a_batch_that_ends_without_an_outcome_counts_as_lost(run) -> None:
     _, states, _ = run(Script({"r/0": [BatchEnded(), BatchEnded()]}), 1)
     assert states == {PointState.LOST: 1}
 
 
-def test_slots_bound_what_runs_at_a_time(run) -> None:
+def test_slots_bound_the_batches_at_a_time(run) -> None:
     executor = Script()
     run(executor, 7, slots=3)
     assert executor.most_at_a_time == 3
@@ -150,7 +150,7 @@ def test_warm_slots_get_shrinking_shares(run) -> None:
     assert (sizes[0], sizes[-1], sum(sizes)) == (3, 1, 12)
 
 
-def test_cancelling_marks_what_is_left_and_ends_the_executor(run) -> None:
+def test_cancelling_ends_the_remaining_points_and_the_executor(run) -> None:
     executor = Script({"r/1": ["silent"]})
     state, states, records = run(
         executor, 4, stopped=lambda: "SIGTERM" if len(executor.batches) == 2 and not executor._updates else None
@@ -162,7 +162,7 @@ def test_cancelling_marks_what_is_left_and_ends_the_executor(run) -> None:
     assert (records[-1].type, records[-1].state, records[-1].reason) == ("run_end", "cancelled", "SIGTERM")
 
 
-def test_what_ends_badly_because_all_was_stopped_is_cancelled(run) -> None:
+def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> None:
     signals: list[str] = []
 
     class Stopped(Script):

@@ -19,7 +19,19 @@ RUN = "20261120-120000-demo-abcd"
 SCALING = [
     *("run_id", "run_name", "origin", "source", "point_id", "label", "state"),
     *("implementation", "workload", "pass", "seq_len", "batch", "query_heads", "kv_heads", "head_dim", "layers"),
-    *("dtype", "device", "gpu", "metric", "unit", "value", "ci_low", "ci_high", "per_sequence", "ended_at"),
+    *(
+        "dtype",
+        "device",
+        "gpu",
+        "metric",
+        "unit",
+        "value",
+        "ci_low",
+        "ci_high",
+        "per_sequence",
+        "ended_at",
+        "plot",
+    ),
 ]
 
 

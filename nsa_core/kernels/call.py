@@ -1,4 +1,4 @@
-"""What the stages are told of a call: branches, sizes, and where queries and keys lie."""
+"""`Call`: branches, sizes and flags of one attention call, which its stages share; `Part`: one branch's tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What does not depend on the tensors' values.
+class Call:
+    """An attention call, but for its tensors.
 
     Attributes:
         config: sizes and counts.
-        branches: those computed, in the order of the keys and values and of the gates' columns: cmp, slc, win.
+        branches: those computed, in the order cmp, slc, win, which is that of keys and values and of gate columns.
         offset: position of q's first row.
-        scale: of q·k.
-        shared: slc and win, the last two, have one pair of keys and values, and the window holds the local blocks.
-        compresses: cmp has the same pair, too, from which its own is made on the way.
-        keeps: a backward may follow, for which each branch's output is kept.
+        scale: factor of q·k before the softmax.
+        shared: slc and win, the last two branches, have the same keys and values, and the window covers the local
+            blocks.
+        compresses: cmp has the same keys and values as well; its compressed ones are made within the call.
+        keeps: every branch's output is kept for a backward.
     """
 
     config: NSAConfig
@@ -44,11 +45,11 @@ class Plan:
 
     @property
     def pairs(self) -> int:
-        """Pairs of keys and values that are given."""
+        """Number of (keys, values) pairs that are given."""
         return len(self.branches) - self.shared - self.compresses
 
     def causal_rows(self, rows: int) -> int:
-        """Of `rows` rows of q those that select every block up to their own."""
+        """Number of rows, the first of `rows` rows of q, that select every block up to their own."""
         return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
 
     def chooses(self, rows: int) -> bool:
@@ -56,7 +57,11 @@ class Plan:
         return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(rows) < rows
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
-        """The branches' keys and values, from those of each pair in turn, compressed ones for cmp."""
+        """The branches' keys and values.
+
+        Args:
+            flat: keys and values of each pair in turn, compressed ones for cmp.
+        """
         pairs = list(zip(flat[::2], flat[1::2], strict=True))
         pairs += pairs[-1:] * self.shared
         return [Part(branch, k, v) for branch, (k, v) in zip(self.branches, pairs, strict=True)]

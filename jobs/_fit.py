@@ -1,0 +1,69 @@
+"""Whether a point can run on a machine: which implementations it has, its memory, its CPU threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from jobs.measure.check import DENSE_KERNELS
+from jobs.point import Machine
+from jobs.spec import JobSpec, SpecError
+from nsa_core import available_backends
+from nsa_core.backends.dense import Host, unusable
+from nsa_core.backends.triton import too_wide
+
+
+def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+    """Every backend's name with None if it can compute such operands on `machine`, else the reason.
+
+    `machine` may be another host: whether a GPU host has Triton is read from its fingerprint. Without a fingerprint
+    Triton counts as installed, and a point fails if it is not.
+    """
+    reasons = available_backends(torch.device(machine.device), dtype)
+    if machine.device == "cuda":
+        missing = machine.fingerprint and "triton" not in machine.fingerprint
+        absent = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
+        host = _host(machine)
+        reasons["triton"] = absent or too_wide(host.capability if host else None, dtype, dim)
+    return reasons
+
+
+def _host(machine: Machine) -> Host | None:
+    """Capability and packages of the machine, which decide what can run; None for a GPU host without a fingerprint."""
+    if machine.device != "cuda":
+        return Host(None, {})
+    capability = machine.fingerprint.get("capability", "unknown")
+    return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
+
+
+def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+    """`backend_reasons` for the implementations of dense attention, at a head dim."""
+    host = _host(machine)
+    if host is None:
+        return dict.fromkeys(DENSE_KERNELS)
+    kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
+    return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+
+
+def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:
+    """Raise SpecError for the first implementation with a reason why it cannot run."""
+    for name in implementations:
+        if (reason := reasons[name]) is not None:
+            usable = [other for other, against in reasons.items() if against is None]
+            raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
+
+
+def threads(spec: JobSpec, machine: Machine) -> int | None:
+    """CPU threads of a point: the cores it is scheduled with; None (PyTorch's default) on a GPU."""
+    return max(1, int(spec.resources.num_cpus)) if machine.device == "cpu" else None
+
+
+def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:
+    """The reason to skip a point that needs `needed` bytes; None if it fits, or `needed` is unknown (None)."""
+    limit, who = machine.memory_bytes, f"the {machine.device} device has"
+    if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
+        limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
+    if needed is None or needed <= limit:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, {who} {limit / 2**30:.1f} GiB; {advice}"

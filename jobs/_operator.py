@@ -1,0 +1,160 @@
+"""The operator, or a model around it, as a point measures it: its case, its check against the oracle, and its call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jobs._case import PointCase
+from jobs.measure import check
+from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.clock import measure_time
+from jobs.measure.environment import environment
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.point import Beat, Measurement, Metric
+from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, THROUGHPUT, TIME
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
+from nsa_core.model import NSATransformer
+
+# What `measure_operator` brings.
+OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
+
+
+@dataclass(frozen=True)
+class OperatorCase(PointCase):
+    """A point's configuration: the operator or a whole model, of one pass and length.
+
+    Attributes:
+        backward: whether the gradients are computed, too.
+    """
+
+    backward: bool
+
+    def _used(self) -> tuple[str, ...]:
+        return ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE_KERNELS else ("nsa",))
+
+    @property
+    def shape(self) -> check.HeadShape:
+        return check.HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
+
+    def estimate(self) -> MemoryEstimate | None:
+        """The memory that nsa_core.memory predicts; None where it predicts nothing."""
+        if not predicts(self.implementation):
+            return None
+        if self.workload == "model":
+            return estimate_model(
+                self.model,
+                implementation=self.implementation,
+                batch=self.batch,
+                seq_len=self.seq_len,
+                dtype=self.torch_dtype,
+                backward=self.backward,
+                optimizer=None,
+                device=torch.device(self.device),
+            )
+        return estimate_attention(
+            self.model.nsa,
+            implementation=self.implementation,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            query_heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
+            dtype=self.torch_dtype,
+            backward=self.backward,
+            device=torch.device(self.device),
+        )
+
+
+def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
+    """Check, time and weigh one case.
+
+    Raises:
+        WrongResult: the implementation disagrees with the oracle.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    device = case.start()
+    beat("check")
+    agreement = agree(case)
+    beat("inputs")
+    call, tensors = (_model_call if case.workload == "model" else attention_call)(case, device)
+    beat("first run")
+    route = route_of(call)
+    timing = measure_time(call, device, case.timing, beat)
+    beat("memory")
+    peak = measure_peak(call, device, tensor_bytes(tensors))
+    time = summarize(TIME, timing.samples_ms, timing.method)
+    tokens = case.batch * case.seq_len
+    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
+    metrics = [
+        time,
+        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
+        *peak.metrics(),
+        *agreement.metrics(),
+    ]
+    if (estimate := case.estimate()) is not None:
+        error = 100 * (estimate.extra - peak.extra) / peak.extra
+        method = "(predicted - measured) / measured, of peak_extra_memory"
+        metrics.append(Metric.of(ESTIMATE_ERROR, error, method=method))
+    return Measurement(tuple(metrics), route, environment(device), peak.files)
+
+
+def agree(case: OperatorCase) -> check.Agreement:
+    """Compare a case's operator, and for workload model its loss, with the oracle. Raises WrongResult."""
+    device = torch.device(case.device)
+    attention = check.check_attention(
+        case.implementation,
+        case.model.nsa,
+        case.shape,
+        case.torch_dtype,
+        device,
+        backward=case.backward,
+        seed=case.seed,
+    )
+    if case.workload == "attention":
+        return attention
+    model = check.check_model(
+        case.implementation, case.model, case.torch_dtype, device, backward=case.backward, seed=case.seed
+    )
+    return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+
+
+def attention_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
+    """The operator from gate logits on; its inputs, which stay."""
+    inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
+    if case.implementation in DENSE_KERNELS:
+        del inputs["gates"]
+    if not case.backward:
+        return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]
+    generator = torch.Generator(device).manual_seed(case.seed + 1)
+    towards = torch.randn(inputs["q"].shape, generator=generator, dtype=case.torch_dtype, device=device)
+
+    def call() -> object:
+        out = check.attend(inputs, case.model.nsa, case.implementation)
+        return out, torch.autograd.grad(out, list(inputs.values()), towards)
+
+    return call, [*inputs.values(), towards]
+
+
+def _model_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
+    """The loss of predicting random tokens, and its gradients; the parameters and tokens, which stay."""
+    torch.manual_seed(case.seed)
+    model = NSATransformer(case.model).to(device, case.torch_dtype).train(case.backward)
+    tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    del tokens
+    parameters = list(model.parameters())
+    resident = [*parameters, *model.buffers(), inputs, targets]
+    if not case.backward:
+        return torch.no_grad()(lambda: model(inputs, targets)), resident
+
+    def call() -> object:
+        loss = model(inputs, targets)
+        return loss, torch.autograd.grad(loss, parameters)
+
+    return call, resident

@@ -1,0 +1,91 @@
+"""Points of a sweep of the operator or a whole model: lengths x passes x implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from jobs._fields import torch_dtype
+from jobs._fit import backend_reasons, dense_reasons, does_not_fit, refuse_unusable, threads
+from jobs._operator import OperatorCase
+from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.clock import TimingPlan
+from jobs.point import Axes, Machine, Point
+from jobs.spec import JobSpec
+from nsa_core.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The coordinates that all points of a sweep share.
+
+    Attributes:
+        spec: the job: its kind, seed, resources and limit of memory.
+        machine: the device to measure on.
+        workload: "attention" alone, or the whole "model".
+        model: the model, or one whose attention is measured.
+        batch: sequences of a call.
+        dtype: by name.
+        timing: how long to measure.
+    """
+
+    spec: JobSpec
+    machine: Machine
+    workload: str
+    model: ModelConfig
+    batch: int
+    dtype: str
+    timing: TimingPlan
+
+    def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
+        """Every combination, shortest lengths first, so that a sweep cut short is complete up to some length.
+
+        Raises:
+            SpecError: an implementation cannot run on the machine.
+        """
+        operands = torch_dtype(self.dtype), self.model.head_dim
+        reasons = backend_reasons(self.machine, *operands) | dense_reasons(self.machine, *operands)
+        refuse_unusable(implementations, reasons)
+        return [self._point(*axes) for axes in product(sorted(lengths), passes, implementations)]
+
+    def _point(self, seq_len: int, pass_: str, implementation: str) -> Point:
+        spec, machine, model = self.spec, self.machine, self.model
+        case = OperatorCase(
+            workload=self.workload,
+            implementation=implementation,
+            backward=pass_ == "forward+backward",
+            seq_len=seq_len,
+            batch=self.batch,
+            dtype=self.dtype,
+            device=machine.device,
+            seed=spec.seed,
+            threads=threads(spec, machine),
+            model=replace(model, attention="dense", backend="auto")
+            if implementation in DENSE_KERNELS
+            else replace(model, attention="nsa", backend=implementation),
+            timing=self.timing,
+        )
+        estimate = case.estimate()
+        needed = None if estimate is None else estimate.total
+        axes = Axes(
+            implementation=implementation,
+            workload=self.workload,
+            pass_=pass_,
+            seq_len=seq_len,
+            batch=self.batch,
+            query_heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            layers=model.layers if self.workload == "model" else None,
+            dtype=self.dtype,
+            device=machine.device,
+        )
+        return Point(
+            kind=spec.kind,
+            label=f"{implementation} {pass_} S={seq_len}",
+            config=case.to_config(),
+            axes=axes,
+            estimate_bytes=needed,
+            skip_reason=does_not_fit(needed, spec, machine, "shorten lengths or use chunked"),
+        )

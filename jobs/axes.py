@@ -1,0 +1,101 @@
+"""Axes: the coordinates that results are compared along. The one list of them, for every package.
+
+Database columns, views, fits, rules, imports, reports and pages take their axes from `AXES` (migrations spell theirs
+out). A kind with a coordinate of its own declares it in its module's `AXES` and gives its points' values in
+`Axes.more`: rules, fits, exports and pages follow it without another line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Coordinate = str | int
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One coordinate.
+
+    Attributes:
+        name: column of the database and key in records, rules and addresses.
+        type: of its values: "text" or "whole" (numbers).
+        label: name for people, in tables and filters.
+        size: longest text, or bytes of the integer, in the database.
+        in_series: points that differ in it belong to different curves. Not so for the length, which curves run along,
+            and the batch, which is divided out of times and memory.
+    """
+
+    name: str
+    type: Literal["text", "whole"]
+    label: str
+    size: int = 40
+    in_series: bool = True
+
+    @property
+    def attribute(self) -> str:
+        """The Python attribute: `pass` is a keyword."""
+        return f"{self.name}_" if self.name == "pass" else self.name
+
+
+MORE = "axis_"  # begins the columns of frames and exports that hold the axes of a kind's own
+
+
+def more_columns(columns: Iterable[str]) -> list[str]:
+    """Those columns of a frame or an export that hold axes of a kind's own, sorted."""
+    return sorted(column for column in columns if column.startswith(MORE))
+
+
+def _axis(label: str, kind: Literal["text", "whole"], size: int, *, in_series: bool = True) -> Any:
+    return field(default=None, metadata={"label": label, "type": kind, "size": size, "in_series": in_series})
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A point's coordinates; None where a coordinate has no meaning for the kind.
+
+    Attributes:
+        more: coordinates that the kind itself declares, by name.
+    """
+
+    implementation: str | None = _axis("implementation", "text", 120)  # "chunked", "naive", "dense", ...
+    workload: str | None = _axis("workload", "text", 40)  # "attention" or "model"
+    pass_: str | None = _axis("pass", "text", 40)  # "forward", "forward+backward", "train"
+    seq_len: int | None = _axis("S", "whole", 8, in_series=False)
+    batch: int | None = _axis("batch", "whole", 4, in_series=False)
+    query_heads: int | None = _axis("query heads", "whole", 4)
+    kv_heads: int | None = _axis("kv heads", "whole", 4)
+    head_dim: int | None = _axis("head dim", "whole", 4)
+    layers: int | None = _axis("layers", "whole", 4)
+    dtype: str | None = _axis("dtype", "text", 20)
+    device: str | None = _axis("device", "text", 20)
+    more: Mapping[str, Coordinate] = field(default_factory=dict)
+
+    def to_record(self) -> dict[str, Coordinate | None]:
+        """All coordinates in one mapping, as the journal keeps them."""
+        return {**{axis.attribute: getattr(self, axis.attribute) for axis in AXES}, **self.more}
+
+
+AXES: tuple[Axis, ...] = tuple(
+    Axis(spec.name.removesuffix("_"), **spec.metadata) for spec in fields(Axes) if "label" in spec.metadata
+)
+
+# Columns of the reporting views: an axis of the same name could not be told from them.
+_TAKEN = {axis.name for axis in AXES} | {axis.attribute for axis in AXES} | {"gpu", "job", "run_name", "more", "axes"}
+
+
+def check_axes(axes: Sequence[Axis]) -> None:
+    """Refuse axes that a kind declares under a name that is taken or cannot be a column.
+
+    Raises:
+        ValueError: naming the axis and the fix.
+    """
+    names = [axis.name for axis in axes]
+    for axis in axes:
+        if not _NAME.fullmatch(axis.name):
+            raise ValueError(f"AXES: {axis.name!r}: use at most 40 lower-case letters, digits and '_', a letter first")
+        if axis.name in _TAKEN or names.count(axis.name) > 1:
+            raise ValueError(f"AXES: {axis.name!r}: the name is taken; choose another")

@@ -1,0 +1,159 @@
+"""Job kinds: modules of this package, and modules that installed distributions offer as entry points.
+
+A kind's module defines `Spec` (a JobSpec whose `kind` is the kind's name), `measure`, `QUANTITIES` (all that it may
+measure) and, where it has axes of its own, `AXES`. A distribution offers one in the group `nsa_bench.jobs`: name =
+kind, value = module. Only the kind asked for is imported, so that a broken one stops no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import jobs
+from jobs.axes import Axis, check_axes
+from jobs.quantities import check_quantities
+
+GROUP = "nsa_bench.jobs"
+
+
+class KindError(LookupError):
+    """No kind of this name, or one that cannot be used; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class OfferedKind:
+    """A kind offered by another distribution.
+
+    Attributes:
+        name: the kind.
+        package, version: of the distribution.
+        problem: why it cannot be used; None if it can.
+    """
+
+    name: str
+    package: str
+    version: str
+    problem: str | None
+
+
+def kinds() -> dict[str, ModuleType]:
+    """All usable job kinds, by name."""
+    found = {name: module for name in _own_modules() if (module := _own_kind(name)) is not None}
+    for entry in _entries():
+        if entry.name not in found and _problem(entry) is None:
+            found[entry.name] = entry.load()
+    return found
+
+
+def kind_module(name: str) -> ModuleType:
+    """The module of a kind.
+
+    Raises:
+        KindError: no kind of this name, or one from another distribution that cannot be used.
+    """
+    if name in _own_modules():
+        if (module := _own_kind(name)) is not None:
+            return module
+    elif (entry := next((entry for entry in _entries() if entry.name == name), None)) is not None:
+        if (problem := _problem(entry)) is None:
+            return entry.load()
+        package, version = _distribution(entry)
+        raise KindError(f"{name!r}, offered by {package} {version}, {problem}; mend or uninstall {package}")
+    raise KindError(f"{name!r} is no job kind; use one of {', '.join(sorted(kinds()))}")
+
+
+def own_axes(module: ModuleType) -> tuple[Axis, ...]:
+    """The axes that a kind declares beside those of all kinds."""
+    return tuple(getattr(module, "AXES", ()))
+
+
+def offered_kinds() -> list[OfferedKind]:
+    """The kinds of other distributions, by name, each with its problem where it has one."""
+    return [OfferedKind(entry.name, *_distribution(entry), _problem(entry)) for entry in _entries()]
+
+
+def source_files(module: str) -> dict[str, Path]:
+    """Python files of the top-level package (or module) that holds `module`, by their path below its parent.
+
+    Empty where it has no files: not installed, or not from files.
+    """
+    found = importlib.util.find_spec(module.partition(".")[0])
+    if found is None:
+        return {}
+    if found.submodule_search_locations is None:
+        return {Path(found.origin).name: Path(found.origin)} if found.has_location and found.origin else {}
+    folders = [Path(folder) for folder in found.submodule_search_locations]
+    return {
+        path.relative_to(folder.parent).as_posix(): path for folder in folders for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def kind_sources(name: str) -> dict[str, Path]:
+    """`source_files` of a kind that another distribution offers; empty for a kind of this package."""
+    if name in _own_modules():
+        return {}
+    return next((source_files(entry.module) for entry in _entries() if entry.name == name), {})
+
+
+def _own_modules() -> list[str]:
+    """Names of this package's public modules: those that may be a kind."""
+    found = pkgutil.iter_modules(jobs.__path__)
+    return [info.name for info in found if not info.ispkg and not info.name.startswith("_")]
+
+
+def _own_kind(name: str) -> ModuleType | None:
+    module = importlib.import_module(f"jobs.{name}")
+    return None if _missing(module) else module
+
+
+def _entries() -> list[EntryPoint]:
+    """By name, then package: of several with one name the first has it."""
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _distribution(entry)))
+
+
+def _distribution(entry: EntryPoint) -> tuple[str, str]:
+    """Name and version."""
+    if entry.dist is None:
+        return "an unknown package", "unknown"
+    return entry.dist.metadata["Name"] or "an unknown package", entry.dist.metadata["Version"] or "unknown"
+
+
+def _problem(entry: EntryPoint) -> str | None:
+    """Why the kind cannot be used; None if it can."""
+    if entry.name in _own_modules():
+        return "has a name that a module of nsa-bench's own jobs has"
+    first = next(other for other in _entries() if other.name == entry.name)
+    if _distribution(first) != _distribution(entry):
+        return f"has a name that {_distribution(first)[0]} has taken"
+    try:
+        module = entry.load()
+    except (Exception, SystemExit) as err:
+        return f"cannot be imported ({type(err).__name__}: {err})"
+    if missing := _missing(module):
+        return f"lacks {' and '.join(missing)}"
+    try:
+        check_quantities(module.QUANTITIES)
+        check_axes(own_axes(module))
+    except ValueError as err:
+        return f"cannot be used: {err}"
+    return _misnamed(module, entry.name)
+
+
+def _missing(module: ModuleType) -> list[str]:
+    return [name for name in ("Spec", "measure", "QUANTITIES") if not hasattr(module, name)]
+
+
+def _misnamed(module: ModuleType, name: str) -> str | None:
+    from jobs.spec import JobSpec  # which imports this module
+
+    if not (isinstance(module.Spec, type) and issubclass(module.Spec, JobSpec)):
+        return "has a Spec that is not a jobs.spec.JobSpec"
+    literal = get_args(module.Spec.model_fields["kind"].annotation)
+    return None if literal == (name,) else f"has a Spec whose kind is not Literal[{name!r}]"

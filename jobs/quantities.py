@@ -1,0 +1,171 @@
+"""Quantities: what a metric is called, its unit, which way is better, and how it is shown. Each is declared once.
+
+Quantities that several kinds measure stand here; a kind's own stand in its module. A kind lists all that it may bring
+in `QUANTITIES`. The list travels with each run into journal and database, so that reports, pages, rules and exports
+show a run's quantities without the code that measured them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
+
+
+class Better(StrEnum):
+    """Which way a quantity should go."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+class Role(StrEnum):
+    """Where a quantity is shown."""
+
+    HEADLINE = "headline"  # beside the point, wherever it is listed
+    DETAIL = "detail"  # with the point's other results
+    TELEMETRY = "telemetry"  # what the hardware did meanwhile
+    STAGE = "stage"  # a share of the time
+
+
+class Plot(StrEnum):
+    """How a quantity is drawn."""
+
+    GROWTH = "growth"  # log-log against S, with a fitted exponent and guides of slopes 1 and 2
+    RATE = "rate"  # log-log against S, with guides of slopes 0 and -1; a rate is a time turned over, and not fitted
+    STEP_RATE = "step rate"  # as RATE, of steps that make equally many tokens at every S: constant, or ~ 1/S
+    CURVE = "curve"  # its samples in the order taken
+
+
+AGAINST_LENGTH = (Plot.GROWTH, Plot.RATE, Plot.STEP_RATE)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity.
+
+    Attributes:
+        name: the metric's name; "stage_*" declares every name that begins with "stage_".
+        unit: "ms", "MiB" (2^20 bytes), "tok/s", "%", "1" for none.
+        title: in headings and on axes.
+        short: in legends; the title where empty.
+        better: None where neither way is better.
+        role: where it is shown.
+        plot: how it is drawn; None: only as a number.
+    """
+
+    name: str
+    unit: str
+    title: str
+    short: str = ""
+    better: Better | None = None
+    role: Role = Role.DETAIL
+    plot: Plot | None = None
+
+    @property
+    def legend(self) -> str:
+        return self.short or self.title.lower()
+
+    def named(self, rest: str) -> Quantity:
+        """The member of a family: `Quantity("stage_*", ...).named("merge")` is stage_merge."""
+        return replace(self, name=self.name.removesuffix("*") + rest, title=f"{self.title}: {rest.replace('_', ' ')}")
+
+    def declares(self, name: str) -> bool:
+        """Whether a metric of this name is this quantity, or one of this family."""
+        return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
+
+
+class Quantities(Sequence[Quantity]):
+    """Declared quantities in the order to show them, the first of each name.
+
+    A metric that nobody declared gets a plain declaration.
+    """
+
+    def __init__(self, declared: Sequence[Quantity] = ()) -> None:
+        self._exact: dict[str, Quantity] = {}
+        for quantity in declared:
+            self._exact.setdefault(quantity.name, quantity)
+        self._all = tuple(self._exact.values())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._all[place]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def of(self, name: str, unit: str = "1") -> Quantity:
+        """The declaration of a metric; of one that nobody declared, its name and unit alone."""
+        if (exact := self._exact.get(name)) is not None:
+            return exact
+        for quantity in self._all:
+            if quantity.declares(name):
+                return quantity.named(name.removeprefix(quantity.name[:-1]))
+        return Quantity(name, unit, name.replace("_", " ").capitalize())
+
+    def place(self, name: str) -> tuple[int, str]:
+        """What to sort metrics by: declared ones in their order, then the others by name."""
+        places = (place for place, quantity in enumerate(self._all) if quantity.declares(name))
+        return next(places, len(self._all)), name
+
+    def names(self, *, role: Role | None = None, plots: Container[Plot | None] | None = None) -> list[str]:
+        """Names of the quantities of a role, and of those the ones drawn in one of these ways."""
+        chosen = (q for q in self._all if role is None or q.role is role)
+        return [q.name for q in chosen if plots is None or q.plot in plots]
+
+
+def check_quantities(quantities: Sequence[Quantity]) -> None:
+    """Refuse declarations that could not be stored or told apart.
+
+    Raises:
+        ValueError: naming the quantity and the fix.
+    """
+    names = [quantity.name for quantity in quantities]
+    for quantity in quantities:
+        if not _NAME.fullmatch(quantity.name):
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: use lower-case letters, digits and '_', a letter first")
+        if names.count(quantity.name) > 1:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: is declared twice; keep one of them")
+        if not quantity.unit or len(quantity.unit) > 20:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: use 1 to 20 characters")
+
+
+TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)
+THROUGHPUT = Quantity("throughput", "tok/s", "Throughput", "throughput", Better.HIGHER, Role.HEADLINE, Plot.RATE)
+PEAK_EXTRA_MEMORY = Quantity(
+    "peak_extra_memory", "MiB", "Peak memory beyond inputs", "extra memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH
+)
+PEAK_MEMORY = Quantity(
+    "peak_memory", "MiB", "Peak memory allocated", "allocated memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH
+)
+# What PyTorch merely reserves depends on the points before.
+PEAK_RESERVED = Quantity(
+    "peak_reserved", "MiB", "Peak memory reserved", "reserved memory", Better.LOWER, plot=Plot.GROWTH
+)
+PEAK_DRIVER = Quantity("peak_driver", "MiB", "Memory in use on the card", better=Better.LOWER)
+PEAK_RSS = Quantity("peak_rss", "MiB", "Peak resident set", better=Better.LOWER)
+MEMORY = (PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_DRIVER, PEAK_RSS)
+
+ESTIMATE_ERROR = Quantity("estimate_error", "%", "Error of the memory estimate")
+ORACLE_ERROR = Quantity("oracle_error", "1", "Error against the oracle", better=Better.LOWER)
+ORACLE_ERROR_BOUND = Quantity("oracle_error_bound", "1", "Bound of the error against the oracle")
+AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND)
+
+STAGE = Quantity("stage_*", "ms", "Stage", better=Better.LOWER, role=Role.STAGE)
+
+GPU_UTILIZATION = Quantity("gpu_utilization", "%", "GPU utilisation", better=Better.HIGHER, role=Role.TELEMETRY)
+GPU_POWER = Quantity("gpu_power", "W", "GPU power", role=Role.TELEMETRY)
+GPU_SM_CLOCK = Quantity("gpu_sm_clock", "MHz", "SM clock", role=Role.TELEMETRY)
+GPU_TEMPERATURE = Quantity("gpu_temperature", "C", "GPU temperature", role=Role.TELEMETRY)
+GPU_MEMORY_USED = Quantity("gpu_memory_used", "MiB", "Memory used on the GPU", role=Role.TELEMETRY)
+GPU_PROCESSES = Quantity("gpu_processes", "1", "Processes on the GPU", role=Role.TELEMETRY)
+GPU_THROTTLED = Quantity("gpu_throttled", "%", "Samples with a throttle", better=Better.LOWER, role=Role.TELEMETRY)
+TELEMETRY = (
+    *(GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED),
+)
+
+# What runs without declarations of their own are shown by: figures that others report, journals of earlier versions.
+SHARED = Quantities((TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, STAGE, *TELEMETRY))

@@ -1,0 +1,52 @@
+"""A planned training run: the throughput that it needs, and how long it takes. It imports pydantic alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Amount = Annotated[int, Field(ge=1, le=2**40)]
+
+# A stated throughput may be lower than the plan needs by rounding alone: below that the plan ends late. It may be
+# higher by some headroom; beyond that the two figures describe different plans.
+_ROUNDING = 0.01
+_HEADROOM = 0.15
+
+
+class TrainingPlan(BaseModel):
+    """Steps, tokens and hours; a throughput stated beside them must agree with them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    steps: Amount
+    tokens_per_step: Amount
+    hours: float = Field(gt=0)
+    tokens_per_second: float | None = Field(default=None, gt=0, description="a stated target, checked against the rest")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def needed(self) -> float:
+        """Tokens a second that finish the plan in time."""
+        return self.tokens / (self.hours * 3600)
+
+    def hours_at(self, tokens_per_second: float) -> float:
+        """Hours that the plan takes at a throughput."""
+        return self.tokens / tokens_per_second / 3600
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        stated, needed = self.tokens_per_second, self.needed
+        if stated is not None and not (1 - _ROUNDING) * needed <= stated <= (1 + _HEADROOM) * needed:
+            takes = self.hours_at(stated)
+            raise ValueError(
+                f"tokens_per_second: {stated:g} contradicts {self.steps:,} steps of {self.tokens_per_step:,} tokens in "
+                f"{self.hours:g} h, which need {needed:,.0f} tok/s; at {stated:g} tok/s they take {takes:,.4g} h; "
+                f"set tokens_per_second to {math.ceil(needed)}, or hours to {takes:.4g}"
+            )
+        return self

@@ -1,0 +1,195 @@
+"""The typed messages between a supervisor and its worker, one JSON object a line.
+
+Commands go to the worker's stdin, events come back on a pipe; stdout and stderr stay free for the measurement.
+
+    (start)  -> Ready
+    Probe    -> Machine or Failure
+    Run      -> Environment, any number of Beats, then Result or Failure
+    Exit     -> the worker ends
+
+Both sides may run under different interpreters, so Ready names the worker's version of the protocol. Raise VERSION with
+every change to a message. Imported by the worker, once a point: standard library and plain data only.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jobs import point
+from orchestrator.states import PointState
+
+VERSION = 1
+
+
+class ProtocolError(ValueError):
+    """A line that is not a message. The text names the message, the field and the value."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Describe the machine. `device`: "auto", "cpu" or "cuda"."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measure one point.
+
+    Attributes:
+        kind: the job kind, a module of `jobs`.
+        config: the point's configuration.
+        memory_bytes: most that the point may use beyond its start; None: no limit.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    device: point.Device
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Leave."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first event: the worker takes commands.
+
+    Every version of the protocol keeps these two fields; fields that a later one adds are ignored.
+    """
+
+    pid: int
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The measurement got further: `done` of `total` steps of a phase; `total` is 0 where it is unknown."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The point's environment, sent before it is measured: it is known even if the worker dies."""
+
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The answer to Probe."""
+
+    machine: point.Machine
+
+
+@dataclass(frozen=True)
+class Result:
+    """The point was measured."""
+
+    measurement: point.Measurement
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The command failed in the worker, which is still alive.
+
+    Attributes:
+        state: OOM or ERROR.
+        reason: one line.
+        files: artifacts, name -> text.
+    """
+
+    state: PointState
+    reason: str
+    files: Mapping[str, str]
+
+
+Command = Probe | Run | Exit
+Event = Ready | Beat | Environment | Machine | Result | Failure
+
+
+def encode(message: Command | Event) -> bytes:
+    """The message as a line, with its line feed."""
+    data = {"type": _tag(type(message)), **asdict(message)}
+    return json.dumps(data, default=_plain).encode() + b"\n"
+
+
+def decode_command(line: bytes) -> Command:
+    """The command in a line. Raises ProtocolError."""
+    return _decode(line, _COMMANDS)
+
+
+def decode_event(line: bytes) -> Event:
+    """The event in a line. Raises ProtocolError."""
+    return _decode(line, _EVENTS)
+
+
+def _tag(message: type) -> str:
+    return message.__name__.lower()
+
+
+_COMMANDS: dict[str, type[Command]] = {_tag(message): message for message in get_args(Command)}
+_EVENTS: dict[str, type[Event]] = {_tag(message): message for message in get_args(Event)}
+
+
+def _plain(value: Any) -> int | float | str:
+    """A value that JSON does not know (a job's NumPy number, a path), as one that it does."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+def _decode(line: bytes, known: Mapping[str, type]) -> Any:
+    try:
+        data = json.loads(line)
+    except ValueError as err:
+        raise ProtocolError(f"{reprlib.repr(line)} is not JSON ({err})") from None
+    tag = data.get("type") if isinstance(data, dict) else None
+    message = known.get(tag) if isinstance(tag, str) else None
+    if message is None:
+        raise ProtocolError(f"{reprlib.repr(line)}: its type is not one of {', '.join(known)}")
+    return _read_fields(message, {name: value for name, value in data.items() if name != "type"}, _tag(message))
+
+
+def _read_fields(cls: type, data: Mapping[str, Any], place: str) -> Any:
+    names = [field.name for field in fields(cls)]
+    if missing := [name for name in names if name not in data]:
+        raise ProtocolError(f"{place}: lacks {', '.join(missing)}")
+    if cls is not Ready and (unknown := [name for name in data if name not in names]):
+        raise ProtocolError(f"{place}: has unknown fields: {', '.join(unknown)}")
+    hints = get_type_hints(cls)
+    return cls(**{name: _read(hints[name], data[name], f"{place}.{name}") for name in names})
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    """A field's value from JSON. Raises ProtocolError where it is not of type `kind`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Literal and value in args):
+        return value
+    if origin is UnionType:  # of a type and None
+        return None if value is None else _read(args[0], value, place)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _read(args[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read(args[0], item, f"{place}[{index}]") for index, item in enumerate(value))
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        return _read_fields(kind, value, place)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (int, str) and type(value) is kind:
+        return value
+    if isinstance(kind, type) and issubclass(kind, Enum) and value in list(kind):
+        return kind(value)
+    raise ProtocolError(f"{place}: {reprlib.repr(value)} is not of type {getattr(kind, '__name__', kind)}")

@@ -1,0 +1,33 @@
+"""The dry run: lists the points of a spec and submits nothing."""
+
+from __future__ import annotations
+
+from jobs.point import Machine
+from jobs.spec import JobSpec
+
+_ASSUMED_GPU_BYTES = 80 << 30
+
+
+def print_points(spec: JobSpec) -> None:
+    """Print the spec's points on this machine, or on an assumed 80-GiB GPU where the spec wants one and none is here.
+
+    Raises:
+        SpecError: the points cannot run on such a machine.
+    """
+    from jobs.measure.machine import probe
+
+    note = ""
+    try:
+        machine = probe(spec.device)
+    except ValueError:
+        machine = Machine("cuda", "GPU", _ASSUMED_GPU_BYTES)
+        note = f" assumed, with {_ASSUMED_GPU_BYTES >> 30} GiB (there is none here)"
+    points = spec.points(machine)
+    skipped = sum(point.skip_reason is not None for point in points)
+    print(
+        f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped"
+    )
+    for index, point in enumerate(points):
+        needs = "" if point.estimate_bytes is None else f"  {point.estimate_bytes / 2**30:.2f} GiB"
+        print(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
+    print("dry run: nothing was submitted")

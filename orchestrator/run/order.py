@@ -1,0 +1,138 @@
+"""The order for a run: command line, settings and spec, validated without contacting anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from jobs.point import Machine
+from jobs.spec import JobSpec, SpecError, load_spec, parse_spec
+from orchestrator import provenance
+from orchestrator.database_url import StoreError, check_url
+from orchestrator.errors import UserError
+from orchestrator.gates.rules import load_gates
+from orchestrator.messages import Conditions
+from orchestrator.records import RunRecord
+from orchestrator.run import plan
+from orchestrator.settings import Settings, load_settings
+
+
+@dataclass(frozen=True)
+class Order:
+    """A valid request to measure a spec's points.
+
+    Attributes:
+        run_id: of the resumed run, or a new one.
+        resumed: measure only the points that the run lacks.
+        retry_failed: with `resumed`: measure failed points again, too.
+        local: on this machine, without a Ray cluster.
+        dry_run: only list the points.
+    """
+
+    spec: JobSpec
+    settings: Settings
+    run_id: str
+    resumed: bool = False
+    retry_failed: bool = False
+    local: bool = False
+    dry_run: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's journal and artifacts."""
+        return self.settings.artifacts_dir / self.run_id
+
+    def conditions(self, machine: Machine) -> Conditions:
+        """The conditions of the spec's points on a machine."""
+        spec = self.spec
+        limit = None if spec.memory_gib is None else int(spec.memory_gib * 2**30)
+        if limit is None and machine.device == "cpu":
+            limit = machine.memory_bytes  # beyond it the kernel's OOM killer would choose any process
+        return Conditions(
+            device=machine.device,
+            deadlines=spec.deadlines,
+            memory_bytes=limit,
+            threads=max(1, int(spec.resources.num_cpus)),
+            warm=spec.isolation == "warm",
+        )
+
+
+def read_order(argv: Sequence[str] | None) -> Order:
+    """The order in the arguments of `python -m jobs` (None: this process's), the settings and the spec.
+
+    Raises:
+        UserError: one line for each mistake: field, value, fix. All mistakes are found at once.
+    """
+    args = _arguments(argv)
+    mistakes: list[str] = []
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
+        except (UserError, SpecError, StoreError) as err:
+            mistakes.extend(str(err).splitlines())
+
+    spec = settings = None
+    with noting():
+        settings = load_settings()
+        check_url(settings.database)
+    if settings:
+        with noting():
+            load_gates(settings.gates)  # the verdict at the end must not fail on them
+    with noting():
+        spec = load_spec(args.spec, args.set) if args.spec else None
+    if settings and args.resume:
+        with noting():
+            spec = _spec_of(args.resume, plan.read_history(args.resume, settings.artifacts_dir).run, spec)
+    if mistakes or settings is None or spec is None:
+        raise UserError("\n".join(mistakes))
+    return Order(
+        spec,
+        settings,
+        args.resume or plan.new_run_id(spec.name),
+        resumed=bool(args.resume),
+        retry_failed=args.retry_failed,
+        local=args.local,
+        dry_run=args.dry_run,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"arguments: {message}; see python -m jobs --help")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m jobs", description="Measure the points of a spec and store the results.")
+    parser.add_argument("spec", nargs="?", type=Path, help="YAML spec; may be left out with --resume")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the spec")
+    parser.add_argument("--dry-run", action="store_true", help="validate and list the points; contacts nothing")
+    parser.add_argument("--local", action="store_true", help="measure on this machine, without a Ray cluster")
+    parser.add_argument("--resume", metavar="RUN_ID", help="measure the points that this run lacks")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: measure failed points again, too")
+    args = parser.parse_args(argv)
+    if args.resume == "":
+        parser.error("--resume is empty; name a run (nsa runs lists them)")
+    if args.spec is None and not args.resume:
+        parser.error("SPEC is missing")
+    if args.retry_failed and not args.resume:
+        parser.error("--retry-failed is of use with --resume only")
+    if args.spec is None and args.set:
+        parser.error("--set changes a SPEC, and none is given")
+    return args
+
+
+def _spec_of(run_id: str, begun: RunRecord, given: JobSpec | None) -> JobSpec:
+    """The spec of a run to be resumed; a given spec must be the same. Raises UserError."""
+    if given is None:
+        return parse_spec(begun.spec)
+    if provenance.spec_hash(given) != begun.spec_hash:
+        raise UserError(
+            f"--resume: {run_id!r}: its spec differs from the one given; leave SPEC out, or start a new run"
+        )
+    return given

@@ -1,0 +1,69 @@
+"""A job kind of another distribution, in one file: copies of a tensor, whole or in chunks.
+
+It brings an axis (chunks) and two quantities (bandwidth, chunk size) that nothing in this repository knows of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from jobs.axes import Axis
+from jobs.measure.environment import environment
+from jobs.measure.stats import summarize
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import TIME, Better, Plot, Quantity, Role
+from jobs.spec import JobSpec
+
+AXES = (Axis("chunks", "whole", "chunks"),)
+BANDWIDTH = Quantity("bandwidth", "GiB/s", "Copy bandwidth", "bandwidth", Better.HIGHER, Role.HEADLINE, Plot.RATE)
+CHUNK_SIZE = Quantity("chunk_size", "MiB", "Size of a chunk", plot=Plot.GROWTH)
+QUANTITIES = (TIME, BANDWIDTH, CHUNK_SIZE)
+
+
+class Spec(JobSpec):
+    """Lengths x numbers of chunks."""
+
+    kind: Literal["copying"]
+    lengths: list[int]
+    chunks: list[int]
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        return [
+            Point(
+                kind="copying",
+                label=f"copy S={length} in {chunks}",
+                config={"length": length, "chunks": chunks, "device": machine.device},
+                axes=Axes(
+                    implementation="copy",
+                    workload="copy",
+                    pass_="forward",
+                    seq_len=length,
+                    device=machine.device,
+                    more={"chunks": chunks},
+                ),
+            )
+            for length, chunks in product(self.lengths, self.chunks)
+        ]
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    parts = torch.ones(config["length"], 256, device=config["device"]).chunk(config["chunks"])
+    seconds = []
+    for repeat in range(5):
+        beat("copy", repeat, 5)
+        start = time.perf_counter()
+        for part in parts:
+            part.clone()
+        seconds.append(time.perf_counter() - start)
+    size = sum(part.numel() * part.element_size() for part in parts)
+    metrics = (
+        summarize(TIME, [1000 * s for s in seconds], "performance counter"),
+        summarize(BANDWIDTH, [size / 2**30 / s for s in seconds], "bytes of the tensor over each sample of time"),
+        Metric.of(CHUNK_SIZE, size / config["chunks"] / 2**20, method="computed"),
+    )
+    return Measurement(metrics, environment=environment(torch.device(config["device"])))
