@@ -63,8 +63,9 @@ up: $(RUN)  ## start the local Ray cluster and the dashboard
 down:  ## stop what demo, bench or up started
 	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
 
-test: env  ## the whole test suite (CPU)
-	$(BIN)/python -m pytest
+# Two processes for two cores; tests/conftest.py says what stays together and what comes first.
+test: env  ## the whole test suite (CPU), in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test-gpu: env  ## the kernels' tests on this host's GPU, six at a time
 	@$(NEED_GPU)

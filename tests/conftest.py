@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-# Two threads: the suite is made for two cores, and more only fight over them.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+
+# What workers that share the suite (make test) run one after the other, each group in one worker.
+# Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
+STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
+    "tests/dashboard/test_browser.py",
+    "tests/deploy/test_token.py",
+    "tests/e2e/",
+    "tests/orchestrator/attempt/",
+    "tests/orchestrator/cli/test_services.py",
+    "tests/orchestrator/run/",
+)
+GROUPS = (STARTS_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the latter: two tests of one compilation
+
+
+def _group(nodeid: str) -> str | None:
+    return next((group[0] for group in GROUPS if nodeid.startswith(group)), None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this process's share; where workers share the suite, begin with what takes longest."""
+    share, shares = map(int, config.getoption("--share").split("/"))
+    items[:] = items[share - 1 :: shares]
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        items.sort(key=lambda item: not (_group(item.nodeid) or item.get_closest_marker("long")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler of groups and single tests, in the order of their collection."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    if missing := [name for group in GROUPS for name in group if not (config.rootpath / name).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: GROUPS: there is no {', '.join(missing)}")
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid) or nodeid
+
+    return Grouped(config, log)
 
 
 @pytest.fixture(autouse=True)

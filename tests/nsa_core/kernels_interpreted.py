@@ -214,7 +214,7 @@ def test_equal_queries_of_a_group_select_and_attend_equally(make_case, config):
 
 
 def test_a_recomputed_forward_chooses_the_same_blocks(make_case, config):
-    case = make_case(100, 2, 1)
+    case = make_case(70, 2, 1)
 
     def call(*leaves):
         return nsa_attention(*leaves, config, backend="triton")
@@ -230,7 +230,7 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
     from nsa_core.kernels import attention, scores
     from nsa_core.kernels.runtime import replay
 
-    case = make_case(85, 4, 2, batch=3)
+    case = make_case(85, 4, 2, batch=2)
     whole = run(case.leaves, config, "triton")
     monkeypatch.setattr(attention, "slot_rows", lambda q, kv_heads, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
@@ -243,7 +243,7 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
 def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, window):
     from nsa_core.kernels import attention
 
-    cases, config = [make_case(85, 2, 1, seed=seed) for seed in range(2)], NSAConfig(**SMALL | {"window": window})
+    cases, config = [make_case(70, 2, 1, seed=seed) for seed in range(2)], NSAConfig(**SMALL | {"window": window})
     computed = [run(case.leaves, config, "triton") for case in cases]  # the second call is captured
     monkeypatch.delattr(attention, "forward")
     monkeypatch.delattr(attention, "backward")
@@ -372,7 +372,7 @@ def operator_calls(case, config):
 
 def test_operators_are_what_their_schemas_and_fake_implementations_say(make_case, config):
     """Shapes, dtypes, strides and gradients, traced and not, of rows with and without a choice of blocks."""
-    for operator, arguments in operator_calls(make_case(90, 4, 2), config):
+    for operator, arguments in operator_calls(make_case(70, 4, 2), config):
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(operator.default, arguments, test_utils=tests)
 
@@ -381,7 +381,7 @@ def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
     def call(*leaves):
         return nsa_attention(*leaves, config, backend="triton")
 
-    case = make_case(90, 4, 2)
+    case = make_case(70, 4, 2)
     torch.compiler.reset()
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -397,7 +397,7 @@ def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(
         keys, values, made = (k, 2 * k, 3 * k), (v, 2 * v, 3 * v), [compress(x, config) for x in (k, v)]
         return nsa_attention(q, keys, values, gates, config, k_cmp=made[0], v_cmp=made[1], backend="triton")
 
-    case = make_case(90, 4, 2)
+    case = make_case(70, 4, 2)
     torch.compiler.reset()
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
     assert torch.equal(out, call(*case.leaves))

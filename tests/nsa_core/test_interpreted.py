@@ -1,4 +1,4 @@
-"""Runs each *_interpreted.py in a process of its own: Triton decides at its first import whether it interprets."""
+"""Runs *_interpreted.py in processes of their own: Triton decides at its first import whether it interprets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
+HERE = Path(__file__).parent
+FILES = sorted({file.name for file in HERE.glob("*_interpreted.py")} - {Path(__file__).name})
+# Files that would keep one of two workers busy alone are run in shares of about a minute each.
+SHARES = {"decode_interpreted.py": 2, "kernels_interpreted.py": 6}
+ALL_SHARES = [(name, f"{i + 1}/{SHARES.get(name, 1)}") for name in FILES for i in range(SHARES.get(name, 1))]
 
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu")
-@pytest.mark.parametrize(
-    "name", ["decode_interpreted.py", "kernels_interpreted.py", "merge_interpreted.py", "training_interpreted.py"]
-)
-def test_kernels_in_tritons_interpreter(name: str) -> None:
-    file = Path(__file__).with_name(name)
+@pytest.mark.parametrize(("name", "share"), ALL_SHARES)
+def test_kernels_in_tritons_interpreter(name: str, share: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--share={share}", str(HERE / name)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=file.parents[2],
+        cwd=HERE.parents[1],
         capture_output=True,
         text=True,
         check=False,
