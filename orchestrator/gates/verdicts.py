@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
-from sqlalchemy import insert
 
 from jobs.axes import more_columns
 from jobs.training_plan import TrainingPlan
@@ -32,7 +31,6 @@ from orchestrator.gates.rules import (
 from orchestrator.records import now
 from orchestrator.states import Origin, PointState, Result
 from orchestrator.store import Store, queries
-from orchestrator.store.models import Verdict
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
 
@@ -158,9 +156,7 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
         for target in verdicts
         for position, rule in enumerate(target.rules)
     ]
-    if rows:
-        with store.session(writes=True) as session:
-            session.execute(insert(Verdict), rows)
+    store.add_verdicts(rows)
 
 
 def _target(target: Target, runs: list[_Run]) -> TargetVerdict:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
@@ -86,6 +87,12 @@ class Store:
         """Show that a running point got further. Raises StoreUnavailable."""
         with self.session(writes=True) as session:
             writer.beat(session, run_id, point_id, at, phase, done, total)
+
+    def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""
+        if rows:
+            with self.session(writes=True) as session:
+                writer.add_verdicts(session, rows)
 
     def close(self) -> None:
         self.engine.dispose()

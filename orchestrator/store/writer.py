@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -30,7 +30,7 @@ from orchestrator.records import (
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Verdict
 
 # What is told of an attempt, in this order: it starts, it ends, the point is planned once more after it.
 _STARTED, _ENDED, _PLANNED = range(3)
@@ -64,6 +64,11 @@ def beat(
         .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
         .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total)
     )
+
+
+def add_verdicts(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add verdicts, one mapping of columns a rule."""
+    session.execute(insert(Verdict), [dict(row) for row in rows])
 
 
 def _run(session: Session, record: RunRecord) -> None:
