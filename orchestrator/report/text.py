@@ -43,7 +43,7 @@ def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
 
 
 def _chart_title(quantity: Quantity) -> str:
-    return f"{quantity.title}, per sequence"
+    return f"{quantity.title} per sequence"
 
 
 def _title(content: Content) -> str:

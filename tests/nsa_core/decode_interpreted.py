@@ -196,11 +196,11 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 def test_a_step_can_be_measured_again_and_again():
     """Steps as jobs/decode.py runs them: each first undoes the one before."""
     from jobs._case import bare_model
-    from jobs._decode_steps import Case, attention_step, check_steps
-    from jobs.measure.clock import Plan
+    from jobs._decode_steps import DecodeCase, attention_step, check_steps
+    from jobs.measure.clock import TimingPlan
 
     model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")
-    case = Case("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, Plan(1, 0, 1, 1))
+    case = DecodeCase("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, TimingPlan(1, 0, 1, 1))
     agreement = check_steps(case, torch.device("cpu"))
     assert agreement.error <= agreement.bound < 1e-4
     step = attention_step(case, torch.device("cpu"), lambda *_: None)
