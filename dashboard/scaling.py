@@ -15,6 +15,7 @@ from dashboard import data, help_pages, parts
 from jobs.axes import AXES, MORE, more_columns
 from jobs.quantities import AGAINST_LENGTH, Quantities, Quantity
 from orchestrator.report import charts, series
+from orchestrator.report.table import shape_of
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
@@ -155,7 +156,7 @@ def _curves(states: pd.DataFrame) -> list[str]:
     for point in states.to_dict("records"):
         if point["origin"] == Origin.MEASURED and point["implementation"]:
             ours.add(point["implementation"])
-        elif point["state"] == PointState.OK:
+        elif point["state"] == PointState.OK and point["implementation"]:
             lengths[point["implementation"]].add(point["seq_len"])
     return sorted(ours | {name for name, found in lengths.items() if len(found) >= 3})
 
@@ -243,7 +244,8 @@ def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str, quantities: Qua
 
 def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
     st.subheader(parts.plain(title))
-    shown = rows.loc[(rows["metric"] == quantity.name) & (rows["per_sequence"] > 0)]
+    named = (rows["metric"] == quantity.name) & (rows["unit"] == quantity.unit)
+    shown = rows.loc[named & (rows["per_sequence"] > 0)]
     if shown.empty:
         st.caption("Every value is zero, which a logarithmic axis cannot show.")
         return
@@ -276,6 +278,7 @@ def _fits_table(fits: pd.DataFrame, quantities: Quantities) -> None:
             "Metric": [parts.plain(quantities.of(row["metric"]).title) for row in rows],
             "Implementation": [parts.plain(row["implementation"]) for row in rows],
             "Pass": [parts.plain(row["pass"] or "–") for row in rows],
+            "Shape": [parts.plain(shape_of(row) or "–") for row in rows],
             "Exponent": [f"**{row['exponent']:.2f}**" for row in rows],
             "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
             "R²": [f"{row['r2']:.3f}" for row in rows],

@@ -93,9 +93,39 @@ def check_axes(axes: Sequence[Axis]) -> None:
     Raises:
         ValueError: naming the axis and the fix.
     """
+    for axis in axes:
+        if not isinstance(axis, Axis) or axis.type not in ("text", "whole"):
+            raise ValueError(f"AXES: {axis!r}: is not an Axis of type 'text' or 'whole'; correct it")
+        if not axis.in_series:
+            raise ValueError(f"AXES: {axis.name!r}: in_series is for the length and the batch; leave it out")
     names = [axis.name for axis in axes]
     for axis in axes:
         if not _NAME.fullmatch(axis.name):
             raise ValueError(f"AXES: {axis.name!r}: use at most 40 lower-case letters, digits and '_', a letter first")
         if axis.name in _TAKEN or names.count(axis.name) > 1:
             raise ValueError(f"AXES: {axis.name!r}: the name is taken; choose another")
+
+
+def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
+    """Refuse a point's values of its kind's own axes that the kind did not declare so.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    known = {axis.name: axis for axis in declared}
+    for name, value in axes.more.items():
+        axis = known.get(name)
+        if axis is None:
+            raise ValueError(f"Axes.more: {name!r}: is not declared; add an Axis to the kind's AXES")
+        if axis.type == "whole" and not _is_whole(value):
+            raise ValueError(f"Axes.more: {name}: {value!r}: is declared whole; use an integer within ±2**53")
+        if axis.type == "text" and not _is_short(value, axis.size):
+            raise ValueError(f"Axes.more: {name}: {value!r}: use printable text of at most {axis.size} characters")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 2**53
+
+
+def _is_short(value: object, size: int) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= size

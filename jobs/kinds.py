@@ -141,7 +141,7 @@ def _problem(entry: EntryPoint) -> str | None:
     try:
         check_quantities(module.QUANTITIES)
         check_axes(own_axes(module))
-    except ValueError as err:
+    except (TypeError, ValueError) as err:
         return f"cannot be used: {err}"
     return _misnamed(module, entry.name)
 

@@ -14,6 +14,8 @@ from enum import StrEnum
 from typing import Any
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
+# Times and amounts of memory whose batch the database does not divide out: it knows ms, s and MiB.
+_NOT_DIVIDED = ("ns", "us", "µs", "min", "h", "B", "kB", "KB", "MB", "GB", "KiB", "GiB", "TiB")
 
 
 class Better(StrEnum):
@@ -123,14 +125,34 @@ def check_quantities(quantities: Sequence[Quantity]) -> None:
     Raises:
         ValueError: naming the quantity and the fix.
     """
+    for quantity in quantities:
+        _check_types(quantity)
     names = [quantity.name for quantity in quantities]
     for quantity in quantities:
+        if quantity.name.endswith("*") and (quantity.plot or quantity.role is Role.HEADLINE):
+            raise ValueError(
+                f"QUANTITIES: {quantity.name!r}: a family is neither drawn nor a headline; declare its members"
+            )
+        if quantity.plot is Plot.GROWTH and quantity.unit in _NOT_DIVIDED:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: growth is fitted in ms, s or MiB")
         if not _NAME.fullmatch(quantity.name):
             raise ValueError(f"QUANTITIES: {quantity.name!r}: use lower-case letters, digits and '_', a letter first")
         if names.count(quantity.name) > 1:
             raise ValueError(f"QUANTITIES: {quantity.name!r}: is declared twice; keep one of them")
         if not quantity.unit or len(quantity.unit) > 20:
             raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: use 1 to 20 characters")
+
+
+def _check_types(quantity: object) -> None:
+    if not isinstance(quantity, Quantity):
+        raise ValueError(f"QUANTITIES: {quantity!r}: is not a Quantity; use jobs.quantities.Quantity")
+    texts = (quantity.name, quantity.unit, quantity.title, quantity.short)
+    if not all(isinstance(text, str) and text.isprintable() for text in texts) or not quantity.title:
+        raise ValueError(f"QUANTITIES: {quantity.name!r}: name, unit, title and short must be printable texts")
+    kinds = ((quantity.better, Better | None), (quantity.role, Role), (quantity.plot, Plot | None))
+    for value, kind in kinds:
+        if not isinstance(value, kind):
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: {value!r}: use a member of Better, Role or Plot")
 
 
 TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)

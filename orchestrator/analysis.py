@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from jobs.axes import AXES, MORE, more_columns
+from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
 
 MIN_LENGTHS = 3
@@ -156,12 +156,4 @@ def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tupl
 def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:
     whole = {axis.name for axis in AXES if axis.type == "whole"}
     series = {name: None if pd.isna(value) else value for name, value in zip(columns, values, strict=True)}
-    return {
-        name: int(value) if value is not None and (name in whole or _is_whole(name, value)) else value
-        for name, value in series.items()
-    }
-
-
-def _is_whole(name: str, value: Any) -> bool:
-    """Whether the value is a kind-specific axis' whole number that pandas turned into a float."""
-    return name.startswith(MORE) and isinstance(value, float)
+    return {name: int(value) if name in whole and value is not None else value for name, value in series.items()}

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jobs.axes import MORE, more_columns
 from jobs.quantities import Role
 from orchestrator.states import PointState, Result
 
@@ -64,9 +65,9 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
 
 def print_table(table: ReportTable, console: Console) -> None:
     """Print a report's table with its note below; nothing if it has no rows."""
-    shown = _table(table.title, *table.columns)
+    shown = _table(escape(table.title), *map(escape, table.columns))
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     if table.rows:
         console.print(shown)
         console.print(table.note, style="dim", markup=False)
@@ -79,7 +80,7 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     if shown.empty:
         return
     units = dict(zip(shown["metric"], shown["unit"], strict=True))
-    table = _table("Results", "point", *(f"{name} ({units[name]})" for name in names))
+    table = _table("Results", "point", *(escape(f"{name} ({units[name]})") for name in names))
     for label, rows in shown.groupby("label", sort=False):
         values = dict(zip(rows["metric"], rows["value"], strict=True))
         table.add_row(escape(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))
@@ -91,7 +92,9 @@ def print_fits(fits: Sequence[Fit], console: Console) -> None:
     title = "Growth with sequence length S: metric ~ S^exponent"
     table = _table(title, "series", "metric", "exponent", "95 % interval", "S")
     for fit in fits:
-        series = " ".join(filter(None, (fit.series[name] for name in ("implementation", "workload", "pass"))))
+        named = [fit.series[name] for name in ("implementation", "workload", "pass")]
+        own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
+        series = escape(" ".join([*filter(None, named), *own]))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
         lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
         table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, lengths)

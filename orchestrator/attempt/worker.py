@@ -65,7 +65,7 @@ class Events:
         if phase == last_phase and now - last_at < BEAT_INTERVAL_S:
             return
         self._last_beat = (phase, now)
-        self.send(protocol.Beat(phase, done, total))
+        self.send(protocol.Beat(phase, int(done or 0), int(total or 0)))
 
 
 def main(argv: list[str]) -> None:

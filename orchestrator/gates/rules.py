@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from jobs.axes import AXES, MORE
 from jobs.training_plan import TrainingPlan
@@ -31,13 +40,21 @@ class _Strict(BaseModel):
 class Range(_Strict):
     """Inclusive bounds."""
 
-    at_least: int = 0
-    at_most: int | None = None
+    at_least: StrictInt = 0
+    at_most: StrictInt | None = None
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("is empty; give at_least, at_most or both")
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ValueError(f"at_most: {self.at_most}: is below at_least = {self.at_least}; exchange them")
+        return self
 
 
 Row = Mapping[str, Any]
-Texts = str | tuple[str, ...]
-Numbers = int | tuple[int, ...]
+Texts = str | Annotated[tuple[str, ...], Field(min_length=1)]
+Numbers = StrictInt | Annotated[tuple[StrictInt, ...], Field(min_length=1)]
 
 
 class _Where(_Strict):
@@ -47,6 +64,13 @@ class _Where(_Strict):
     job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
     run_name: Texts | None = None
     axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
+
+    @field_validator("axes")
+    @classmethod
+    def _own(cls, axes: dict[str, Any]) -> dict[str, Any]:
+        if named := sorted(axes.keys() & {axis.name for axis in AXES}):
+            raise ValueError(f"{named[0]}: is an axis of all kinds; write it beside axes, not below")
+        return axes
 
     def matches(self, row: Row) -> bool:
         """Whether a row of the views v_metrics or v_points matches."""

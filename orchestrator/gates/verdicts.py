@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from jobs.axes import more_columns
+from jobs.axes import MORE, more_columns
 from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.gates.rules import (
@@ -284,7 +284,8 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
 
 def _alike(rule: RatioRule, row: Row) -> tuple:
     """The values in which both sides of a ratio must agree: the columns `same` and all kind-specific axes."""
-    return tuple(row[name] for name in (*rule.same, *more_columns(row)))
+    asked = {MORE + name for side in (rule.numerator, rule.denominator) for name in side.where.axes}
+    return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in asked)))
 
 
 def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:

@@ -43,7 +43,7 @@ def scaling_chart(
     Raises:
         ValueError: no row has this metric (and a positive length and value).
     """
-    points = _points(rows, quantity.name)
+    points = _points(rows, quantity)
     if not points:
         raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
     lines = _lines(points, _fits(fits))
@@ -134,11 +134,13 @@ def length_label(length: float) -> str:
     return f"{length:,}"
 
 
-def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
+def _points(rows: pd.DataFrame, quantity: Quantity) -> list[Row]:
     """Rows of `metric` with positive length and value, plus `y`, `low`, `high` per sequence and their series' key."""
     points = []
     for row in rows.to_dict("records"):
-        if row["metric"] != metric or not (row["seq_len"] > 0 and row["per_sequence"] > 0):
+        if (row["metric"], row["unit"]) != (quantity.name, quantity.unit) or not (
+            row["seq_len"] > 0 and row["per_sequence"] > 0
+        ):
             continue
         share = row["per_sequence"] / row["value"]
         bounds = (row["ci_low"], row["ci_high"])

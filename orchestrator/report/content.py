@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from jobs.axes import AXES
+from jobs.axes import AXES, more_columns
 from jobs.quantities import AGAINST_LENGTH, Plot, Quantities, Role
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.gates.verdicts import TargetVerdict, evaluate, load_gates
@@ -19,7 +19,7 @@ from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
-_SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric"]
+_SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid")
 
 
@@ -111,7 +111,9 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
     Our dense attention is joined with reported dense attention only.
     """
     ours = scaling[scaling["origin"] == Origin.MEASURED]
-    columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
+    own = more_columns(ours.columns)  # axes that no reported figure has
+    ours = ours.loc[pd.DataFrame(ours[own]).isna().all(axis=1)]
+    columns = [*_SAME, "implementation", "dtype", "gpu", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
     ours_is_dense, theirs_is_dense = (
         pairs[name].astype(str).map(bench.is_dense).astype(bool)

@@ -20,7 +20,7 @@ from orchestrator.states import PointState
 
 def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
     """The report in Markdown; `charts`: image file of each drawn quantity."""
-    parts = [f"# {_title(content)}", *(f"![{_chart_title(quantity)}]({file})" for quantity, file in charts.items())]
+    parts = [f"# {_title(content)}", *(f"![{_alt(quantity)}]({file})" for quantity, file in charts.items())]
     for table in _tables(content):
         parts.append(f"## {table.title}")
         parts += [table.note] if table.note else []
@@ -44,6 +44,11 @@ def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
 
 def _chart_title(quantity: Quantity) -> str:
     return f"{quantity.title} per sequence"
+
+
+def _alt(quantity: Quantity) -> str:
+    """A chart's title that cannot end the brackets around it."""
+    return re.sub(r"[\[\]<>`\\]", " ", _chart_title(quantity))
 
 
 def _title(content: Content) -> str:
@@ -175,15 +180,18 @@ def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table
     """A table with a row per point and a column per quantity; none without metrics."""
     if metrics.empty:
         return
-    units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
-    names = sorted(units, key=content.quantities.place)
-    values: dict[tuple[str, str], dict[str, float]] = {}
+    columns = sorted(
+        set(zip(metrics["metric"], metrics["unit"], strict=True)),
+        key=lambda one: (content.quantities.place(one[0]), one),
+    )
+    values: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for row in _records(metrics):
-        values.setdefault((content.run_names[row["run_id"]], row["label"]), {})[row["metric"]] = row["value"]
+        point = content.run_names[row["run_id"]], row["label"]
+        values.setdefault(point, {})[row["metric"], row["unit"]] = row["value"]
     rows = [
-        [*point, *(f"{found[name]:,.4g}" if name in found else "" for name in names)] for point, found in values.items()
+        [*point, *(f"{found[one]:,.4g}" if one in found else "" for one in columns)] for point, found in values.items()
     ]
-    headings = [name if units[name] == "1" else f"{name} [{units[name]}]" for name in names]
+    headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
     yield Table(title, "", ["run", "point", *headings], rows)
 
 

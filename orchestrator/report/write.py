@@ -61,7 +61,7 @@ def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Pa
     content = collect(store, _some(run_ids))
     images = {}
     for quantity, chart in _charts(content).items():
-        images[quantity] = path.with_name(f"{path.stem}-{quantity.legend.replace(' ', '-')}.png")
+        images[quantity] = path.with_name(f"{path.stem}-{quantity.name.replace('_', '-')}.png")
         images[quantity].write_bytes(_png(chart))
     path.write_text(to_markdown(content, {quantity: image.name for quantity, image in images.items()}))
     return [path, *images.values()]

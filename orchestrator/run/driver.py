@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from jobs.axes import check_values
 from jobs.kinds import kind_module, own_axes
-from jobs.point import Machine
+from jobs.point import Machine, Point
 from jobs.quantities import Quantities, Role
-from jobs.spec import SpecError
+from jobs.spec import JobSpec, SpecError
 from orchestrator import provenance, summary
 from orchestrator.database_url import StoreError, hide_password
 from orchestrator.errors import UserError
@@ -64,7 +65,7 @@ def check(argv: Sequence[str]) -> None:
 
     order = read_order(argv)
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
-        order.spec.points(probe("cpu"))
+        _points(order.spec, probe("cpu"))
 
 
 def _run(order: Order) -> int:
@@ -75,7 +76,7 @@ def _run(order: Order) -> int:
         # what the journal says must still hold when we write to it. A new run makes no file before the probe.
         journal = stack.enter_context(Journal(order.folder / NAME)) if order.resumed else None
         machine = executor.probe()
-        points = order.spec.points(machine)
+        points = _points(order.spec, machine)
         if journal is None:
             journal = stack.enter_context(Journal(order.folder / NAME))
             todo = plan.new_plan(_run_record(order), points, machine)
@@ -85,6 +86,17 @@ def _run(order: Order) -> int:
             todo = plan.resumed_plan(run, points, machine, history, again=order.retry_failed)
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machine, todo, stopped)
+
+
+def _points(spec: JobSpec, machine: Machine) -> Sequence[Point]:
+    """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
+    points, declared = spec.points(machine), own_axes(kind_module(spec.kind))
+    try:
+        for point in points:
+            check_values(point.axes, declared)
+    except ValueError as err:
+        raise SpecError(f"kind: {spec.kind!r}: {err}") from None
+    return points
 
 
 def _measure(

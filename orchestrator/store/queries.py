@@ -268,7 +268,7 @@ def _with_more_axes(frame: pd.DataFrame) -> pd.DataFrame:
     values = [each or {} for each in frame["more_axes"]]
     frame = frame.drop(columns="more_axes")
     for name in sorted({name for each in values for name in each}):
-        frame[MORE + name] = pd.Series([each.get(name) for each in values], index=frame.index).infer_objects()
+        frame[MORE + name] = pd.Series([each.get(name) for each in values], index=frame.index, dtype=object)
     return frame
 
 

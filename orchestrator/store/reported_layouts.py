@@ -255,8 +255,8 @@ def _exported_axes(row: Row) -> dict[str, Any]:
 
 
 def _whole_or_text(cell: str) -> int | str:
-    whole = cell.removesuffix(".0")  # pandas turns integer columns with missing values into floats
-    return int(whole) if whole.removeprefix("-").isdecimal() else cell
+    whole = cell.removeprefix("-")
+    return int(cell) if whole.isdecimal() and str(int(cell)) == cell else cell
 
 
 def _exported_metric(row: Row) -> MetricData:

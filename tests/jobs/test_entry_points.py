@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from jobs.axes import Axes, Axis, check_values
 from jobs.kinds import KindError, kind_module, kinds, offered_kinds
 from jobs.measure import check
 from jobs.point import Machine
@@ -268,3 +270,35 @@ def test_a_result_depends_on_the_sources_from_outside(install: Install) -> None:
     assert changed[0] != hashes[0]
     assert changed[1] != hashes[1]
     assert changed[2] == before
+
+
+BAD_DECLARATIONS = [
+    ('QUANTITIES = ("time",)', r"QUANTITIES: 'time': is not a Quantity"),
+    ("QUANTITIES = TIME", "cannot be used: .*not iterable"),
+    ('QUANTITIES = (Quantity("lat", "ms", "L", better="up"),)', "'up': use a member of Better"),
+    ('QUANTITIES = (Quantity("lat", "ms", None),)', "must be printable texts"),
+    ('QUANTITIES = (Quantity("lat", "us", "L", plot=Plot.GROWTH),)', "growth is fitted in ms, s or MiB"),
+    ('QUANTITIES = (Quantity("lat_*", "ms", "L", role=Role.HEADLINE),)', "a family is neither drawn nor a headline"),
+    ('AXES = ("chunks",)', "is not an Axis"),
+    ('AXES = (Axis("seq_len", "whole", "S"),)', "the name is taken"),
+    ('AXES = (Axis("Axis-é", "whole", "S"),)', "lower-case letters"),
+]
+
+
+@pytest.mark.parametrize(("declaration", "said"), BAD_DECLARATIONS)
+def test_a_declaration_that_cannot_be_kept_is_refused(install: Install, declaration: str, said: str) -> None:
+    imports = "from jobs.axes import Axis\nfrom jobs.quantities import Plot, Quantity, Role\n"
+    text = KIND.replace("QUANTITIES = (TIME,)", f"QUANTITIES = (TIME,)\n{imports}{declaration}")
+    install("hostile", {"acme": text}, **{"nsa_bench.jobs": {"acme": "hostile.acme"}})
+    (found,) = offered_kinds()
+    assert re.search(said, str(found.problem)), found.problem
+    with pytest.raises(SpecError, match="no job kind"):  # and it stops no other
+        parse_spec({"kind": "acne", "name": "t"})
+
+
+@pytest.mark.parametrize("more", [{"seq_len": 7}, {"chunks": 0.5}, {"chunks": True}, {"chunks": [1]}, {"word": "a\0b"}])
+def test_a_coordinate_that_was_not_declared_so_is_refused(more: dict[str, Any]) -> None:
+    declared = (Axis("chunks", "whole", "chunks"), Axis("word", "text", "word"))
+    check_values(Axes(more={"chunks": 4, "word": "ok"}), declared)
+    with pytest.raises(ValueError, match=r"^Axes\.more: "):
+        check_values(Axes(more=more), declared)

@@ -159,7 +159,7 @@ def _span_forward(
     group. For each branch it writes the output to OC, OW or OS [B,S,HQ,DV] and the base-2 log-sum-exp to LSEC, LSEW or
     LSES [B,S,HQ], float32. Rows before `skip` and later ones are never in one tile.
     Q [B,S,HQ,D]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]. SHARED: KS and VS are the window's, too.
-    HAS_V: if not, only log-sum-exps are written. LATE: warps if sums are rescaled late (rescale.py), else 0.
+    HAS_V: if not, only log-sum-exps are written. LATE: warps if sums are rescaled late (shared/rescale.py), else 0.
     """
     G: tl.constexpr = HQ // HKV
     i, stop = tile_of_rows(S, skip, M // G)
@@ -315,7 +315,7 @@ def _like_lse(q: Tensor) -> Tensor:
 
 
 def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
-    """Whether sums are rescaled late (rescale.py), which pays for wide rows."""
+    """Whether sums are rescaled late (shared/rescale.py), which pays for wide rows."""
     return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
 
 

@@ -327,3 +327,20 @@ def with_axes(records: list[Record], axes: dict) -> list[Record]:
         record.model_copy(update={"axes": {**record.axes, **axes}}) if isinstance(record, PointRecord) else record
         for record in records
     ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ("{chunks: {}}", "is empty"),
+        ("{chunks: []}", "axes"),
+        ("{chunks: true}", "axes"),
+        ("{chunks: {at_least: 5, at_most: 1}}", "is below at_least"),
+        ("{seq_len: 512}", "is an axis of all kinds"),
+    ],
+)
+def test_a_filter_that_could_hold_nothing_or_everything_is_refused(axes: str, said: str, tmp_path: Path):
+    rule = f"{{rule: r, title: t, kind: states, measure: m, where: {{axes: {axes}}}}}"
+    (tmp_path / "gates.yaml").write_text(f"targets: [{{name: t, title: t, rules: [{rule}]}}]")
+    with pytest.raises(GatesError, match=said):
+        load_gates(tmp_path / "gates.yaml")

@@ -111,7 +111,7 @@ def test_a_failures_text_is_escaped(sqlite_store: Store, sweep):
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
     files = write_report(filled, [RUN], tmp_path / "out" / "demo.md")
-    assert [file.name for file in files] == ["demo.md", "demo-time.png", "demo-extra-memory.png"]
+    assert [file.name for file in files] == ["demo.md", "demo-time.png", "demo-peak-extra-memory.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
     assert "![Time per sequence](demo-time.png)" in files[0].read_text()
 
