@@ -119,13 +119,13 @@ def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    plan = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
-    pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
+    pairs = given * 2 if shared else [operators.compress(*given[0], call.config), *given[1:]]
     with torch.no_grad():
-        operators.attend(q, gates, None, pairs, plan)
-    out = operators.attend(q, gates, None, pairs, plan)
+        operators.attend(q, gates, None, pairs, call)
+    out = operators.attend(q, gates, None, pairs, call)
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 
 

@@ -1,6 +1,7 @@
-"""The stages put together: the gated sum of any of the branches and its gradients, as plain functions of tensors.
+"""The door to the stages, called by operators.py alone: the gated sum of any branches, its gradients, and the choice.
 
-`operators.py` makes them differentiable and known to torch.compile. Shapes of all results follow from shapes alone.
+Takes contiguous tensors and a call; gives plain tensors, `forward` also those that `backward` needs. The shapes of all
+results follow from shapes alone. Knows neither autograd nor torch.compile (operators.py), and holds no kernel.
 """
 
 from __future__ import annotations
