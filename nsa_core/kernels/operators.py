@@ -39,8 +39,8 @@ def attend(
 
     Args:
         q: [B,S,HQ,D].
-        gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
-        blocks: selected blocks; None if the call has both cmp and slc: then they are chosen here, with the compressed
+        gates: [B,S,HQ,len(branches)], not negative; None: all ones.
+        blocks: selected blocks; None if the call has both cmp and slc: they are then chosen here, with the compressed
             branch's softmax.
         pairs: keys and values of each branch, compressed ones for cmp, or none for cmp if the call compresses. Where
             slc and win are given the same tensors, keys that both see are computed once.
