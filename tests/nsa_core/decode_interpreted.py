@@ -38,14 +38,14 @@ def layer_of(config, heads=4, kv_heads=2, dim=8):
 
 
 def exact(layer, x):
-    """The oracle's output for the whole sequence, in float64."""
+    """Output of the oracle for the whole sequence, in float64."""
     twin = NativeSparseAttention(24, layer.heads, layer.kv_heads, layer.head_dim, layer.config, backend="reference")
     twin.load_state_dict(layer.state_dict())
     return twin.double()(x.double())
 
 
 def in_steps(layer, x, cuts, capacity=None):
-    """The layer's output for x in parts that end at `cuts`, then token by token; and the cache."""
+    """Output of the layer for x in parts that end at `cuts`, then token by token; and the cache."""
     cache = layer.new_cache(capacity)
     layer.backend = "chunked"  # the prefill's kernels have tests of their own
     outs = [layer(x[:, : cuts[0]], cache)]
@@ -102,7 +102,7 @@ def test_float16_is_near_the_oracle():
 
 @torch.no_grad()
 def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
-    """Kernels split keys by the cache's room: the growing cache has as much room here."""
+    """Kernels split keys by the cache's room, which is the same for both caches here."""
     layer, x = layer_of(SMALL), torch.randn(2, 64, 24)
     growing, _ = in_steps(layer, x, [60])
     fixed, cache = in_steps(layer, x, [60], capacity=64)
@@ -114,7 +114,7 @@ def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
 
 @torch.no_grad()
 def test_beyond_the_capacity_nothing_is_overwritten():
-    """A graph's replays may go beyond it, unchecked by the host."""
+    """Replays of a graph may go beyond the capacity, unchecked by the host."""
     from nsa_core.kernels.decode import step
 
     layer, x = layer_of(SMALL), torch.randn(1, 24, 24)
@@ -194,7 +194,7 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
-    """Steps as jobs/decode.py runs them: each first undoes the one before."""
+    """Steps as in jobs/decode.py: each first removes the token of the previous one."""
     from jobs._case import bare_model
     from jobs._decode_steps import DecodeCase, attention_step, check_steps
     from jobs.measure.clock import TimingPlan
