@@ -394,7 +394,7 @@ def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
 
 
 def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(make_case, config):
-    """As the layer calls it: compressed keys and values are given."""
+    """Compressed keys and values are given, as by the layer."""
 
     def call(q, k, v, gates):
         keys, values, made = (k, 2 * k, 3 * k), (v, 2 * v, 3 * v), [compress(x, config) for x in (k, v)]
