@@ -1,1 +1,1 @@
-"""The results in the browser: reads the store, computes nothing."""
+"""The dashboard: shows the store's results in the browser."""

@@ -1,4 +1,4 @@
-"""The dashboard: `streamlit run dashboard/app.py`. Pages and the sidebar; each page is a file beside this one."""
+"""The dashboard's entry point (`streamlit run dashboard/app.py`): navigation and sidebar; each page is a file here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 @st.fragment(run_every=data.IDLE_SECONDS)
 def _database() -> None:
-    """Which database this is, how much it holds, and how fresh that is."""
+    """Show the database's address, its last change and its counts."""
     try:
         store = data.open_store()
         counts, changed = data.counts(store), data.last_change(store)

@@ -1,7 +1,7 @@
-"""What the pages read: the store's queries, fits and verdicts, cached for as long as a glance takes.
+"""Cached reads for the pages: the store's queries, fits and verdicts.
 
-Many browsers may look at one database, so each read is made at most once in CACHE_SECONDS. A database that is missing,
-away or too old becomes a page that says what to do (`page`, `part`), never a traceback.
+Many browsers may view one database, so each read runs at most once in CACHE_SECONDS. For a database that is missing,
+unreachable or too old, `page` and `part` show the fix instead of a traceback.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ csv = _read(exporter.to_csv)
 
 @_read
 def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
-    """The scaling fits of these runs, a row a fit."""
+    """Scaling fits of the runs, a row per fit."""
     return analysis.fits_frame(analysis.scaling_fits(queries.scaling(store, run_ids=run_ids)))
 
 
 @_read
 def verdicts(store: Store) -> list[judging.TargetVerdict]:
-    """Every target judged on what is stored now. Raises GatesError when the rules cannot be read."""
+    """Verdicts on all targets from the whole store. Raises GatesError if the rules cannot be read."""
     return judging.evaluate(store, judging.load_gates(load_settings().gates))
 
 
 @_read
 def last_change(store: Store) -> pd.Timestamp | None:
-    """When anything was last heard of a run; None in an empty store."""
+    """Time of the latest start, end or heartbeat among the newest runs; None in an empty store."""
     frame = queries.runs(store, limit=20)
     latest = frame[["created_at", "ended_at", "heartbeat_at"]].max().max()
     return None if pd.isna(latest) else latest
 
 
 def open_store() -> Store:
-    """The configured database, opened for reading. Raises SettingsError, StoreError."""
+    """The configured database, open for reading. Raises SettingsError, StoreError."""
     settings = load_settings()
     return _open(settings.database, _file(settings))
 
 
 def refresh_seconds(live: bool) -> float:
-    """How often a part of a page reads again: often while a run is going on."""
+    """Seconds between reads of a part of a page: fewer while a run is live."""
     return LIVE_SECONDS if live else IDLE_SECONDS
 
 
 def page(render: Callable[[Store], Any]) -> Callable[[], None]:
-    """A page that opens the store for `render`, and explains instead when there is nothing to read from."""
+    """Wrap `render` as a page: open the store for it, and show user errors as explanations."""
 
     @wraps(render)
     def guarded() -> None:
@@ -90,7 +90,7 @@ def page(render: Callable[[Store], Any]) -> Callable[[], None]:
 
 
 def part(render: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R | None]:
-    """A part of a page that runs again by itself (a fragment): the page around it cannot catch its errors."""
+    """Wrap `render` as a fragment, whose errors the page cannot catch: show user errors as explanations."""
 
     @wraps(render)
     def guarded(store: Store, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -104,7 +104,7 @@ def part(render: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Sto
 
 
 def _file(settings: Settings) -> str | None:
-    """Which file a SQLite database is, so that one put in its place is noticed; None for a server."""
+    """Device and inode of a SQLite file, to detect its replacement; None for a server or a missing file."""
     if not settings.database.startswith("sqlite:///"):
         return None
     path = Path(settings.database.removeprefix("sqlite:///"))

@@ -1,4 +1,4 @@
-"""Grids of runs and points that open what is clicked."""
+"""Clickable grids of runs and points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.states import Origin
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
-    """A grid of runs (`queries.runs`); the id of the one that was clicked."""
+    """Draw a grid of runs (`queries.runs`). Returns the clicked run's id, or None."""
     rows = frame.to_dict("records")
     table = pd.DataFrame(
         {
@@ -39,10 +39,10 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
 
 
 def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
-    """A grid of a run's points with their headline quantities; the id of the one that was clicked.
+    """Draw a grid of a run's points with their headline quantities. Returns the clicked point's id, or None.
 
     Args:
-        frame, numbers, quantities: of the run, from `queries.points`, `queries.measurements`, `queries.quantities`.
+        frame, numbers, quantities: results of `queries.points`, `queries.measurements`, `queries.quantities`.
     """
     rows = frame.to_dict("records")
     measured = {
@@ -74,7 +74,7 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
 
 
 def _took(run: dict) -> str:
-    """How long a run took; of a reported one nobody knows."""
+    """Duration of a run; a dash for a reported one."""
     measured = run["origin"] == Origin.MEASURED
     return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"
 

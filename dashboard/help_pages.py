@@ -1,4 +1,4 @@
-"""What a page shows when there is nothing to show yet, or nothing to read from: what happened and what to do."""
+"""Help in place of results: for an empty store, or a database that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRY_SECONDS = 5.0
 
 
 def explain(err: UserError) -> None:
-    """Show what is wrong and how to mend it, in the place of what could not be read."""
+    """Show an error with its fix, in place of the results."""
     if isinstance(err, SettingsError):
         _show(":material/tune:", "A setting cannot be used", str(err), ["nsa doctor"])
     elif isinstance(err, GatesError):
@@ -36,7 +36,7 @@ def explain(err: UserError) -> None:
 
 
 def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = None) -> None:
-    """Show how to get the first results."""
+    """Show the commands for the first results."""
     with st.container(border=True):
         st.subheader(":material/rocket_launch: No results yet")
         st.markdown(f"{text} Start the services and submit the demo benchmark; it takes a few minutes on a CPU:")
@@ -60,7 +60,7 @@ def _show(icon: str, title: str, text: str, commands: list[str], detail: str | N
 
 
 def _try_again() -> None:
-    """Draw the whole page anew every few seconds, until there is something to show."""
+    """Redraw the whole page every few seconds."""
     drawn: list[bool] = []
 
     @st.fragment(run_every=RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Overview: the verdict on each target with its rules, and what is running or has run lately."""
+"""Overview page: verdicts on the targets with their rules, running and latest runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page(store: Store) -> None:
 
 @data.part
 def _going_on(store: Store, *, seen: dict[str, int]) -> None:
-    """The runs that have not ended, with what they are doing now; the whole page is judged anew as points end."""
+    """Show the running runs and their activity; redraw the whole page when the counts change."""
     if data.counts(store) != seen:
         st.rerun()
     for row in data.runs(store, state=RunState.RUNNING).to_dict("records"):
@@ -99,7 +99,7 @@ def _latest_runs(store: Store, live: bool) -> None:
 @data.part
 def _runs_table(store: Store, live: bool) -> None:
     if bool(data.counts(store)["runs_running"]) != live:
-        st.rerun()  # a run began or ended: the page is another one now
+        st.rerun()  # a run began or ended: redraw the whole page
     measured = data.runs(store, origin=Origin.MEASURED, limit=LATEST)
     frame = measured if len(measured) else data.runs(store, limit=LATEST)
     chosen = grids.runs(frame, key="latest-runs")

@@ -1,4 +1,4 @@
-"""Small pieces that the pages share: how states, numbers, times and links look."""
+"""Formatting shared by the pages: states, numbers, times and links."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Color = Literal["red", "orange", "blue", "green", "gray", "violet"]
 
 
 class Look(NamedTuple):
-    """How a state is shown: always an icon and its name, the colour only helps."""
+    """Appearance of a state: icon, colour and sign; the name is always shown, too."""
 
     icon: str
     color: Color
-    sign: str  # for cells of a grid, where no icon font is drawn
+    sign: str  # for grid cells, which have no icon font
 
 
 RESULTS: Mapping[str, Look] = {
@@ -62,27 +62,27 @@ _UNKNOWN_LOOK = Look("help", "gray", "?")
 
 
 def badge(name: str, looks: Mapping[str, Look]) -> str:
-    """A coloured badge as Markdown, for text and static tables."""
+    """Coloured badge in Markdown, for text and static tables."""
     look = looks.get(name, _UNKNOWN_LOOK)
     return f":{look.color}-badge[:material/{look.icon}: {name}]"
 
 
 def sign(name: str, looks: Mapping[str, Look]) -> str:
-    """A state for a cell of a grid: a sign and its name."""
+    """Sign and name of a state, for a grid cell."""
     return f"{looks.get(name, _UNKNOWN_LOOK).sign} {name}"
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A value with four digits that count and its unit ("1" is no unit); a dash for none."""
+    """Value with four significant digits and its unit ("1" is not shown); a dash for None and NaN."""
     if value is None or math.isnan(value):
         return "–"
-    value += 0.0  # no "-0"
+    value += 0.0  # avoids "-0"
     text = f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:.4g}"
     return f"{text}\N{NO-BREAK SPACE}{unit}" if unit and unit != "1" else text
 
 
 def size(count: float | None) -> str:
-    """Bytes in the largest binary unit that leaves a number above one."""
+    """Bytes in the largest binary unit that gives at least 1; a dash for None and NaN."""
     if count is None or math.isnan(count):
         return "–"
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -92,12 +92,12 @@ def size(count: float | None) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """1 run, 2 runs."""
+    """Number and noun: 1 run, 2 runs."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def ago(moment: datetime) -> str:
-    """How long ago, in the largest unit that fits; with the date when it is long ago."""
+    """Time since a moment in the largest unit that fits; from one day on, with the date."""
     seconds = max(0.0, (datetime.now(UTC) - moment).total_seconds())
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
@@ -107,12 +107,12 @@ def ago(moment: datetime) -> str:
 
 
 def moment(at: object) -> str:
-    """A time in UTC to the second; a dash for none."""
+    """Time in UTC to the second; a dash if missing."""
     return f"{at:%Y-%m-%d %H:%M:%S} UTC" if isinstance(at, datetime) and not pd.isna(at) else "–"
 
 
 def duration(start: object, end: object) -> str:
-    """The time between two moments (until now where `end` is missing), as 1 h 02 min or 3 min 20 s."""
+    """Time between two moments (until now if `end` is missing), as 1 h 02 min or 3 min 20 s; a dash without a start."""
     if not isinstance(start, datetime) or pd.isna(start):
         return "–"
     until = end if isinstance(end, datetime) and not pd.isna(end) else datetime.now(UTC)
@@ -124,38 +124,38 @@ def duration(start: object, end: object) -> str:
 
 
 def tally(row: Mapping[str, Any]) -> str:
-    """How many points of a run are where, leaving out what there is none of."""
+    """Point counts by state, omitting zeros."""
     names = ("ok", "failed", "skipped", "cancelled", "running", "pending")
     return " · ".join(f"{int(row[name])} {name}" for name in names if row[name]) or "no points"
 
 
 def progress(row: Mapping[str, Any]) -> float:
-    """The share of a run's points that ended, 0 to 1."""
+    """Share of a run's points that ended, 0 to 1."""
     return 1 - (row["running"] + row["pending"]) / row["points"] if row["points"] else 0.0
 
 
 def point_link(point_id: str, label: str | None = None) -> str:
-    """A Markdown link to a point's detail. Relative, so that it also works behind a proxy's prefix."""
+    """Markdown link to a point's page; relative, so that it also works behind a proxy's prefix."""
     run_id, _, index = point_id.rpartition("/")
     return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})})"
 
 
 def run_link(run_id: str, label: str) -> str:
-    """A Markdown link to a run's page."""
+    """Markdown link to a run's page."""
     return f"[{label}](runs?{urlencode({'run': run_id})})"
 
 
 def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
-    """Links to the points that a verdict rests on."""
+    """Links to the points behind a verdict."""
     links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:shown])
     more = len(point_ids) - shown
     return f"{links} +{more}" if more > 0 else links or "–"
 
 
 def plain(text: object) -> str:
-    """Text that Markdown shows as it is, on one line; what stands between backticks stays code."""
+    """The text on one line, escaped for Markdown; parts between backticks stay code."""
     pieces = str(text).replace("\n", " ").split("`")
-    if len(pieces) % 2 == 0:  # a lone backtick is a character like any other
+    if len(pieces) % 2 == 0:  # an unpaired backtick is literal
         return "\\`".join(map(_escape, pieces))
     return "`".join(piece if place % 2 else _escape(piece) for place, piece in enumerate(pieces))
 
@@ -165,19 +165,19 @@ def _escape(text: str) -> str:
 
 
 def code(text: object) -> str:
-    """Text in the look of code; it cannot end that look and begin Markdown of its own."""
+    """The text as Markdown code, its backticks replaced so that it cannot end the code."""
     return "`" + " ".join(str(text).split()).replace("`", "'") + "`"
 
 
 def short_address(address: str) -> str:
-    """A database's address for a narrow column: a file by its last two parts, a server in full."""
+    """Database address for a narrow column: a file's last two path parts, a server's URL in full."""
     if not address.startswith("sqlite:"):
         return address
     return "sqlite …/" + "/".join(PurePath(address.removeprefix("sqlite:///")).parts[-2:])
 
 
 def bound(rule: RuleVerdict) -> str:
-    """A rule's bound with its direction, where it has one."""
+    """A rule's bound with its direction; a dash without one."""
     if rule.bound is None:
         return "–"
     comparison = {"<=": "≤", ">=": "≥"}.get(rule.comparison or "", "")
@@ -185,7 +185,7 @@ def bound(rule: RuleVerdict) -> str:
 
 
 def doing(point: Mapping[str, Any]) -> str:
-    """What a running point is doing, and when it was last heard of (Markdown)."""
+    """A running point's label, phase and last heartbeat (Markdown)."""
     text = f"**{plain(point['label'])}**"
     if phase(point):
         text += f" · {plain(phase(point))}"
@@ -195,7 +195,7 @@ def doing(point: Mapping[str, Any]) -> str:
 
 
 def phase(point: Mapping[str, Any]) -> str:
-    """What a running point is doing and how far that is; nothing for others."""
+    """A running point's phase and progress; empty for other points."""
     if point["state"] != PointState.RUNNING or not point["phase"]:
         return ""
     counted = point["total"] and not pd.isna(point["total"])
@@ -203,5 +203,5 @@ def phase(point: Mapping[str, Any]) -> str:
 
 
 def route(kernels: Mapping[str, str] | None) -> str:
-    """What really ran, branch by branch."""
+    """Kernels that ran, by branch; a dash if unknown."""
     return ", ".join(f"{branch}: {kernel}" for branch, kernel in (kernels or {}).items()) or "–"

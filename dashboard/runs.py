@@ -1,4 +1,4 @@
-"""Runs: find one, see what it is and how it goes, and every detail of a point. Deep links: ?run=ID&point=ID."""
+"""Runs page: list of runs, one run, one point. Deep links: ?run=ID&point=ID."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.store import Store
 
 @data.page
 def page(store: Store) -> None:
-    st.query_params.from_dict(st.query_params.to_dict())  # a link within a page leaves the browser's address as it was
+    st.query_params.from_dict(st.query_params.to_dict())  # a link within a page does not update the browser's address
     run_id, point_id = st.query_params.get("run"), st.query_params.get("point")
     if point_id and not run_id:
         run_id = point_id.rpartition("/")[0]
@@ -91,7 +91,7 @@ def _run_page(store: Store, run_id: str) -> None:
 
 @data.part
 def _run_now(store: Store, run_id: str, live: bool) -> None:
-    """The part of a run that changes while it goes on: state, progress, points."""
+    """Show the live part of a run: state, progress, points."""
     run = data.run(store, run_id)
     if run is None or live != (run["state"] in (RunState.RUNNING, RunState.PENDING)):
         st.rerun()
@@ -188,7 +188,7 @@ def _point_now(store: Store, point_id: str, state: str) -> None:
 
 
 def _measured(store: Store, point: dict[str, Any]) -> None:
-    """The point's numbers, and what really ran to get them."""
+    """Show the point's metrics, and the route and node behind them."""
     metrics = data.metrics(store, point["point_id"])
     quantities = data.quantities(store, [point["run_id"]])
     st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
@@ -198,7 +198,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         _metrics(metrics, quantities)
     for row in metrics.to_dict("records"):
         quantity = quantities.of(row["name"], row["unit"])
-        if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is a time, turned over
+        if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is the inverse of a time
             continue
         st.caption(parts.plain(f"{quantity.title}: all {len(row['samples'])} samples"))
         st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))

@@ -1,4 +1,4 @@
-"""Scaling: memory, time and throughput against sequence length, with fitted exponents; ours beside reported ones."""
+"""Scaling page: memory, time and throughput against sequence length, with fitted exponents; ours beside reported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from orchestrator.report import charts, series
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
-MEMORY = tuple(quantity.name for quantity in jobs.quantities.MEMORY)  # one kind of it is enough for a chart
+MEMORY = tuple(quantity.name for quantity in jobs.quantities.MEMORY)  # a chart needs only one kind of memory
 CHART_HEIGHT, LEGEND_ROW = 390, 26  # pixels; a chart grows with its legend
-LOOKED_AT = 20  # newest runs that may be the one to show
+LOOKED_AT = 20  # newest runs to search for the default
 BESIDE, TOGETHER = "Beside", "In one chart"
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the reader wants to see. Empty means all."""
+    """The reader's selection; an empty field selects all."""
 
     run_ids: tuple[str, ...]
     passes: tuple[str, ...] = ()
@@ -35,10 +35,10 @@ class Choice:
     implementations: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
-    more: tuple[tuple[str, tuple[str, ...]], ...] = ()  # axes of a kind's own: column and values
+    more: tuple[tuple[str, tuple[str, ...]], ...] = ()  # kind-specific axes: column and values
 
     def select(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The rows (of points, numbers or fits) that were chosen."""
+        """Selected rows of a frame of points, metrics or fits."""
         for column, wanted in (
             ("pass", self.passes),
             ("workload", self.workloads),
@@ -73,13 +73,13 @@ def page(store: Store) -> None:
 
 
 def _waiting(states: pd.DataFrame) -> int:
-    """How many points are still to end."""
+    """Number of pending and running points."""
     return len(states.loc[states["state"].isin([PointState.PENDING, PointState.RUNNING])])
 
 
 @data.part
 def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
-    """Watch runs that go on, and draw the page anew when one of their points has ended."""
+    """Show the progress of live runs, and redraw the page when a point has ended."""
     states = data.states(store, run_ids=run_ids)
     if _waiting(states) != seen:
         st.rerun()
@@ -92,7 +92,7 @@ def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
 def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
     with st.container(border=True):
         run_ids = _choose_runs(store, runs)
-        planned = data.states(store, run_ids=run_ids)  # also points that have not ended can be asked for
+        planned = data.states(store, run_ids=run_ids)  # filters also offer points that have not ended
         with st.container(horizontal=True, gap="medium"):
             passes = _pick("Pass", planned, "pass", _usual_passes(planned))
             workloads = _pick("Workload", planned, "workload")
@@ -107,7 +107,7 @@ def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
 
 
 def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
-    """The runs to show: those that the address names, else the latest sweep of ours and the reported S² curve."""
+    """Ids of the runs to show; default: the runs in the address, else our latest sweep and the reported S² curve."""
     names = {row["run_id"]: f"{row['name']} · {row['created_at']:%Y-%m-%d %H:%M}" for row in runs.to_dict("records")}
     measured = runs[runs["origin"] == Origin.MEASURED]["run_id"].tolist()
     reported = runs[runs["origin"] == Origin.REPORTED]["run_id"].tolist()
@@ -125,7 +125,7 @@ def _choose_runs(store: Store, runs: pd.DataFrame) -> list[str]:
 
 
 def _latest(store: Store, runs: pd.DataFrame) -> list[str]:
-    """The newest measured run that shows growth; else the newest with results, else the newest that is under way."""
+    """Id of the newest measured run with fits; else the newest with results, else the newest."""
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
     with_results = [run for run in ours if run["ok"]]
     growing = (run for run in with_results[:LOOKED_AT] if not data.fits(store, (run["run_id"],)).empty)
@@ -134,13 +134,13 @@ def _latest(store: Store, runs: pd.DataFrame) -> list[str]:
 
 
 def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
-    """The reported runs whose memory of a whole model over three lengths shows where this project began."""
+    """Ids of reported runs with a fit of a whole model's memory: the curve from which this project started."""
     fits = data.fits(store, reported).to_dict("records")
     return sorted({fit["run_id"] for fit in fits if fit["workload"] == "model" and fit["metric"] in MEMORY})
 
 
 def _usual_passes(states: pd.DataFrame) -> list[str]:
-    """forward+backward; all passes of a run that has none such, as of decoding."""
+    """Default passes: forward+backward, and all passes of runs without it (decoding)."""
     usual: set[str] = set()
     for _, passes in states.groupby("run_id")["pass"]:
         named = set(passes.dropna())
@@ -149,7 +149,7 @@ def _usual_passes(states: pd.DataFrame) -> list[str]:
 
 
 def _curves(states: pd.DataFrame) -> list[str]:
-    """All that we measure; of what is reported those with three lengths, as single figures are no curve."""
+    """Default implementations: all measured ones, and reported ones with at least three lengths (a curve)."""
     ours: set[str] = set()
     lengths: dict[str, set[float]] = defaultdict(set)
     for point in states.to_dict("records"):
@@ -161,7 +161,7 @@ def _curves(states: pd.DataFrame) -> list[str]:
 
 
 def _pick_shapes(states: pd.DataFrame) -> tuple[str, ...]:
-    """Which sizes to show: all, but one of a sweep over three or more, whose lines would hide each other."""
+    """Shapes to show; default: all, but one of a sweep over three or more, whose lines would hide each other."""
     sweeps: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row in _records(states):
         if shape := series.shape(row):
@@ -186,7 +186,7 @@ def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | No
 
 
 def _pick_values(states: pd.DataFrame, column: str) -> tuple[str, ...]:
-    """Values of an axis of a kind's own."""
+    """Selected values of a kind-specific axis."""
     options = sorted({text for value in states[column] if (text := series.text(value))})
     label = column.removeprefix(MORE).replace("_", " ").capitalize()
     return tuple(st.pills(label, options, selection_mode="multi", help="none chosen: all"))
@@ -212,7 +212,7 @@ def _exponents(fits: pd.DataFrame, quantities: Quantities) -> None:
     if fits.empty:
         st.caption("An exponent needs three sequence lengths of one implementation; there are not that many yet.")
         return
-    with_extra = list(fits.loc[fits["metric"] == MEMORY[0]]["run_id"])  # one kind of memory a run; the table has all
+    with_extra = list(fits.loc[fits["metric"] == MEMORY[0]]["run_id"])  # one kind of memory per run; the table has all
     shown = fits.loc[~(fits["metric"].isin(MEMORY[1:]) & fits["run_id"].isin(with_extra))]
     ordered = shown.sort_values(["origin", "metric", "implementation", "run_id"])
     st.altair_chart(
@@ -221,7 +221,7 @@ def _exponents(fits: pd.DataFrame, quantities: Quantities) -> None:
 
 
 def _panels(rows: pd.DataFrame, fits: pd.DataFrame, layout: str, quantities: Quantities) -> None:
-    """A grid of charts, one a quantity; what others report beside ours, or in the same chart."""
+    """Draw a grid of charts, one per quantity, with reported results beside ours or in the same chart."""
     drawn = [quantity.name for quantity in quantities if quantity.plot in AGAINST_LENGTH]
     others = [(name,) for name in drawn if name not in MEMORY]
     origins = [None] if layout == TOGETHER else [Origin.MEASURED, Origin.REPORTED]
@@ -254,7 +254,7 @@ def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFram
 
 
 def _what(rows: pd.DataFrame) -> str:
-    """What a chart's points have in common: run, workload, pass, hardware."""
+    """Common properties of a chart's points: run, workload, pass, dtype, hardware."""
     texts = []
     for name in ("run_name", "workload", "pass", "dtype", "gpu"):
         found = sorted({value for value in rows[name] if isinstance(value, str)})
@@ -291,7 +291,7 @@ def _lengths(lengths: Sequence[Any]) -> str:
 
 
 def _unfinished(states: pd.DataFrame) -> None:
-    """Points without numbers are listed with their state; drawing them would make numbers of them."""
+    """Show a table of points without metrics; in a chart they would look like measurements."""
     missing = states.loc[states["state"].isin(NO_NUMBER)]
     if missing.empty:
         return

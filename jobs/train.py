@@ -45,7 +45,7 @@ LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.
 HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
 MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
-PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", better=Better.LOWER, role=Role.HEADLINE)
+PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
 THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
 QUANTITIES = (
     *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, *MEMORY),

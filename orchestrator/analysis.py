@@ -1,9 +1,9 @@
-"""Scaling fits: how a quantity grows with the sequence length, as the slope of a line on log-log axes.
+"""Scaling fits: growth of a quantity with the sequence length, as the slope of a line on log-log axes.
 
 The model is value = c · S^p. Least squares on log10 gives p and c; the interval of p is Student's t with n-2 degrees of
 freedom. Values are per sequence (time and memory divided by the batch), so that sweeps at a fixed number of tokens
-compare with sweeps at batch 1. A series has one run, one implementation, one shape: measured and reported figures, two
-machines or two configurations never meet in one fit.
+compare with sweeps at batch 1. A series has one run, one implementation and one shape: a fit never mixes measured and
+reported figures, machines or configurations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEASURED = ("gpu", "metric", "unit")
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:
-    """The columns of a frame whose values name a series: rows that agree in all of them are on one curve."""
+    """Columns that identify a series: rows with equal values in all of them are on one curve."""
     axes = [axis.name for axis in AXES if axis.in_series]
     return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
 
@@ -43,7 +43,7 @@ class PowerLaw:
         ci_low, ci_high: its confidence interval.
         coefficient: log10 of the value at S = 1.
         n: points fitted.
-        r2: share of the variance of log10(value) that the line explains.
+        r2: share of the variance of log10(value) explained by the line.
         lengths: the distinct lengths fitted, ascending.
     """
 
@@ -56,7 +56,7 @@ class PowerLaw:
     lengths: tuple[int, ...]
 
     def at(self, seq_len: float) -> float:
-        """The fitted value at a length."""
+        """Fitted value at a length."""
         return 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
 
 
@@ -65,8 +65,8 @@ class Fit(PowerLaw):
     """The power law of one series.
 
     Attributes:
-        series: what names it: the values of `series_columns`, None where there is none.
-        point_ids: the points fitted.
+        series: the series' values of `series_columns`; None for a missing one.
+        point_ids: ids of the points fitted.
     """
 
     series: Mapping[str, Any]
@@ -82,10 +82,11 @@ class Fit(PowerLaw):
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
-    """Fit value = c · S^p; None with fewer than three distinct lengths, which show no slope that could be wrong.
+    """Fit value = c · S^p; None with fewer than three distinct lengths, which cannot contradict a line.
 
     Raises:
-        ValueError: a length or value is not positive and finite (a failure is a state, not a zero).
+        ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
+            state, not a zero).
     """
     x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
     if len(x) != len(y):
@@ -96,7 +97,7 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
     if len(distinct) < MIN_LENGTHS:
         return None
     line: Any = stats.linregress(np.log10(x), np.log10(y))
-    if np.ptp(y) == 0:  # a constant: nothing is left to explain, and scipy gives NaN
+    if np.ptp(y) == 0:  # constant values have no variance, and scipy gives NaN
         return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), 1.0, distinct)
     half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr)
     slope = float(line.slope)
@@ -112,10 +113,10 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
 
 
 def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
-    """A fit for each series of `rows` (columns of the view v_scaling or v_metrics) that has three distinct lengths.
+    """Fits of all series in `rows` (of the view v_scaling or v_metrics) with at least three distinct lengths.
 
-    Of v_scaling, only what is declared to grow is fitted: a rate is a time turned over. Zero values (nothing allocated
-    beyond the inputs) have no logarithm; a series that holds one has no power law.
+    With v_scaling, only growing quantities are fitted: a rate is the inverse of a time. Zero values (nothing allocated
+    beyond the inputs) have no logarithm; a series that holds one is not fitted.
     """
     fitted = rows.loc[rows["seq_len"].notna()]
     if "plot" in rows:
@@ -132,7 +133,7 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Fits as a frame, a row a fit: the series' columns, then the attributes of its power law and its points."""
+    """Frame with a row per fit: the series' columns, then the attributes of its power law and its points."""
     numbers = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient", "lengths", "point_ids")
     columns = series_columns({name for fit in fits for name in fit.series})
     rows = [{**fit.series, **{name: getattr(fit, name) for name in numbers}} for fit in fits]
@@ -140,9 +141,9 @@ def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
 
 
 def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
-    """The slope between neighbouring lengths, as (the longer one, slope): where a curve bends that one fit hides.
+    """Slopes between neighbouring lengths, as (longer length, slope); they show bends that a single fit hides.
 
-    Several values at a length count with their geometric mean. Two lengths a factor 2 apart whose values have the ratio
+    Several values at one length are replaced by their geometric mean. Two lengths a factor 2 apart with values of ratio
     r give log2(r).
     """
     logs: dict[int, list[float]] = defaultdict(list)
@@ -162,5 +163,5 @@ def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:
 
 
 def _is_whole(name: str, value: Any) -> bool:
-    """Whether a frame made a float of the whole number of an axis of a kind's own."""
+    """Whether the value is a kind-specific axis' whole number that pandas turned into a float."""
     return name.startswith(MORE) and isinstance(value, float)

@@ -1,4 +1,4 @@
-"""A point's files: complete in the run's folder; their last 64 KiB in the journal and the database, for any host."""
+"""Files of a point: complete in the run's folder, their last 64 KiB in the journal and the database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(folder: Path, index: int, attempt: int, files: Mapping[str, str]) -> tu
 def _save(folder: Path, path: Path, text: str) -> ArtifactData:
     data = text.encode(errors="replace")
     (folder / path).write_bytes(data)
-    # Postgres rejects NUL in text; a process may have printed some.
+    # Postgres rejects NUL in text; captured output may contain it.
     content = data[-STORED_BYTES:].decode(errors="replace").replace("\0", "\\0")
     return ArtifactData(
         name=path.name,

@@ -1,4 +1,4 @@
-"""The database's URL and its errors. Needs no database driver, so that a dry run can check it anywhere."""
+"""Validation of the database's URL. Needs no database driver, so that a dry run can check it anywhere."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SCHEMES = ("sqlite", "postgresql", "postgresql+psycopg")
 
 
 class StoreError(UserError):
-    """The database cannot be used as asked. One line: field, value, fix."""
+    """The database cannot be used as requested; one line: field, value, fix."""
 
 
-class StoreUnavailable(StoreError):  # noqa: N818  (a state of the world, not a mistake)
-    """The database is away (unreachable, locked, shut down); the same call may succeed later."""
+class StoreUnavailable(StoreError):  # noqa: N818  (a temporary condition, not a mistake)
+    """The database is unavailable (unreachable, locked, shut down); the same call may succeed later."""
 
 
 def check_url(url: str) -> str:
-    """The URL with its driver named, if the store can open URLs of its form.
+    """The URL with its driver named, after validation.
 
     Raises:
-        StoreError: no URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
+        StoreError: not a URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
     """
     shown = hide_password(url)
     parts = _split(url)
@@ -40,8 +40,8 @@ def check_url(url: str) -> str:
 
 
 def hide_password(text: str) -> str:
-    """`text` with the passwords in its URLs replaced by ***."""
-    text = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)  # to the last @: one in the password may be unescaped
+    """The text with passwords in URLs replaced by ***."""
+    text = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)  # up to the last @: a password may hold an unescaped @
     return re.sub(r"(password=)[^&\s]+", r"\1***", text)
 
 

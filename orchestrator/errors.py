@@ -1,4 +1,4 @@
-"""The base of all errors that the user can fix."""
+"""The base class of errors that the user can fix."""
 
 
 class UserError(ValueError):

@@ -1,4 +1,4 @@
-"""The journal: a run's records, one JSON object a line, append-only, synced to disk before they go anywhere else.
+"""The journal: a run's records, one JSON object per line, append-only, synced to disk before any other use.
 
 A process that dies while writing leaves a torn last line; readers skip it, and the next writer removes it.
 """
@@ -19,11 +19,11 @@ NAME = "journal.jsonl"
 
 
 class JournalError(UserError):
-    """A journal that cannot be used. One line: field, value, fix."""
+    """The journal cannot be used; one line: field, value, fix."""
 
 
 class Journal:
-    """The journal of one run, open for appending by this process alone."""
+    """The journal of one run, locked for appending by this process."""
 
     def __init__(self, path: Path) -> None:
         """Create the journal, or open an existing one and remove its torn last line.
@@ -51,7 +51,7 @@ class Journal:
         _sync_folder(path.parent)
 
     def append(self, records: Iterable[Record]) -> None:
-        """Append records; they are on disk when this returns."""
+        """Append records and sync them to disk."""
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
         self._file.write(lines)
         self._file.flush()
@@ -68,7 +68,7 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a journal in order, without a torn last line.
+    """Records of a journal in order, without a torn last line.
 
     Raises:
         JournalError: the file cannot be read, or a line before the last is not a record.
@@ -92,12 +92,12 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 
 
 def _whole(path: Path) -> int:
-    """The bytes of the file up to the end of its last whole line."""
+    """The file's size in bytes up to the end of its last whole line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new file's name survives a power cut."""
+    """Sync a folder, so that a new file's entry survives a power cut."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -26,13 +26,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions that all points of a run share.
+    """Conditions shared by all points of a run.
 
     Attributes:
         device: the device of the points.
-        memory_bytes: most that a point may use beyond its start, enforced in the child; None: no limit.
+        memory_bytes: limit of a point's memory beyond its start, enforced in the child; None: no limit.
         threads: CPU threads of a child.
-        warm: one child serves many points, until one is not ok.
+        warm: whether one child serves many points, until one is not ok.
     """
 
     device: Device
@@ -44,7 +44,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 where it is unknown."""
+    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 if unknown."""
 
     run_id: str
     point_id: str
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ended:
-    """A point's attempt ended; `files` are its complete artifacts: name -> text."""
+    """End of a point's attempt; `files` are its complete artifacts: name -> text."""
 
     outcome: OutcomeRecord
     files: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The provenance of a result: commit, hash of the sources, hash of the spec, submission."""
+"""Provenance of a result: commit, hash of the sources, hash of the spec, submission."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SOURCES = ("nsa_core", "jobs")
 
 
 def git_state(root: Path = CHECKOUT) -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of the sources in `root`; (None, None) where they are unknown.
+    """Commit and dirty flag of the sources in `root`; (None, None) if unknown.
 
-    Ray's unpacked copy has no .git. There both come from the submitter (NSA_GIT_COMMIT, NSA_GIT_DIRTY), or from the
-    cluster's own checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
+    Ray's unpacked copy has no .git. There, both come from the submitter (NSA_GIT_COMMIT, NSA_GIT_DIRTY), or from the
+    cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
     """
     if commit := os.environ.get("NSA_GIT_COMMIT"):
         dirty = os.environ.get("NSA_GIT_DIRTY")
@@ -34,7 +34,7 @@ def git_state(root: Path = CHECKOUT) -> tuple[str | None, bool | None]:
 
 
 def code_hash(root: Path = CHECKOUT) -> str:
-    """Hash of the sources of nsa_core and jobs, which a measurement depends on; 16 hex digits."""
+    """Hash of the sources that a measurement depends on (nsa_core and jobs); 16 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):
         content = path.read_bytes()
@@ -44,7 +44,7 @@ def code_hash(root: Path = CHECKOUT) -> str:
 
 
 def code_hash_of(spec: JobSpec) -> str:
-    """`code_hash`, with the sources of the other distributions that the job's kind and implementations come from."""
+    """Hash as `code_hash`, including other distributions' sources of the job's kind and implementations."""
     own, others = code_hash(), offered_sources(spec)
     if not others:
         return own
@@ -57,13 +57,13 @@ def code_hash_of(spec: JobSpec) -> str:
 
 
 def spec_hash(spec: JobSpec) -> str:
-    """Hash of a validated spec with its defaults; 16 hex digits."""
+    """Hash of a validated spec, defaults included; 16 hex digits."""
     text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def submission_id() -> str | None:
-    """The submission id of this process's Ray job; None outside of one."""
+    """Submission id of this process's Ray job; None outside of a job."""
     try:
         config = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
         return config["metadata"]["job_submission_id"]

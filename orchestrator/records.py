@@ -1,6 +1,6 @@
-"""The journal's lines. A run is the sequence of its records; the store holds what they add up to.
+"""Records, the lines of a journal. The store holds the state that results from applying a run's records.
 
-Every record is applied idempotently: replaying a journal, whole or in part, gives the same rows.
+Applying a record is idempotent: replaying a journal, whole or in part, gives the same rows.
 Records carry plain data only, so that a store can be filled without the code that measured.
 """
 
@@ -28,7 +28,7 @@ class _Record(BaseModel):
 
 
 class RunRecord(_Record):
-    """A run begins (or is taken up again: `resumed` counts)."""
+    """Start of a run, or its resumption; `resumed` counts the latter."""
 
     type: Literal["run"] = "run"
     name: str
@@ -36,25 +36,25 @@ class RunRecord(_Record):
     spec: dict[str, Any]
     spec_hash: str
     origin: Origin = Origin.MEASURED
-    source: str | None = None  # for reported results: the file or report they come from
+    source: str | None = None  # file or report of reported results
     git_commit: str | None = None
     git_dirty: bool | None = None
-    code_hash: str | None = None  # of the sources of nsa_core and jobs
-    submission_id: str | None = None  # Ray's, when run as a Ray job
+    code_hash: str | None = None  # hash of the sources of nsa_core and jobs
+    submission_id: str | None = None  # Ray's id, if run as a Ray job
     host: str | None = None
     artifacts: str | None = None  # folder of the run's journal and artifacts, on the host that wrote it
     resumed: int = 0
-    quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds did
-    axes: tuple[Axis, ...] = ()  # that the kind declares beside those of all kinds
+    quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds declared any
+    axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
 
 
 class PointRecord(_Record):
-    """A point that the run will measure; `pending`, or `skipped` with its reason."""
+    """A planned point: `pending`, or `skipped` with its reason."""
 
     type: Literal["point"] = "point"
     point_id: str  # "<run_id>/<index>"
     index: int
-    attempt: int = 0  # that came before this plan: more than 0 where a run is taken up again
+    attempt: int = 0  # attempts before this plan: above 0 in a resumed run
     key: str
     label: str
     config: dict[str, Any]
@@ -65,7 +65,7 @@ class PointRecord(_Record):
 
 
 class StartRecord(_Record):
-    """A point was handed to a worker."""
+    """Start of an attempt: the point was handed to a worker."""
 
     type: Literal["start"] = "start"
     point_id: str
@@ -74,7 +74,7 @@ class StartRecord(_Record):
 
 
 class MetricData(BaseModel):
-    """jobs.point.Metric, as stored."""
+    """Stored form of jobs.point.Metric."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -89,7 +89,7 @@ class MetricData(BaseModel):
 
 
 class ArtifactData(BaseModel):
-    """A file of a point. `content` holds the text (its end, where `truncated`), so that it can be read anywhere."""
+    """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -101,7 +101,7 @@ class ArtifactData(BaseModel):
 
 
 class OutcomeRecord(_Record):
-    """A point's attempt ended. Metrics only with `ok`."""
+    """End of a point's attempt; only `ok` may carry metrics."""
 
     type: Literal["outcome"] = "outcome"
     point_id: str
@@ -116,7 +116,7 @@ class OutcomeRecord(_Record):
 
 
 class EventRecord(_Record):
-    """Something worth telling that is no state: a retry, a warning, a database that was away."""
+    """An event besides state changes: a retry, a warning, an unreachable database."""
 
     type: Literal["event"] = "event"
     point_id: str | None = None
@@ -125,7 +125,7 @@ class EventRecord(_Record):
 
 
 class RunEndRecord(_Record):
-    """The run ended."""
+    """End of a run."""
 
     type: Literal["run_end"] = "run_end"
     state: RunState

@@ -1,4 +1,4 @@
-"""The states of a run and of a point (a point's life: docs/architecture.md)."""
+"""States of runs and points; docs/architecture.md describes a point's life."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closing words of a run: its states, the fitted exponents, the verdict with its reasons."""
+"""Console summary of a run: its states, the fitted exponents, the verdict with its reasons."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WIDTH_OF_A_PIPE = 200
 
 
 def wide_console() -> Console:
-    """Standard output, whose tables are not squeezed into 80 columns where it is a file or a pipe."""
+    """Console on standard output, 200 columns wide if that is a file or a pipe."""
     return Console(highlight=False, width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
 
 
 def print_states(states: Counter[PointState], console: Console) -> None:
-    """How many points ended in each state."""
+    """Print the number of points by state."""
     table = _table("Points", "state", "points")
     for state in PointState:
         if states[state]:
@@ -41,7 +41,7 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
-    """What the run came to (a bench's tables, else its scaling fits) and the verdict on it, which is stored, too."""
+    """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
     from orchestrator.analysis import scaling_fits
     from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
     from orchestrator.report import bench, bench_text
@@ -63,7 +63,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
 
 
 def print_table(table: ReportTable, console: Console) -> None:
-    """A table of a report, its note under it; nothing where it has no rows."""
+    """Print a report's table with its note below; nothing if it has no rows."""
     shown = _table(table.title, *table.columns)
     for row in table.rows:
         shown.add_row(*row)
@@ -73,7 +73,7 @@ def print_table(table: ReportTable, console: Console) -> None:
 
 
 def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
-    """The headline quantities of each point, a row a point; nothing where there is none."""
+    """Print the headline quantities, a row per point; nothing if there are none."""
     names = [name for name in headline if name in set(metrics["metric"])]
     shown = metrics.loc[metrics["metric"].isin(names)]
     if shown.empty:
@@ -87,7 +87,7 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
-    """How each series grows, a row a series and metric."""
+    """Print the fitted exponents, a row per series and metric."""
     title = "Growth with sequence length S: metric ~ S^exponent"
     table = _table(title, "series", "metric", "exponent", "95 % interval", "S")
     for fit in fits:
@@ -99,7 +99,7 @@ def print_fits(fits: Sequence[Fit], console: Console) -> None:
 
 
 def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console, *, brief: bool = False) -> None:
-    """Each target's verdict, then a line a rule: result, value against bound, margin, reason.
+    """Print each target's verdict, then a line per rule: result, value against bound, margin, reason.
 
     `brief` leaves out the rules of a target that has no evidence at all.
     """

@@ -1,1 +1,1 @@
-"""Go/no-go: rules, and the verdicts that they give on stored measurements."""
+"""Go/no-go rules and their verdicts on stored measurements."""

@@ -1,4 +1,4 @@
-"""Go/no-go rules as data: YAML in, validated targets out. How they are judged: orchestrator.gates.verdicts."""
+"""Go/no-go rules as data: validated targets from YAML. orchestrator.gates.verdicts evaluates them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "b
 
 
 class GatesError(UserError):
-    """Rules that cannot be used. One line a mistake: field, value, fix."""
+    """The rules cannot be used; one line per mistake: field, value, fix."""
 
 
 class _Strict(BaseModel):
@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 
 
 class Range(_Strict):
-    """Bounds, both included."""
+    """Inclusive bounds."""
 
     at_least: int = 0
     at_most: int | None = None
@@ -41,7 +41,7 @@ Numbers = int | tuple[int, ...]
 
 
 class _Where(_Strict):
-    """Which points count; everything named must hold. Texts may be patterns ("*H100*") and lists (any of them)."""
+    """Filter of points: all given fields must match. A text may be a pattern ("*H100*"); a list matches any member."""
 
     gpu: Texts | None = None
     job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
@@ -49,7 +49,7 @@ class _Where(_Strict):
     axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
 
     def matches(self, row: Row) -> bool:
-        """Whether a row counts; its columns as in the views v_metrics and v_points."""
+        """Whether a row of the views v_metrics or v_points matches."""
         texts = {"gpu": row["gpu"], "job": row["kind"], "run_name": row["run_name"]}
         return (
             all(_counts(value, getattr(self, name)) for name, value in texts.items())
@@ -58,7 +58,7 @@ class _Where(_Strict):
         )
 
     def __str__(self) -> str:
-        """In words, for reasons."""
+        """The filter in words, for reasons."""
         given = self.model_dump(by_alias=True, exclude_none=True)
         given |= given.pop("axes")
         labels = {axis.name: axis.label for axis in AXES if axis.name == "seq_len"}
@@ -74,7 +74,7 @@ def _in_words(value: Any) -> str:
 
 if TYPE_CHECKING:
     Where = _Where
-else:  # a field for each axis of all kinds
+else:  # one field per axis of AXES
     _WANTED = {"text": Texts | None, "whole": Numbers | Range | None}
     _FIELDS = {axis.attribute: (_WANTED[axis.type], Field(None, alias=axis.name)) for axis in AXES}
     Where = create_model("Where", __base__=_Where, **_FIELDS)
@@ -83,7 +83,7 @@ _ANY = Where.model_validate({})
 
 
 class _Rule(_Strict):
-    """What every rule has. `measure` says how to get the evidence where there is none."""
+    """Fields of every rule; `measure` tells how to get missing evidence."""
 
     rule: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
@@ -103,7 +103,7 @@ class _Bounded(_Rule):
 
 
 class ExponentRule(_Bounded):
-    """The fitted exponent of every matching series; the worst one counts."""
+    """Bound on the fitted exponent of the matching series; the worst one decides."""
 
     kind: Literal["exponent"]
     metric: str
@@ -111,7 +111,7 @@ class ExponentRule(_Bounded):
 
 
 class MetricRule(_Bounded):
-    """A metric of every matching point, the worst one counts. `every`: each of them must have it."""
+    """Bound on a metric of the matching points; the worst one decides. `every`: each point must have the metric."""
 
     kind: Literal["metric"]
     metric: str
@@ -122,16 +122,16 @@ class MetricRule(_Bounded):
 
 
 class Side(_Strict):
-    """One side of a ratio. A batch is divided out of times and memory."""
+    """One side of a ratio; times and memory are per sequence (divided by the batch)."""
 
     metric: str
     where: Where = _ANY
 
 
 class RatioRule(_Bounded):
-    """numerator / denominator over points that are alike in `same`, the worst pair counts.
+    """Bound on numerator / denominator over pairs of points equal in the columns `same`; the worst pair decides.
 
-    `every`: each matching point of the numerator's run must have its pair.
+    `every`: each point of the run that the numerator matches must have a pair.
     """
 
     kind: Literal["ratio"]
@@ -150,7 +150,7 @@ class RatioRule(_Bounded):
 
 
 class StatesRule(_Rule):
-    """No matching point may be in one of these states."""
+    """Rule that no matching point is in one of the states `none_of`."""
 
     kind: Literal["states"]
     none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
@@ -162,7 +162,7 @@ Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discr
 
 
 class Target(_Strict):
-    """What is to be decided: GO only if every rule holds."""
+    """A decision: GO only if every rule holds."""
 
     name: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
@@ -182,7 +182,7 @@ class Target(_Strict):
 
 
 class Gates(_Strict):
-    """All targets."""
+    """The rules of all targets."""
 
     targets: tuple[Target, ...]
 
@@ -196,7 +196,7 @@ class Gates(_Strict):
         return self
 
     def only(self, target: str | None) -> Gates:
-        """These rules with one target left; all of them for None. Raises GatesError for an unknown one."""
+        """The rules of one target; None: all targets. Raises GatesError for an unknown target."""
         chosen = tuple(each for each in self.targets if target in (None, each.name))
         if not chosen:
             known = ", ".join(each.name for each in self.targets)
@@ -205,10 +205,11 @@ class Gates(_Strict):
 
 
 def load_gates(path: Path | None = None) -> Gates:
-    """Read and validate the rules at `path`; None: the project's own.
+    """Read and validate the rules at `path`; None: the default gates.yaml.
 
     Raises:
-        GatesError: the file is missing or no YAML, a key is unknown, a value wrong, or a plan contradicts itself.
+        GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
+            itself.
     """
     path = path or DEFAULT_GATES
     try:
@@ -226,7 +227,7 @@ def load_gates(path: Path | None = None) -> Gates:
 
 
 def _counts(value: str | float | None, wanted: Texts | Numbers | Range | None) -> bool:
-    """Whether a coordinate is what a rule wants of it; anything where the rule wants nothing."""
+    """Whether a coordinate matches the wanted values; None accepts anything."""
     match wanted:
         case None:
             return True

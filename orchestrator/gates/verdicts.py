@@ -1,7 +1,7 @@
-"""Go/no-go: rules judged on stored measurements.
+"""Evaluation of the go/no-go rules on stored measurements.
 
-A rule looks at the newest run that holds evidence for it (of the runs given, or of all), never at reported figures.
-GO: it holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
+A rule uses the newest run that holds evidence for it (among the given runs, or all), never reported figures.
+GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
-from sqlalchemy import insert
 
 from jobs.axes import more_columns
 from jobs.training_plan import TrainingPlan
@@ -32,22 +31,21 @@ from orchestrator.gates.rules import (
 from orchestrator.records import now
 from orchestrator.states import Origin, PointState, Result
 from orchestrator.store import Store, queries
-from orchestrator.store.models import Verdict
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
 
 
 @dataclass(frozen=True)
 class RuleVerdict:
-    """One rule, judged.
+    """The verdict on one rule.
 
     Attributes:
-        rule, title: its name and what it asks.
-        value, unit: the worst value found; None where nothing was.
-        comparison, bound: "<=" or ">=", and what it was held against.
-        margin: how far the value is on the good side of the bound, in the unit; negative: on the bad side.
-        reason: in words: what was found where, or what is missing and how to measure it.
-        evidence: the points that it rests on.
+        rule, title: the rule's name and title.
+        value, unit: the worst value found; None if nothing was measured.
+        comparison, bound: "<=" or ">=", and the bound.
+        margin: distance of the value to the bound, in the unit; negative if the bound is violated.
+        reason: the evidence in words, or the missing evidence and how to measure it.
+        evidence: ids of the points behind the value.
     """
 
     rule: str
@@ -71,7 +69,7 @@ class RuleVerdict:
 
 @dataclass(frozen=True)
 class TargetVerdict:
-    """A target, judged: NO-GO if one rule fails, else UNKNOWN if one lacks evidence, else GO."""
+    """The verdict on a target: NO-GO if a rule fails, else UNKNOWN if one lacks evidence, else GO."""
 
     name: str
     title: str
@@ -81,21 +79,21 @@ class TargetVerdict:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one measured run holds: a row a number, a row a point."""
+    """One measured run: a row per metric and a row per point."""
 
     run_id: str
     metrics: list[Row]
     points: list[Row]
 
     def of(self, metric: str, *filters: Where) -> list[Row]:
-        """The rows of a metric that match all filters."""
+        """Rows of a metric that match all filters."""
         rows = [row for row in self.metrics if row["metric"] == metric]
         return [row for row in rows if all(each.matches(row) for each in filters)]
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A value that may be the worst, the points that it rests on, what it is in words; of a fit its interval."""
+    """A value to compare with the bound: its points, its description, and the interval if it is a fit."""
 
     value: float
     points: list[str]
@@ -105,7 +103,7 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a run holds for a rule; `lacking`: why that is incomplete."""
+    """The evidence of a run for a rule; `lacking`: the reason that it is incomplete."""
 
     candidates: list[_Candidate]
     lacking: str = ""
@@ -113,7 +111,7 @@ class _Found:
 
 
 def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
-    """Judge every target on the measured runs (of `run_ids`, or all). Raises StoreUnavailable."""
+    """Evaluate every target on the measured runs in `run_ids` (None: all). Raises StoreUnavailable."""
     runs = _runs(store, run_ids)
     return [_target(target, runs) for target in gates.targets]
 
@@ -121,7 +119,7 @@ def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -
 def _runs(store: Store, run_ids: Sequence[str] | None) -> list[_Run]:
     """The measured runs, newest first.
 
-    A point that failed may have told no GPU; its run's GPU stands in, so that a rule about one GPU sees the failure.
+    A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
     """
     found = queries.runs(store, origin=Origin.MEASURED, limit=None)
     cards = {row["run_id"]: row["gpu"] for row in _rows(found) if run_ids is None or row["run_id"] in run_ids}
@@ -135,7 +133,7 @@ def _runs(store: Store, run_ids: Sequence[str] | None) -> list[_Run]:
 
 
 def _rows(frame: pd.DataFrame) -> list[Row]:
-    """A frame's rows with None for what is missing, so that equal shapes compare equal."""
+    """A frame's rows with None for missing values, so that equal shapes compare equal."""
     return [
         {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
         for row in frame.to_dict("records")
@@ -143,7 +141,7 @@ def _rows(frame: pd.DataFrame) -> list[Row]:
 
 
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
-    """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest."""
+    """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
     at = now()
     rows = [
         {
@@ -158,9 +156,7 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
         for target in verdicts
         for position, rule in enumerate(target.rules)
     ]
-    if rows:
-        with store.session(writes=True) as session:
-            session.execute(insert(Verdict), rows)
+    store.add_verdicts(rows)
 
 
 def _target(target: Target, runs: list[_Run]) -> TargetVerdict:
@@ -188,7 +184,7 @@ def _judge_bounded(
     runs: list[_Run],
     find: Callable[[_Run], _Found],
 ) -> RuleVerdict:
-    """The worst candidate of the newest run that has any, against the bound."""
+    """Compare the worst candidate of the newest run that has any with the bound."""
     comparison, bound = _bound(rule, plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
@@ -206,7 +202,7 @@ def _judge_bounded(
 
 
 def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> str:
-    """Why the fits do not decide: an interval that reaches past the bound; "" where none does."""
+    """The reason that the fits do not decide, an interval across the bound; "" if they do."""
     for low, high in (each.interval for each in candidates if each.interval):
         if high > bound if comparison == "<=" else low < bound:
             return f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths"
@@ -287,18 +283,18 @@ def _ratios(rule: RatioRule, run: _Run) -> _Found:
 
 
 def _alike(rule: RatioRule, row: Row) -> tuple:
-    """What both sides of a ratio must agree in; axes of a kind's own always count."""
+    """The values in which both sides of a ratio must agree: the columns `same` and all kind-specific axes."""
     return tuple(row[name] for name in (*rule.same, *more_columns(row)))
 
 
 def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:
-    """What the evidence of this run still lacks; "" where it is complete."""
+    """The missing evidence of this run; "" if it is complete."""
     if len(have) < rule.min_points:
         return f"only {len(have)} of at least {rule.min_points} points"
     if not rule.every:
         return ""
     points = [point for point in run.points if all(each.matches(point) for each in filters)]
-    # A point that failed says nothing of the value either; only what was never to be measured is left out.
+    # A failed point lacks the value, too; only skipped points, which were never to be measured, are left out.
     without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
     if not without:
         return ""
@@ -312,7 +308,7 @@ def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
     if run is None:
         return replace(verdict, reason=f"not measured: no points ({rule.where}); {rule.measure}")
     bad = [point for point in points if point["state"] in rule.none_of]
-    # Skipped points prove nothing and were not to; cancelled ones were, so they leave the question open.
+    # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
     wanted = max(len(due), rule.min_points)

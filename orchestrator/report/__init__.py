@@ -1,4 +1,4 @@
-"""Reports of stored runs: what they say (content, bench), in words (text, bench_text, table), as files (write)."""
+"""Reports of stored runs: facts (content, bench), wording (text, bench_text, table), files (write)."""
 
 from orchestrator.report.write import ReportError, report, write_report
 

@@ -1,4 +1,4 @@
-"""The facts of runs of kind `bench`: figures of the operator, of dense attention and of the best peers."""
+"""Facts of runs of kind `bench`: figures of the operator, dense attention and the best peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """Where figures are comparable: the same layout, length and batch, in the same pass."""
+    """Coordinates within which figures are comparable: layout, length, batch and pass."""
 
     layout: Layout
     seq_len: int
@@ -41,13 +41,13 @@ class Place:
     pass_: str
 
     def of(self, pass_: str) -> Place:
-        """The same in another pass."""
+        """The place with another pass."""
         return replace(self, pass_=pass_)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The best of several at a place, and whose it is."""
+    """The best value at a place, and its owner (implementation or kernel)."""
 
     value: float
     owner: str
@@ -55,15 +55,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bench:
-    """One run.
+    """One run of kind bench.
 
     Attributes:
-        name: of the run; its id where the report has several of the name.
-        states: of its points of times, by place and implementation, in the order of the run.
-        values: of its points, by place, implementation and metric.
-        routes: the kernels that ran, by place and implementation.
+        name: the run's name; its id if several runs of the report share the name.
+        states: state of each timing point, by place and implementation, in the order of the run.
+        values: measured values, by place, implementation and metric.
+        routes: the kernels of dense attention that ran, by place and implementation.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
-        alike: other runs of the report on the same card, of the same commit and nothing beyond it.
+        alike: the report's other runs with the same card and the same clean commit.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Bench:
 
     @property
     def fullest(self) -> str:
-        """The pass of its rows and charts: forward+backward, if that was measured."""
+        """The pass of the rows and charts: forward+backward if planned, else forward."""
         return fullest([place.pass_ for place, _ in self.states])
 
     def rows(self) -> Iterator[tuple[Place, str]]:
-        """A row a layout, length and NSA implementation, its pass the fullest: layouts as in the run, then lengths."""
+        """Rows (place in the fullest pass, NSA implementation), by layout as in the run, implementation, length."""
         layouts = list(dict.fromkeys(place.layout for place, _ in self.states))
         fullest = self.fullest
         rows = [row for row in self.states if row[0].pass_ == fullest and not is_dense(row[1])]
@@ -89,7 +89,7 @@ class Bench:
         return self.values.get((place, implementation, metric))
 
     def stages(self, place: Place, implementation: str) -> dict[str, float]:
-        """Milliseconds by stage; empty where none was told."""
+        """Milliseconds by stage; empty if no stages were measured."""
         return {
             metric.removeprefix(STAGE): value
             for (at, name, metric), value in self.values.items()
@@ -97,7 +97,7 @@ class Bench:
         }
 
     def dense(self, place: Place) -> Figure | None:
-        """The fastest dense attention of the run and those alike, and the kernel that it was."""
+        """The fastest dense attention of this run and the runs in `alike`, with its kernel; None if not measured."""
         found = [
             Figure(value, bench.routes.get((at, name), name))
             for bench in (self, *self.alike)
@@ -108,7 +108,7 @@ class Bench:
 
 
 def fullest(passes: Collection[str]) -> str:
-    """Of the passes of a bench, that in which most is done."""
+    """The pass with the most work: forward+backward if present, else forward."""
     return BOTH if BOTH in passes else FORWARD
 
 
@@ -117,7 +117,7 @@ def is_dense(implementation: str) -> bool:
 
 
 def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
-    """Those of the runs that are of kind bench. Raises StoreUnavailable."""
+    """The runs of kind bench among `run_ids`. Raises StoreUnavailable."""
     runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None and run["kind"] == KIND]
     if not runs:
         return []
@@ -129,13 +129,13 @@ def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
 
 
 def run_names(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What a report calls each of its runs, by id: its name, or the id where two have the same name."""
+    """Display name of each run, by id: its name, or its id if the name occurs more than once."""
     count = Counter(str(run["name"]) for run in runs)
     return {run["run_id"]: str(run["name"]) if count[str(run["name"])] == 1 else run["run_id"] for run in runs}
 
 
 def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both are known to be of one commit, without changes, on one kind of card."""
+    """Whether both runs have the same known card and the same known commit, without changes."""
     known = all(x["gpu"] and x["git_commit"] and not x["git_dirty"] for x in (run, other))
     return known and (run["gpu"], run["git_commit"]) == (other["gpu"], other["git_commit"])
 
@@ -145,7 +145,7 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
     routes: dict[tuple[Place, str], str] = {}
     for row in queries.points(store, run["run_id"]).to_dict("records"):
         at = _place(row), row["implementation"]
-        states.setdefault(at, row["state"])  # a point of stages comes after the one of times
+        states.setdefault(at, row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
             routes[at] = row["route"].get("dense", "")
     measured = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
@@ -154,7 +154,10 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
 
 
 def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Figure]:
-    """Of the card that `gpu` names, e.g. H200 and NVIDIA H200."""
+    """Smallest reported value by place and metric, of NSA implementations on the card `gpu`.
+
+    Reports may shorten a card's name: H200 matches NVIDIA H200.
+    """
     best: dict[tuple[Place, str], Figure] = {}
     known = reported.dropna(subset=["query_heads", "kv_heads", "head_dim", "batch", "seq_len", "dtype", "gpu"])
     for row in known.to_dict("records"):

@@ -1,4 +1,4 @@
-"""Runs of kind `bench` in tables: the operator beside dense attention and the best peer, its growth, its stages."""
+"""Tables of runs of kind `bench`: the operator beside dense attention and the best peer, its growth, its stages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from orchestrator.report.table import Table
 from orchestrator.states import PointState
 
 UNMEASURED = "-"
-_GROWTH_FROM = 16384  # tokens: in shorter calls what does not grow still counts
+_GROWTH_FROM = 16384  # tokens: at shorter lengths constant costs distort the slope
 
 
 def tables(benches: Sequence[Bench]) -> Iterable[Table]:
-    """For each run: the operator, its growth, and its stages a layout."""
+    """Tables of each run: the operator, its growth, its stages."""
     for bench in benches:
         of = f", {bench.name}" if len(benches) > 1 else ""
-        if any(bench.rows()):  # none of dense attention alone, which stands in the rows of others
+        if any(bench.rows()):  # a run of dense attention only has no rows; it appears in the rows of other runs
             yield _operator(bench, of)
         yield _growth(bench, of)
         yield from _stages(bench, of)
@@ -68,7 +68,7 @@ def _growth(bench: Bench, of: str) -> Table:
 
 
 def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
-    """The row of one series; None where it has too few lengths."""
+    """Table row of one series' fit; None if it has too few lengths."""
     pass_ = bench.fullest
     found = {
         place.seq_len: value / place.batch
@@ -84,7 +84,7 @@ def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> l
 
 
 def _stages(bench: Bench, of: str) -> Iterable[Table]:
-    """A table a layout, implementation and pass."""
+    """One table of stages per layout, implementation and pass."""
     staged = [(place, name) for place, name in bench.states if bench.stages(place, name)]
     for layout, pass_, name in dict.fromkeys((place.layout, place.pass_, name) for place, name in staged):
         places = [place for place, n in staged if (place.layout, place.pass_, n) == (layout, pass_, name)]
@@ -100,7 +100,7 @@ def _stages(bench: Bench, of: str) -> Iterable[Table]:
 
 
 def _stage_rows(bench: Bench, places: Sequence[Place], implementation: str) -> list[list[str]]:
-    """A row a stage, those first that take longest at the last place; then what they add up to."""
+    """One row per stage, the slowest at the last place first; then the rows of sums, gaps and calls."""
     spent = [bench.stages(place, implementation) for place in places]
     names = sorted({name for times in spent for name in times}, key=lambda name: -spent[-1].get(name, 0.0))
     calls = [bench.value(place, implementation, TIME) for place in places]
@@ -111,7 +111,7 @@ def _stage_rows(bench: Bench, places: Sequence[Place], implementation: str) -> l
 
 
 def _ms(value: float | None) -> str:
-    """Three figures, as far as milliseconds go."""
+    """Milliseconds with about three significant digits, at most three decimals."""
     if value is None:
         return UNMEASURED
     size = abs(value)
@@ -123,7 +123,7 @@ def _mib(value: float | None) -> str:
 
 
 def _or_state(value: float | None, state: str | None) -> str:
-    """Milliseconds, or what became of the point that has none."""
+    """Milliseconds, or the state of a point without them."""
     return _ms(value) if value is not None or state in (None, PointState.OK) else str(state)
 
 
@@ -137,7 +137,7 @@ def _ratios(theirs: Sequence[Figure | None], ours: Sequence[float | None]) -> st
 
 
 def _owned(figures: Sequence[Figure | None]) -> str:
-    """Values, and whose they are."""
+    """The values with their owners in brackets."""
     owners = dict.fromkeys(figure.owner for figure in figures if figure is not None)
     values = " / ".join(_ms(None if figure is None else figure.value) for figure in figures)
     return f"{values} ({', '.join(owners)})" if owners else UNMEASURED

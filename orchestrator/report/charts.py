@@ -1,6 +1,6 @@
 """Charts from data frames, shared by the dashboard and the reports.
 
-Text and grid take their colour from whoever shows the chart (Streamlit's theme, or a report's); only series and guides
+Text and grid take the colours of the theme that shows the chart (Streamlit's or a report's); only series and guides
 are coloured here. Reported results are hollow and dashed, measured ones filled and solid.
 """
 
@@ -21,24 +21,24 @@ from orchestrator.report.series import BLUE, GREY
 
 Row = dict[str, Any]
 
-# Slopes on log-log axes and what each means, by how a quantity is drawn.
+# Guide slopes on log-log axes and their labels, by kind of plot.
 _GUIDES = {
     Plot.GROWTH: ((1.0, "~ S"), (2.0, "~ S²")),
     Plot.RATE: ((0.0, "linear"), (-1.0, "S²")),
-    Plot.STEP_RATE: ((0.0, "constant"), (-1.0, "~ 1/S")),  # of decoding: a step makes as many tokens at every S
+    Plot.STEP_RATE: ((0.0, "constant"), (-1.0, "~ 1/S")),  # decoding: a step makes the same number of tokens at every S
 }
 
 
 def scaling_chart(
     rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity, *, height: int = 340
 ) -> alt.LayerChart:
-    """A quantity per sequence against sequence length, log-log: points with intervals, fitted lines, guide slopes.
+    """Log-log chart of a quantity per sequence against sequence length: points, intervals, fitted lines, guide slopes.
 
     Args:
         rows: rows of `v_scaling`; other metrics are left out.
         fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
-        quantity: one that is declared to be drawn against S.
-        height: of the plot, in pixels.
+        quantity: the quantity to draw against S.
+        height: height of the plot, in pixels.
 
     Raises:
         ValueError: no row has this metric (and a positive length and value).
@@ -70,7 +70,7 @@ def scaling_chart(
 def exponent_chart(
     fits: Sequence[Fit] | pd.DataFrame, quantities: Quantities, *, row_height: int = 30
 ) -> alt.LayerChart:
-    """Each fitted exponent with its 95 % interval, beside the lines of linear (1) and quadratic (2) growth.
+    """Chart of fitted exponents with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth.
 
     Raises:
         ValueError: there is no fit.
@@ -82,7 +82,7 @@ def exponent_chart(
     frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
     frame["series"] = [names[series.key(row)] for row in rows]
     frame["color"] = [series.color(row["implementation"]) for row in rows]
-    # An interval of few points can be wider than any plot: the axis follows the exponents, and the interval is cut.
+    # Intervals of few points can be very wide: the axis follows the exponents, and the intervals are clipped.
     domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
     title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
     x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
@@ -106,7 +106,7 @@ def exponent_chart(
 
 
 def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
-    """Every timed repeat in the order taken: drift, outliers and warm-up show at once."""
+    """Chart of all timed repeats in order, to show drift, outliers and warm-up."""
     frame = pd.DataFrame({"repeat": range(1, len(samples) + 1), "value": list(samples)})
     return (
         alt.Chart(frame)
@@ -126,7 +126,7 @@ def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> 
 
 
 def length_label(length: float) -> str:
-    """A sequence length as people say it: 512, 1K, 64K, 1M; others in full."""
+    """A sequence length in short: 512, 1K, 64K, 1M; others in full."""
     length = int(length)
     for size, suffix in ((2**20, "M"), (2**10, "K")):
         if length >= size and length % (size // 2) == 0:
@@ -135,21 +135,21 @@ def length_label(length: float) -> str:
 
 
 def _points(rows: pd.DataFrame, metric: str) -> list[Row]:
-    """The rows of `metric` that a log axis can show, with `y`, `low`, `high` per sequence and their series' key."""
+    """Rows of `metric` with positive length and value, plus `y`, `low`, `high` per sequence and their series' key."""
     points = []
     for row in rows.to_dict("records"):
         if row["metric"] != metric or not (row["seq_len"] > 0 and row["per_sequence"] > 0):
             continue
         share = row["per_sequence"] / row["value"]
         bounds = (row["ci_low"], row["ci_high"])
-        low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: none was taken
+        low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
         shown = {"y": row["per_sequence"], "low": low, "high": high, "length": length_label(row["seq_len"])}
         points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})
     return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
 
 
 def _fits(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
-    """Fits as plain rows: what names their series, and their numbers."""
+    """The fits as plain rows, with the columns of `fits_frame`."""
     frame = fits if isinstance(fits, pd.DataFrame) else fits_frame(fits)
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
@@ -170,7 +170,7 @@ def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
 
 
 def _name(points: list[Row], lines: list[Row]) -> None:
-    """Give points and lines the name that the legend shows: what tells the series from the others, its exponent."""
+    """Set the legend name of points and lines: the label of the series and its exponent."""
     names = series.labels(points, Quantities())
     exponents = {line["key"]: f"  ~ S^{line['exponent']:.2f}" for line in lines}
     for row in (*points, *lines):
@@ -236,7 +236,7 @@ def _decimal_ticks(low: float, high: float) -> list[float]:
 
 
 def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Lines of the quantity's guide slopes, from beside the first point outwards, so that they cover no series."""
+    """Lines and labels of the quantity's guide slopes, starting beside the first point so that they cover no series."""
     lengths, values = [point["seq_len"] for point in points], [point["y"] for point in points]
     first, last = min(lengths), max(lengths)
     if first == last:
@@ -258,7 +258,7 @@ def _guides_of(quantity: Quantity) -> tuple[tuple[float, str], ...]:
 
 
 def _anchor(points: list[Row], quantity: Quantity) -> float:
-    """Where the guides begin, at the shortest length: below what grows, above what falls."""
+    """Start value of the guides at the shortest length: below the points if they grow, above if they fall."""
     first = min(point["seq_len"] for point in points)
     start = [point["y"] for point in points if point["seq_len"] == first]
     grows = _guides_of(quantity)[-1][0] > 0
@@ -266,7 +266,7 @@ def _anchor(points: list[Row], quantity: Quantity) -> float:
 
 
 def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
-    """How far (as a factor of the length) a line of `slope` from `anchor` stays inside the plot."""
+    """Factor of the length up to which a line of `slope` from `anchor` stays inside the plot."""
     if slope == 0:
         return ratio
     edge = high if slope > 0 else low
@@ -274,7 +274,7 @@ def _within(anchor: float, slope: float, ratio: float, low: float, high: float) 
 
 
 def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """Fitted lines (dashed where reported); a thin line through the points of a series without a fit."""
+    """Fitted lines (dashed if reported), and thin lines through the points of series without a fit."""
     fitted = {line["key"] for line in lines}
     drawn: list[tuple[list[Row], dict[str, Any]]] = [
         ([line for line in lines if line["origin"] != "reported"], {"strokeWidth": 2.5}),
@@ -289,7 +289,7 @@ def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: a
 
 
 def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """The points: measured ones are filled circles, reported ones hollow diamonds."""
+    """Point marks: filled circles for measured points, hollow diamonds for reported ones."""
     numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
     texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
     texts |= {
@@ -317,7 +317,7 @@ def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt
 
 
 def _at(axis: Any, field: str) -> Any:
-    """The same axis for another field."""
+    """A copy of the axis for another field."""
     other = axis.copy()
     other.shorthand = field
     return other

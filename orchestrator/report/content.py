@@ -1,4 +1,4 @@
-"""What a report says, gathered from the store before it is put into words."""
+"""Facts of a report, gathered from the store."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from orchestrator.settings import load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
-# What a figure beside ours must agree in; its dtype may be untold, and its device is another's.
+# Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid")
 
 
 @dataclass(frozen=True)
 class Content:
-    """A report's facts.
+    """Facts of a report.
 
     Attributes:
-        runs: the rows of `queries.run`, as asked for.
+        runs: the rows of `queries.run`, in the order requested.
         points: every point of these runs with its state and reason.
-        quantities: what the runs declare of their metrics.
-        scaling: their headline rows of v_scaling; of a bench those of its fullest pass alone, which are for the charts.
+        quantities: the quantities that the runs declare.
+        scaling: their headline rows of v_scaling, for the charts; only the fullest pass of a bench.
         metrics: their rows of v_metrics.
         fits: the fitted exponents of these rows.
-        peers: reported rows beside each of our rows of the same shape, depth, batch, dtype, length, pass and metric;
-            not of a bench.
-        environments: the distinct environments of the points, as flat text pairs, without what names one machine:
-            reports are passed on.
-        verdicts: the go/no-go rules, judged on these runs.
-        benches: the runs of kind bench, which have tables of their own.
+        peers: our rows joined with reported rows of the same shape, depth, batch, dtype, length, pass and metric;
+            without benches.
+        environments: the distinct environments of the points, as flat text pairs, without host and GPU ids, because
+            reports are shared.
+        verdicts: the go/no-go verdicts on these runs.
+        benches: the runs of kind bench, which have separate tables.
     """
 
     runs: list[dict[str, Any]]
@@ -55,17 +55,17 @@ class Content:
 
     @property
     def general(self) -> list[str]:
-        """Ids of the runs that are shown in the tables for all kinds."""
+        """Ids of the runs in the general tables (all kinds but bench)."""
         return [run["run_id"] for run in self.runs if run["kind"] != bench.KIND]
 
     @property
     def results(self) -> pd.DataFrame:
-        """The headline rows of `metrics` of the runs in the tables for all kinds."""
+        """Headline rows of `metrics` of the runs in `general`."""
         rows = self.of_role(Role.HEADLINE)
         return rows.loc[rows["run_id"].isin(self.general)]
 
     def of_role(self, role: Role) -> pd.DataFrame:
-        """The rows of `metrics` whose quantities have this role."""
+        """Rows of `metrics` whose quantities have this role."""
         names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
         return self.metrics.loc[self.metrics["metric"].isin(names)]
 
@@ -75,7 +75,7 @@ class Content:
 
     @property
     def run_names(self) -> dict[str, str]:
-        """What rows call each run, by id."""
+        """Display name of each run, by id."""
         return bench.run_names(self.runs)
 
 
@@ -106,9 +106,9 @@ def collect(store: Store, run_ids: Sequence[str]) -> Content:
 
 
 def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame:
-    """Our measured rows with every reported row of the same shape, depth, batch and (where it is told) dtype.
+    """Our measured rows joined with every reported row of the same shape, depth, batch and (if reported) dtype.
 
-    Dense attention stands beside dense only.
+    Our dense attention is joined with reported dense attention only.
     """
     ours = scaling[scaling["origin"] == Origin.MEASURED]
     columns = [*_SAME, "implementation", "dtype", "gpu", "unit", "value"]
@@ -123,7 +123,7 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
 
 
 def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:
-    """The environments that occurred, of the first point of each run: clocks and temperatures differ by point."""
+    """Distinct environments of the first ok point of each run; clocks and temperatures differ by point."""
     ended = points[points["state"] == "ok"].groupby("run_id", sort=False).head(1)
     found = []
     for point_id in ended["point_id"]:

@@ -1,6 +1,7 @@
-"""Series of a chart: which rows belong together, what tells them apart, and which colour each has. Pure Python.
+"""Series of a chart: their keys, distinguishing labels and colours. Pure Python.
 
-The palette begins with Okabe and Ito's, which colour-blind readers can tell apart; a bench has more series than that.
+The palette begins with the colour-blind-safe one of Okabe and Ito; three colours are added for benches, which have more
+series.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ IMPLEMENTATION_COLORS = {
     "nsa-vibe": ORANGE,
 }
 
-# What tells series apart, most telling first; then the axes of a kind's own.
+# Coordinates that distinguish series, most telling first; kind-specific axes follow.
 _TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")
 
 
 def key(row: Row) -> str:
-    """The identity of a row's series; 12 and 12.0 are the same, None and NaN too."""
+    """Key of a row's series; 12 equals 12.0, None equals NaN."""
     return "|".join(text(row.get(name)) for name in series_columns(row) if name not in ("run_name", "source", "unit"))
 
 
 def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
-    """A name for each series (by key): its implementation and, where that is shared, what tells it apart."""
+    """Name of each series, by key: its implementation and, if that is shared, distinguishing coordinates."""
     series = {key(row): row for row in rows}
     mixed = len({row["origin"] for row in rows}) > 1
     names = {
@@ -54,19 +55,19 @@ def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
 
 
 def shape(row: Row) -> str:
-    """The size of what ran: layers, query/kv heads, head dimension, as far as they are known."""
+    """Layers, query/kv heads and head dimension in one text, as far as they are known."""
     layers, heads, groups, dim = (text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
     parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
     return " ".join(filter(None, parts))
 
 
 def color(implementation: object) -> str:
-    """The colour that an implementation has in every chart; grey for those without one."""
+    """The fixed colour of an implementation in every chart; grey if it has none."""
     return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0].rstrip(","), GREY)
 
 
 def colors(implementations: Sequence[object]) -> list[str]:
-    """A colour a series: an implementation's first series has its own colour, the others share out what is left."""
+    """One colour per series: an implementation's first series gets its fixed colour, others cycle through the rest."""
     owners = {own: place for place, name in reversed(list(enumerate(implementations))) if (own := color(name)) != GREY}
     spare = [candidate for candidate in PALETTE if candidate not in owners] or list(PALETTE)
     places = {place: own for own, place in owners.items()}
@@ -75,7 +76,7 @@ def colors(implementations: Sequence[object]) -> list[str]:
 
 
 def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:
-    """Shared names with the additions, if that tells any of them apart."""
+    """The names, shared ones extended by their additions if that distinguishes any of them."""
     shared = Counter(names.values())
     longer = {
         one: f"{name} · {additions[one]}" if shared[name] > 1 and additions[one] else name
@@ -93,7 +94,7 @@ def _coordinate(row: Row, name: str, quantities: Quantities) -> str:
 
 
 def text(value: Any) -> str:
-    """A coordinate in words: 12.0 is 12, and there is no word for none."""
+    """A coordinate as text: 12.0 gives 12, None and NaN give ""."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,4 +1,4 @@
-"""Tables of a report and their cells, as Markdown and as HTML."""
+"""Tables of a report and their cells in Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.axes import MORE, more_columns
 
 @dataclass(frozen=True)
 class Table:
-    """A heading, what to know about the rows, the rows."""
+    """A table with its heading and a note on its rows."""
 
     title: str
     note: str
@@ -22,7 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """The rows under their columns."""
+        """Columns and rows as Markdown, without title and note."""
 
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(map(_cell, cells)) + " |"
@@ -30,7 +30,7 @@ class Table:
         return "\n".join([line(self.columns), line(["---"] * len(self.columns)), *(line(row) for row in self.rows)])
 
     def html(self) -> str:
-        """The rows under their columns."""
+        """Columns and rows as HTML, without title and note."""
         head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
         lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
@@ -38,7 +38,7 @@ class Table:
 
 
 def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
-    """Heads as "12/2 d64", with the layers of a model; empty where they are not known."""
+    """Heads as "12/2 d64", with a model's layers; empty if the heads are unknown."""
     if missing(query_heads) or missing(kv_heads):
         return ""
     heads = f"{whole(query_heads)}/{whole(kv_heads)}" + ("" if missing(head_dim) else f" d{whole(head_dim)}")
@@ -46,7 +46,7 @@ def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | N
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
-    """The shape of a row or a fit's series, with the axes of its kind's own."""
+    """The shape of a row or a fit's series, with its kind-specific axes."""
     sizes = [row.get(name) for name in ("query_heads", "kv_heads", "head_dim", "layers")]
     more = [f"{name.removeprefix(MORE)} {_plain(row[name])}" for name in more_columns(row) if not _none(row[name])]
     return ", ".join(filter(None, (shape(*sizes), *more)))
@@ -61,17 +61,17 @@ def _plain(value: Any) -> str:
 
 
 def whole(value: float | None) -> str:
-    """A whole number; empty where there is none."""
+    """A whole number with thousands separators; empty for None and NaN."""
     return "" if value is None or math.isnan(value) else f"{int(value):,}"
 
 
 def missing(value: float | None) -> bool:
-    """Whether a frame has no number there."""
+    """Whether a frame's value is None or NaN."""
     return value is None or math.isnan(value)
 
 
 def _cell(text: str) -> str:
-    """Text that a Markdown table shows as it is, whatever a run or a failure is called; backticks still mark code."""
+    """The text escaped for a cell of a Markdown table; backticks still mark code."""
     pieces = text.replace("\n", " ").split("`")
     shown = [
         piece if place % 2 else re.sub(r"([\\*]|<(?=[A-Za-z/!?])|\](?=\())", r"\\\1", piece)

@@ -1,4 +1,4 @@
-"""A report's facts in words and tables: Markdown, and the same as one HTML file."""
+"""Text and tables of a report, as Markdown or as one HTML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orchestrator.states import PointState
 
 
 def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
-    """The report in Markdown; `charts`: quantities and the image files that show them."""
+    """The report in Markdown; `charts`: image file of each drawn quantity."""
     parts = [f"# {_title(content)}", *(f"![{_chart_title(quantity)}]({file})" for quantity, file in charts.items())]
     for table in _tables(content):
         parts.append(f"## {table.title}")
@@ -29,7 +29,7 @@ def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
 
 
 def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
-    """The report as one HTML file that needs nothing else; `charts`: quantities and their SVG texts."""
+    """The report as one self-contained HTML file; `charts`: SVG text of each drawn quantity."""
     parts = [f"<h1>{html.escape(_title(content))}</h1>"]
     for quantity, svg in charts.items():
         parts.append(f"<figure><figcaption>{html.escape(_chart_title(quantity))}</figcaption>{svg}</figure>")
@@ -43,7 +43,7 @@ def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
 
 
 def _chart_title(quantity: Quantity) -> str:
-    return f"{quantity.title}, per sequence"
+    return f"{quantity.title} per sequence"
 
 
 def _title(content: Content) -> str:
@@ -172,7 +172,7 @@ def _measured(content: Content) -> Table:
 
 
 def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table]:
-    """A row a point, a column a quantity; no table without one."""
+    """A table with a row per point and a column per quantity; none without metrics."""
     if metrics.empty:
         return
     units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
@@ -234,7 +234,7 @@ def _failures(points: pd.DataFrame, names: Mapping[str, str]) -> Table:
 
 
 def _methods(content: Content) -> Table:
-    """How each metric was taken; methods that differ in their numbers alone, and those of all stages, stand once."""
+    """Table of measurement methods; methods that differ only in numbers share a row, and so do all stages."""
     metrics = content.metrics
     named = metrics.loc[metrics["method"] != "", ["metric", "unit", "method"]].drop_duplicates().sort_values("metric")
     alike: dict[tuple[str, str, str, str], list[str]] = {}

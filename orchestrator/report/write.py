@@ -1,4 +1,4 @@
-"""A report as a file: Markdown with charts beside it, HTML in one file, CSV, JSON. Reads and writes files only."""
+"""Report files: Markdown with charts beside it, HTML in one file, CSV, JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Format = Literal["md", "html", "csv", "json"]
 
 
 class ReportError(UserError):
-    """A report that cannot be written: field, value, fix."""
+    """The report cannot be written; the message names field, value and fix."""
 
 
 def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
-    """The report as text; charts only in HTML, where they are part of it.
+    """The report as text; only HTML includes charts.
 
     Raises:
-        ReportError: an unknown format, or no runs.
+        ReportError: the format is unknown, or there are no runs.
     """
     if format in ("csv", "json"):
         return _exported(store, _some(run_ids), format)
@@ -39,10 +39,10 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
 
 
 def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
-    """Write the report to `path`, its suffix says how; beside Markdown a PNG a chart. The files written.
+    """Write the report to `path` in the format of its suffix; Markdown gets a PNG file per chart. Returns the files.
 
     Raises:
-        ReportError: an unknown suffix, no runs, or a file that cannot be written.
+        ReportError: the suffix is unknown, there are no runs, or a file cannot be written.
     """
     suffix = path.suffix.removeprefix(".")
     if suffix not in ("md", "html", "csv", "json"):
@@ -78,7 +78,7 @@ def _some(run_ids: Sequence[str]) -> Sequence[str]:
 
 
 def _charts(content: Content) -> dict[Quantity, Any]:
-    """The charts of what grows with S that the rows can fill. Altair is needed only from here on."""
+    """Charts of the growing quantities that have rows to draw. Imports Altair only here."""
     from orchestrator.report.charts import scaling_chart
 
     drawable = content.scaling.loc[content.scaling["per_sequence"] > 0]

@@ -1,4 +1,4 @@
-"""Connections: SQLite set up for one writer beside many readers, Postgres as it comes, both optionally read-only."""
+"""Database connections, optionally read-only: SQLite set up for one writer and many readers, or Postgres."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def parse(url: str) -> URL:
 
 
 def shown(url: URL) -> str:
-    """The URL as messages show it: without its password."""
+    """The URL without its password, for messages."""
     return hide_password(url.render_as_string(hide_password=True))
 
 
 def make_engine(url: URL, *, readonly: bool = False) -> Engine:
-    """An engine for `url`; connects to nothing yet."""
+    """An engine for `url`, not connected yet."""
     if url.get_backend_name() == "sqlite":
         return _sqlite(url, readonly)
     options = {"postgresql_readonly": True} if readonly else {}
@@ -52,7 +52,7 @@ def _sqlite(url: URL, readonly: bool) -> Engine:
         connection.execute("PRAGMA foreign_keys = ON")
         if not readonly:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")  # the journal file is what survives a power cut
+            connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose commits; the journal keeps them
         return connection
 
     engine = create_engine(url, creator=connect)
@@ -68,7 +68,7 @@ def _sqlite(url: URL, readonly: bool) -> Engine:
 
 @contextmanager
 def errors(url: URL) -> Iterator[None]:
-    """Database errors as StoreError, those that may pass as StoreUnavailable; one line, without passwords."""
+    """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
     try:
         yield
     except DBAPIError as err:

@@ -1,4 +1,4 @@
-"""The store's results as files for other programs: one metric a row (CSV), or nested by run and point (JSON)."""
+"""Export of stored results for other programs: CSV with one metric per row, or JSON nested by run and point."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from orchestrator.store.store import Store
 
 
 class ExportError(UserError):
-    """A file that cannot be written: its name and what to do."""
+    """The file cannot be written; the message names it and the fix."""
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written."""
+    """The file written, and its numbers of runs and points."""
 
     path: Path
     runs: int
@@ -32,10 +32,10 @@ class ExportSummary:
 
 
 def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
-    """Write the runs to `path`; its suffix (.csv, .json) says how.
+    """Write the runs to `path` in the format of its suffix (.csv or .json).
 
     Raises:
-        ExportError: another suffix, or the file cannot be written.
+        ExportError: the suffix is unknown, or the file cannot be written.
     """
     if path.suffix not in (".csv", ".json"):
         raise ExportError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
@@ -49,7 +49,7 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
-    """One row a metric; a point without numbers (it failed, say) is one row with its state and an empty metric."""
+    """CSV with one row per metric; a point without metrics (a failed one) has one row with its state and no metric."""
     points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "heartbeat_at"])
     values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
@@ -59,7 +59,7 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
 
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:
-    """Everything but the artifacts' texts: runs with their specs, points with configuration, environment, samples."""
+    """JSON list of runs: specs, events, points with configuration, environment and samples; without files."""
     return json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=_jsonable) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Results made elsewhere into the store: journals of our own runs, tables that others report."""
+"""Import of results made elsewhere: journals of our own runs, and tables of reported results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from orchestrator.store.store import Store
 
 
 class ImportFileError(UserError):
-    """A file that cannot be imported: its name, what is wrong with it, what to do."""
+    """The file cannot be imported; the message names it, the mistake and the fix."""
 
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """What one file brought. `unchanged`: everything was stored before."""
+    """Counts of one imported file; `unchanged`: everything was stored before."""
 
     path: Path
     origin: str
@@ -38,11 +38,11 @@ class ImportSummary:
 
 
 def import_file(store: Store, path: Path) -> ImportSummary:
-    """Store the journal (.jsonl) or reported table (.csv) at `path`; doing so again doubles nothing.
+    """Store the journal (.jsonl) or reported table (.csv) at `path`; importing it again adds no duplicates.
 
     Raises:
         UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong.
-        StoreUnavailable: the database is away.
+        StoreUnavailable: the database cannot be reached.
     """
     if path.suffix == ".jsonl":
         return _import_journal(store, path)
@@ -84,7 +84,7 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
 
 
 def _replace(session: Session, run: ReportedRun, records: list[Record]) -> bool:
-    """Store a reported run in the place of an older version of itself; whether anything was to do."""
+    """Store a reported run, replacing an older version of it. Returns whether anything changed."""
     stored = session.get(Run, run.run_id)
     head = records[0]
     assert isinstance(head, RunRecord)

@@ -1,4 +1,4 @@
-"""The tables. What each column means, and the views over them: docs/database.md."""
+"""The tables. docs/database.md describes each column and the views."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Run(Base):
     source: Mapped[str | None] = mapped_column(Text)
     state: Mapped[RunState]
     reason: Mapped[str | None] = mapped_column(Text)
-    state_at: Mapped[datetime]  # of the record that set `state`; older records do not undo it
+    state_at: Mapped[datetime]  # time of the record that set `state`; older records do not change it
     spec: Mapped[dict[str, Any]]
     spec_hash: Mapped[str] = mapped_column(String(64))
     git_commit: Mapped[str | None] = mapped_column(String(64))
@@ -78,13 +78,13 @@ class Run(Base):
     host: Mapped[str | None] = mapped_column(Text)
     artifacts: Mapped[str | None] = mapped_column(Text)
     resumed: Mapped[int]
-    axes: Mapped[list[Any] | None]  # declared by the run's kind: jobs.axes.Axis
+    axes: Mapped[list[Any] | None]  # jobs.axes.Axis, as the run's kind declares them
     created_at: Mapped[datetime] = mapped_column(index=True)
     ended_at: Mapped[datetime | None]
 
 
 class Environment(Base):
-    """What a point ran in. Equal environments share a row: `id` is the hash of the content."""
+    """The environment of a point. Equal environments share a row: `id` is the hash of the content."""
 
     __tablename__ = "environment"
 
@@ -94,14 +94,14 @@ class Environment(Base):
 
 
 class Point(Base):
-    """One measurement of a run: where it stands, what it measures, how it went."""
+    """One measurement of a run: its place, configuration, state and progress."""
 
     __tablename__ = "point"
     __table_args__ = (UniqueConstraint("run_id", "number"), UniqueConstraint("id", "state"))
 
     id: Mapped[str] = mapped_column(String(240), primary_key=True)
     run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
-    number: Mapped[int]  # its place in the run, from 0
+    number: Mapped[int]  # position in the run, from 0
     key: Mapped[str] = mapped_column(String(64), index=True)
     label: Mapped[str] = mapped_column(Text)
     config: Mapped[dict[str, Any]]
@@ -110,7 +110,7 @@ class Point(Base):
     state: Mapped[PointState] = mapped_column(index=True)
     reason: Mapped[str | None] = mapped_column(Text)
     state_at: Mapped[datetime]
-    attempt: Mapped[int]  # 0 until it is handed out
+    attempt: Mapped[int]  # 0 before the first start
     node: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
@@ -119,7 +119,7 @@ class Point(Base):
     done: Mapped[int | None] = mapped_column(BigInteger)
     total: Mapped[int | None] = mapped_column(BigInteger)
 
-    more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind declares
+    more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
 
     route: Mapped[dict[str, Any]]
     environment_id: Mapped[str | None] = mapped_column(ForeignKey("environment.id"))
@@ -135,8 +135,8 @@ class DeclaredQuantity(Base):
     __tablename__ = "quantity"
 
     run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
-    name: Mapped[str] = mapped_column(String(80), primary_key=True)  # "stage_*" declares all that begin with "stage_"
-    position: Mapped[int]  # its place among the run's quantities, from 0
+    name: Mapped[str] = mapped_column(String(80), primary_key=True)  # "stage_*" declares all with the prefix "stage_"
+    position: Mapped[int]  # position among the run's quantities, from 0
     unit: Mapped[str] = mapped_column(String(20))
     title: Mapped[str] = mapped_column(Text)
     short: Mapped[str] = mapped_column(Text)
@@ -146,10 +146,10 @@ class DeclaredQuantity(Base):
 
 
 class Metric(Base):
-    """One number of a point that ended well.
+    """One metric of a point that ended `ok`.
 
-    `point_state` is always "ok" and part of the foreign key: the database refuses a number on a point in any other
-    state, and refuses to take a point out of "ok" while it has numbers.
+    `point_state` is always "ok" and part of the foreign key: the database rejects metrics for a point in any other
+    state, and rejects moving a point out of "ok" while it has metrics.
     """
 
     __tablename__ = "metric"
@@ -174,7 +174,7 @@ class Metric(Base):
 
 
 class Artifact(Base):
-    """A file of one attempt at a point; the attempts before stay readable (the stacks of a hang that was retried)."""
+    """A file of one attempt at a point; earlier attempts keep theirs (e.g. the stacks of a hang before its retry)."""
 
     __tablename__ = "artifact"
     __table_args__ = (UniqueConstraint("point_id", "attempt", "name"),)
@@ -191,7 +191,7 @@ class Artifact(Base):
 
 
 class Event(Base):
-    """Something that happened in a run. `id` is the hash of the content, so that telling it twice stores it once."""
+    """An event in a run. `id` is the hash of the content, so a repeated event is stored once."""
 
     __tablename__ = "event"
 
@@ -204,7 +204,7 @@ class Event(Base):
 
 
 class Verdict(Base):
-    """One rule's verdict in one evaluation of one target (`run_id` None: judged on the whole store)."""
+    """One rule's verdict in one evaluation of a target; `run_id` None: evaluated on the whole store."""
 
     __tablename__ = "verdict"
     __table_args__ = (Index(None, "target", "evaluated_at"),)
@@ -215,7 +215,7 @@ class Verdict(Base):
     target: Mapped[str] = mapped_column(String(80))
     target_title: Mapped[str] = mapped_column(Text)
     target_result: Mapped[Result]
-    position: Mapped[int]  # the rule's place within its target
+    position: Mapped[int]  # the rule's position within its target
     rule: Mapped[str] = mapped_column(String(80))
     title: Mapped[str] = mapped_column(Text)
     result: Mapped[Result]
@@ -223,6 +223,6 @@ class Verdict(Base):
     comparison: Mapped[str | None] = mapped_column(String(2))  # "<=" or ">="
     bound: Mapped[float | None]
     unit: Mapped[str] = mapped_column(String(20))
-    margin: Mapped[float | None]  # how far the value is on the good side of the bound, in the unit
+    margin: Mapped[float | None]  # distance to the bound, in the unit; negative: violated
     reason: Mapped[str] = mapped_column(Text)
     evidence: Mapped[list[Any]]  # point ids

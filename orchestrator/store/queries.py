@@ -1,7 +1,7 @@
-"""Reads for the dashboard, the reports and the gates: pandas frames and plain dictionaries, never a write.
+"""Read-only queries for the dashboard, the reports and the gates; they return pandas frames and plain dictionaries.
 
-Times are aware, in UTC. Columns that may lack a number are floats with NaN, so that a frame looks the same whatever
-rows it holds. States, origins and results are their plain text.
+Times are timezone-aware, in UTC. Numeric columns with missing values are floats with NaN; an empty frame has the same
+columns. States, origins and results are plain strings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def runs(
     text: str | None = None,
     limit: int | None = 200,
 ) -> pd.DataFrame:
-    """The runs, newest first, with how many of their points are where; `text` searches id, name, source and host."""
+    """The runs, newest first, with point counts by state; `text` searches id, name, source and host."""
     query = _runs()
     if kind is not None:
         query = query.where(Run.kind == kind)
@@ -50,13 +50,13 @@ def runs(
 
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
-    """One run: the columns of `runs`, its spec and its provenance; None where there is no such run."""
+    """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts)
     return _one(store, _runs().add_columns(*more).where(Run.id == run_id))
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
-    """The points of a run in their order: state, reason, progress, axes and the route that really ran."""
+    """The points of a run, by number: state, reason, progress, axes and the route taken."""
     query = (
         select(v_points, Point.route)
         .join(Point, Point.id == v_points.c.point_id)
@@ -67,7 +67,7 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
 
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
-    """One point: the columns of `points`, its config and its environment (a dict, empty where none was noted)."""
+    """One point: the columns of `points`, its config, environment ({} if not recorded); None if the id is unknown."""
     query = (
         select(v_points, Point.route, Point.config, Environment.content.label("environment"))
         .join(Point, Point.id == v_points.c.point_id)
@@ -79,7 +79,7 @@ def point(store: Store, point_id: str) -> dict[str, Any] | None:
 
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
-    """The numbers of a point, with every sample and how they were taken."""
+    """The metrics of a point, with all samples and the method of measurement."""
     columns = (
         Metric.name,
         Metric.unit,
@@ -95,7 +95,7 @@ def metrics(store: Store, point_id: str) -> pd.DataFrame:
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:
-    """The files of a point, those of its latest attempt first, with their text where it was kept."""
+    """The files of a point, latest attempt first, with their text if it is stored."""
     columns = (
         Artifact.name,
         Artifact.attempt,
@@ -110,15 +110,15 @@ def artifacts(store: Store, point_id: str) -> pd.DataFrame:
 
 
 def events(store: Store, run_id: str) -> pd.DataFrame:
-    """What happened in a run besides states, in order."""
+    """The events of a run, by time."""
     columns = (Event.at, Event.level, Event.message, Event.point_id)
     return _frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
 
 
 def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
-    """Time, throughput and memory against S: one row per ok point and metric, the columns of the view v_scaling.
+    """Rows of the view v_scaling: time, throughput and memory against S, one row per ok point and metric.
 
-    Measured and reported rows come together, told apart by `origin`, unless one is asked for.
+    Includes measured and reported rows (column `origin`) unless `origin` selects one.
     """
     query = select(v_scaling)
     if run_ids is not None:
@@ -132,7 +132,7 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
 def measurements(
     store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None
 ) -> pd.DataFrame:
-    """Every number of every ok point, the columns of the view v_metrics."""
+    """Rows of the view v_metrics: all metrics of the ok points."""
     query = select(v_metrics)
     if run_ids is not None:
         query = query.where(v_metrics.c.run_id.in_(run_ids))
@@ -142,7 +142,7 @@ def measurements(
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
-    """Every point's state and reason over several runs, the columns of the view v_points."""
+    """Rows of the view v_points: state and reason of every point."""
     query = select(v_points)
     if run_ids is not None:
         query = query.where(v_points.c.run_id.in_(run_ids))
@@ -152,9 +152,9 @@ def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin
 
 
 def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd.DataFrame:
-    """The stored verdicts, a row a rule: those judged on one run, or (None) on the whole store.
+    """The stored verdicts on one run, or (None) on the whole store; one row per rule.
 
-    `latest`: only each target's newest evaluation; else all of them, newest first.
+    `latest`: only the newest evaluation of each target; otherwise all, newest first.
     """
     if latest:
         query = select(v_gate).order_by(v_gate.c.target, v_gate.c.position)
@@ -164,7 +164,7 @@ def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
-    """What the runs (None: all) declare of their metrics; where they differ, the newest run's declaration."""
+    """Quantities that the runs (None: all) declare; the newest run's declaration wins where they differ."""
     columns = [DeclaredQuantity.__table__.c[field.name] for field in fields(Quantity)]
     query = select(*columns).join(Run, Run.id == DeclaredQuantity.run_id)
     if run_ids is not None:
@@ -175,7 +175,7 @@ def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities
 
 
 def counts(store: Store) -> dict[str, int]:
-    """How much the database holds, for an overview and for telling an empty one."""
+    """Numbers of runs, points, metrics and verdicts stored."""
     with store.session() as session:
         by_origin = dict(session.execute(select(Run.origin, func.count()).group_by(Run.origin)).all())
         by_state = dict(session.execute(select(Point.state, func.count()).group_by(Point.state)).all())
@@ -222,7 +222,7 @@ def _runs() -> Select:
 
 
 def _tally() -> Subquery:
-    """Per run: its points by what became of them, its last sign of life, its GPU."""
+    """Per run: point counts by state, the latest heartbeat, the GPU."""
 
     def number(name: str, *counted: PointState) -> ColumnElement[int]:
         return func.sum(case((Point.state.in_(counted), 1), else_=0)).label(name)
@@ -264,7 +264,7 @@ def _frame(store: Store, query: Select) -> pd.DataFrame:
 
 
 def _with_more_axes(frame: pd.DataFrame) -> pd.DataFrame:
-    """A column "axis_<name>" for each axis of a kind's own that occurs, in the place of all in one."""
+    """The frame with `more_axes` split into one column "axis_<name>" per kind-specific axis."""
     values = [each or {} for each in frame["more_axes"]]
     frame = frame.drop(columns="more_axes")
     for name in sorted({name for each in values for name in each}):

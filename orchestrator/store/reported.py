@@ -1,7 +1,7 @@
-"""Tables of figures that others report, as records: what they measured, what failed, and what they only wished for.
+"""Records from tables of reported figures: measurements, failures, and unmeasured targets.
 
-A file's layout is known by its header. Reported runs are marked so, carry the dates of the report, and never join a fit
-with measured ones.
+The header identifies a file's layout. Reported runs have origin `reported` and the dates of the report; they are
+never fitted together with measured ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Row = Mapping[str, str]
 
 
 class ReportedError(UserError):
-    """A table that cannot be imported: file and line, value, fix."""
+    """The table cannot be imported; the message names file and line, value and fix."""
 
 
 @dataclass(frozen=True)
 class ReportedPoint:
-    """One configuration of a report and what it measured there, or how that failed."""
+    """One configuration of a report, with its metrics or its failure."""
 
     label: str
     axes: dict[str, Any]
@@ -48,7 +48,7 @@ class ReportedPoint:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One report. `notes`: what it says without having measured it."""
+    """One report; `notes` are its unmeasured statements (targets)."""
 
     run_id: str
     name: str
@@ -58,7 +58,7 @@ class ReportedRun:
     notes: tuple[str, ...] = ()
 
     def records(self) -> list[Record]:
-        """What the store is told; the same table gives the same records."""
+        """The records to store, deterministic for a given table."""
         first = min((point.at for point in self.points), default=datetime(2000, 1, 1, tzinfo=UTC))
         last = max((point.at for point in self.points), default=first)
         records: list[Record] = []
@@ -106,7 +106,7 @@ def _point_records(run_id: str, number: int, point: ReportedPoint) -> list[Recor
 
 
 def number(row: Row, name: str) -> float | None:
-    """A cell as a number; None where it is empty. Raises ReportedError."""
+    """The cell as a number; None if empty. Raises ReportedError."""
     text = (row.get(name) or "").strip()
     if not text:
         return None
@@ -117,7 +117,7 @@ def number(row: Row, name: str) -> float | None:
 
 
 def integer(row: Row, name: str) -> int | None:
-    """A cell as a whole number; None where it is empty. Raises ReportedError."""
+    """The cell as an integer; None if empty. Raises ReportedError."""
     value = number(row, name)
     if value is None:
         return None
@@ -127,7 +127,7 @@ def integer(row: Row, name: str) -> int | None:
 
 
 def day(row: Row, name: str = "date") -> datetime:
-    """A cell as midnight UTC of that day. Raises ReportedError."""
+    """The cell's date and time in UTC; a bare date is midnight. Raises ReportedError."""
     try:
         return datetime.fromisoformat(row[name]).replace(tzinfo=UTC)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The layouts of reported tables that can be imported: early reports, peers, a peer's stages, and our own export."""
+"""Readers of reported tables, by layout: early reports, peers, a peer's stages, and our own export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.records import MetricData
 from orchestrator.states import PointState
 from orchestrator.store.reported import Reader, ReportedError, ReportedPoint, ReportedRun, Row, day, integer, number
 
-# The reports' name of a quantity -> ours, and the factor from their unit to ours.
+# Name in the reports -> our quantity, and the factor from their unit to ours.
 _SEED_METRICS = {
     "memory_allocated": (PEAK_MEMORY, 1.0),
     "memory_used": (PEAK_DRIVER, 1.0),
@@ -34,7 +34,7 @@ _SEED_SAME = ("gpu", "torch", "implementation", "pass", *_SEED_CONFIG, "branch",
 
 
 def layout(columns: Sequence[str]) -> Reader | None:
-    """The reader of tables with these columns; None for an unknown layout."""
+    """Reader for a table with these columns; None if the layout is unknown."""
     for known, reader in _LAYOUTS:
         if known <= set(columns):
             return reader
@@ -42,10 +42,11 @@ def layout(columns: Sequence[str]) -> Reader | None:
 
 
 def seeds(rows: list[Row]) -> Iterable[ReportedRun]:
-    """Figures collected from written reports, one quantity a row; one run a report.
+    """One run per written report, from a table with one quantity per row.
 
-    Rows of one configuration become one point, as long as no quantity comes twice: contradicting figures stay apart.
-    A `hang` or `timeout` is a state. A `target` was never measured and stays a note; an estimate goes to its point.
+    Rows of one configuration become one point; a repeated quantity starts another point, so contradictory figures stay
+    separate. `hang` and `timeout` become states, a `target` (never measured) a note, an estimate the estimate of its
+    point.
     """
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -149,7 +150,7 @@ def _target(row: Row) -> str:
 
 
 def peers(rows: list[Row]) -> Iterable[ReportedRun]:
-    """Whole attention operators of others: forward and forward+backward of a configuration in one row."""
+    """One run of peers' attention operators, from rows holding forward and forward+backward of one configuration."""
     yield ReportedRun(
         run_id="reported-peers-" + "-".join(sorted({row["gpu"] for row in rows})),
         name="peers",
@@ -179,7 +180,7 @@ def _peer_points(row: Row) -> Iterable[ReportedPoint]:
 
 
 def stages(rows: list[Row]) -> Iterable[ReportedRun]:
-    """One peer's forward, stage by stage: columns NAME_ms become metrics stage_NAME."""
+    """One run with the stages of a peer's forward: columns NAME_ms become metrics stage_NAME."""
     points = []
     for row in rows:
         length, tokens = integer(row, "seq_len"), integer(row, "tokens")
@@ -215,7 +216,7 @@ def _peer_label(row: Row, pass_: str) -> str:
 
 
 def exported(rows: list[Row]) -> Iterable[ReportedRun]:
-    """Our own `nsa export` CSV from elsewhere, one metric a row: somebody else's measurements, so reported here."""
+    """Runs of an `nsa export` CSV from another database (one metric per row); their origin here is `reported`."""
     runs: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         runs[row["run_id"]][row["point_id"]].append(row)
@@ -254,7 +255,7 @@ def _exported_axes(row: Row) -> dict[str, Any]:
 
 
 def _whole_or_text(cell: str) -> int | str:
-    whole = cell.removesuffix(".0")  # frames make floats of whole numbers where some are missing
+    whole = cell.removesuffix(".0")  # pandas turns integer columns with missing values into floats
     return int(whole) if whole.removeprefix("-").isdecimal() else cell
 
 

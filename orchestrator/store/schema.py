@@ -1,4 +1,4 @@
-"""The schema's version: migrations run from code, never by hand."""
+"""The schema's version; migrations run from code, never by hand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-_LOCK = 7_263_001  # any fixed number: two migrations of one Postgres wait for each other
+_LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one Postgres database
 
 
 def upgrade(url: str) -> tuple[str | None, str]:
-    """Create or migrate the database at `url`; (revision before, revision after).
+    """Create or migrate the database at `url`. Returns (revision before, revision after).
 
     Raises:
         StoreError: the URL is wrong, or the schema is newer than this code.
@@ -42,11 +42,11 @@ def upgrade(url: str) -> tuple[str | None, str]:
 
 
 def migrate(engine: Engine) -> tuple[str | None, str]:
-    """Bring the schema to the newest revision, in one transaction."""
+    """Migrate the schema to the newest revision in one transaction. Returns (revision before, revision after)."""
     with engine.connect() as connection:
         head = _head(_config(connection))
         if _revision(connection) == head:
-            return head, head  # without waiting for the lock of whoever writes now
+            return head, head  # without waiting for a current writer's lock
     with engine.connect().execution_options(writes=True) as connection, connection.begin():
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
@@ -59,7 +59,7 @@ def migrate(engine: Engine) -> tuple[str | None, str]:
 
 
 def check(engine: Engine) -> None:
-    """Raise StoreError unless the schema is the one that this code works with."""
+    """Raise StoreError unless the schema has the newest revision."""
     with engine.connect() as connection:
         revision = _revision(connection)
         config = _config(connection)

@@ -1,11 +1,12 @@
-"""The results database, opened."""
+"""An open results database."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
@@ -17,7 +18,7 @@ from orchestrator.store.engine import errors, make_engine, parse, shown
 
 
 class Store:
-    """A results database on SQLite or Postgres. Open it with `Store.open`; one process writes, any number reads."""
+    """A results database on SQLite or Postgres, opened by `Store.open`; one process writes, any number read."""
 
     def __init__(self, engine: Engine, *, readonly: bool) -> None:
         self.engine = engine
@@ -25,9 +26,10 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, readonly: bool = False) -> Store:
-        """Connect to `url` and make sure that its schema is current.
+        """Connect to `url` and check that its schema is current.
 
-        A SQLite file is created and migrated when `create` (and not `readonly`); Postgres only by `nsa db upgrade`.
+        Creates and migrates a SQLite file if `create` (and not `readonly`); Postgres is migrated only by
+        `nsa db upgrade`.
 
         Raises:
             StoreError: a wrong URL, no such file, or a schema of another version.
@@ -51,12 +53,12 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The database's address as messages show it, without its password."""
+        """The database's URL without its password, for messages."""
         return shown(self.engine.url)
 
     @contextmanager
     def session(self, *, writes: bool = False) -> Iterator[Session]:
-        """One transaction; ask for `writes` where it changes something. Raises StoreError, StoreUnavailable."""
+        """A session in one transaction; `writes` allows changes. Raises StoreError, StoreUnavailable."""
         if writes and self.readonly:
             raise StoreError(f"{SETTING}: {self.name!r}: is open for reading only; open it for writing")
         with errors(self.engine.url):
@@ -65,7 +67,7 @@ class Store:
                 yield session
 
     def apply(self, record: Record) -> None:
-        """Store one journal record; again changes nothing. Raises StoreError, StoreUnavailable."""
+        """Store one journal record (idempotent). Raises StoreError, StoreUnavailable."""
         self.apply_many([record])
 
     def apply_many(self, records: Iterable[Record]) -> None:
@@ -83,9 +85,15 @@ class Store:
         done: int | None = None,
         total: int | None = None,
     ) -> None:
-        """Show that a running point got further. Raises StoreUnavailable."""
+        """Store the progress of a running point. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
             writer.beat(session, run_id, point_id, at, phase, done, total)
+
+    def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""
+        if rows:
+            with self.session(writes=True) as session:
+                writer.add_verdicts(session, rows)
 
     def close(self) -> None:
         self.engine.dispose()

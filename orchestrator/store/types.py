@@ -1,4 +1,4 @@
-"""Column types that read the same on SQLite and Postgres."""
+"""Column types with the same Python values on SQLite and Postgres."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy import DateTime, Dialect, Enum, TypeDecorator
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment, aware and in UTC. SQLite keeps no zone, so it is taken off going in and put back coming out."""
+    """A timezone-aware datetime in UTC. SQLite stores no zone: it is removed on writing and added on reading."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -29,7 +29,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 def enum_type(cls: type[StrEnum]) -> Enum:
-    """A text column of the members' values: text for SQL users, the enum in Python."""
+    """A column type that stores an enum member's value as text."""
     return Enum(
         cls,
         native_enum=False,

@@ -1,4 +1,4 @@
-"""The reporting views as typed tables, so that Python reads them alike on both databases."""
+"""The reporting views as typed tables, so that Python reads the same values on both databases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sqlalchemy import JSON, BigInteger, Column, Double, MetaData, String, Table
 from jobs.axes import AXES
 from orchestrator.store.types import UtcDateTime
 
-_metadata = MetaData()  # not the models': views are made by migrations and never compared
+_metadata = MetaData()  # separate from the models': migrations create the views, and no schema comparison covers them
 _TEXT, _INT, _FLOAT, _TIME = String(), BigInteger(), Double(), UtcDateTime()
 
 _RUN = {"run_id": _TEXT, "run_name": _TEXT, "origin": _TEXT, "source": _TEXT}

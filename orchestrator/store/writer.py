@@ -1,6 +1,6 @@
-"""Records into rows. Applying a journal twice, or any part of it again, leaves the rows as they are.
+"""Writes journal records as rows. Replaying a journal, whole or in part, changes nothing.
 
-A record only moves a run or a point forward: what it says is compared, by attempt and time, with what is stored.
+A record only moves a run or a point forward: its attempt and time are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -30,15 +30,15 @@ from orchestrator.records import (
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Verdict
 
-# What is told of an attempt, in this order: it starts, it ends, the point is planned once more after it.
+# Stages of an attempt, in order: started, ended, and planned again afterwards.
 _STARTED, _ENDED, _PLANNED = range(3)
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
 
 
 def apply(session: Session, record: Record) -> None:
-    """Write one record. Raises StoreError when it cannot be true (numbers of a failed point) or its run is unknown."""
+    """Write one record. Raises StoreError if it is inconsistent (metrics of a failed point) or its run is unknown."""
     match record:
         case RunRecord():
             _run(session, record)
@@ -58,12 +58,17 @@ def apply(session: Session, record: Record) -> None:
 def beat(
     session: Session, run_id: str, point_id: str, at: datetime, phase: str, done: int | None, total: int | None
 ) -> None:
-    """Note a running point's progress; nothing for a point in another state."""
+    """Store a running point's progress; ignored for a point in another state."""
     session.execute(
         update(Point)
         .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
         .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total)
     )
+
+
+def add_verdicts(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add verdicts, one mapping of columns a rule."""
+    session.execute(insert(Verdict), [dict(row) for row in rows])
 
 
 def _run(session: Session, record: RunRecord) -> None:
@@ -126,8 +131,8 @@ def _start(session: Session, record: StartRecord) -> None:
 
 
 def _begin(session: Session, point: Point, attempt: int, state: PointState, at: datetime) -> None:
-    """Bring a point into a state in which nothing of an earlier attempt holds any more: numbers, route, progress."""
-    with session.no_autoflush:  # a new point is not whole yet
+    """Set a point's state and clear the metrics, route and progress of earlier attempts."""
+    with session.no_autoflush:  # a new point still lacks required columns
         session.execute(delete(Metric).where(Metric.point_id == point.id))
     point.state, point.reason, point.state_at, point.attempt = state, None, at, attempt
     point.started_at = point.ended_at = point.heartbeat_at = None
@@ -169,7 +174,7 @@ def _event(session: Session, record: EventRecord) -> None:
 
 
 def _artifacts(session: Session, record: OutcomeRecord, *, replace: bool) -> None:
-    """Store the files of this attempt; those of other attempts stay."""
+    """Store the files of this attempt; files of other attempts stay."""
     same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt)
     if replace:
         session.execute(delete(Artifact).where(*same))
@@ -194,9 +199,9 @@ def _environment(session: Session, content: dict[str, Any]) -> str | None:
 
 
 def _newer(point: Point, attempt: int, stage: int, at: datetime) -> bool:
-    """Whether a record says something later than the row: a later attempt, a later stage of it, a later time.
+    """Whether a record is newer than the row, comparing attempt, then stage, then time.
 
-    Before the first attempt there are no stages, so that only the time counts (skipped, cancelled, planned again).
+    Before the first attempt there are no stages, so only the time counts (skipped, cancelled, planned again).
     """
     stored = _STAGES.get(point.state, _ENDED) if point.attempt else 0
     return (attempt, stage if attempt else 0, at) > (point.attempt, stored, point.state_at)
@@ -228,7 +233,7 @@ def _unknown(what: str, name: str) -> StoreError:
 
 
 def _insert_new(session: Session, table: type[Event] | type[Environment], values: dict[str, Any]) -> None:
-    """Insert unless a row with this id is there, also where another writer inserts it at this moment."""
+    """Insert a row unless its id exists, even if another writer inserts it concurrently."""
     if session.scalar(select(table.id).where(table.id == values["id"])) is None:
         dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
         session.execute(dialect.insert(table).values(values).on_conflict_do_nothing())
@@ -239,7 +244,7 @@ def _digest(content: object) -> str:
 
 
 def _clean(text: str | None) -> str | None:
-    """Text that every database takes: captured output may hold NUL bytes and broken characters."""
+    """The text without characters that a database rejects: captured output may hold NUL bytes and lone surrogates."""
     if text is None:
         return None
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Databases as a reader meets them, and pages without the caches of an earlier test."""
+"""Fixtures: databases to read, and empty caches for each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["complete", "complete_file", "database", "half_finished"]
 
 @pytest.fixture(autouse=True)
 def _fresh_caches() -> Iterator[None]:
-    """A page must not see what an earlier test read."""
+    """Clear the caches, so that a page does not see reads of an earlier test."""
     st.cache_data.clear()
     yield
     st.cache_resource.clear()

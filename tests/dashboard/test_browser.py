@@ -1,4 +1,4 @@
-"""The dashboard as people meet it: `streamlit run` against real results, visited with a real Chromium."""
+"""End-to-end tests of the dashboard: `streamlit run` with stored results, visited by Chromium."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Path:
-    """The dashboard's home, with the complete database."""
+    """The dashboard's home folder, with the complete database."""
     home = tmp_path_factory.mktemp("home")
     shutil.copy(complete_file, home / "nsa.db")
     return home
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, folder: Path) -> Iterator[str]:
-    """The running dashboard's address (asks for the browser first: without one, nothing is started)."""
+    """The running dashboard's address; depends on the browser, so that nothing is started without one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -104,14 +104,14 @@ def visit(page: Page, address: str, title: str) -> None:
 
 
 def settled(page: Page, title: str) -> None:
-    """Wait until the page is drawn, and hold it to having no exception on it."""
+    """Wait until the page is drawn, and check that it shows no exception."""
     expect(page.get_by_role("heading", name=title, level=1)).to_be_visible()
     expect(page.get_by_test_id("stApp")).to_have_attribute("data-test-script-state", "notRunning")
     expect(page.get_by_test_id("stException")).to_have_count(0)
 
 
 def table(page: Page, *words: str):
-    """The static table that holds all these words."""
+    """The static table with all the words."""
     found = page.get_by_test_id("stTable")
     for word in words:
         found = found.filter(has_text=word)
@@ -172,7 +172,7 @@ def test_a_click_on_a_run_opens_it(page: Page, address: str):
     visit(page, f"{address}/runs", "Runs")
     grid = page.get_by_test_id("stDataFrame")
     expect(grid.locator("canvas").first).to_be_visible()
-    page.wait_for_timeout(500)  # the grid draws itself after it is attached
+    page.wait_for_timeout(500)  # the grid is drawn after it is attached
     grid.click(position={"x": 15, "y": 55})
     settled(page, "demo")
 

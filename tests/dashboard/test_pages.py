@@ -1,4 +1,4 @@
-"""Each page, run by Streamlit's own test harness, on every kind of database; none may show an exception."""
+"""The pages in Streamlit's test harness, on every kind of database; none may show an exception."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(app: AppTest) -> AppTest:
 
 
 def text(app: AppTest) -> str:
-    """All that the page says."""
+    """The text on the page."""
     kinds = (app.title, app.header, app.subheader, app.markdown, app.caption, app.info, app.warning, app.code)
     said = [str(element.value) for kind in kinds for element in kind]
     tables = [table.value.to_csv() for table in (*app.table, *app.dataframe)]
@@ -55,7 +55,7 @@ def test_an_empty_database_says_how_to_begin(page: str, database: str):
 def test_a_database_that_is_not_there_yet_says_how_to_begin(page: str, database: str, tmp_path: Path):
     said = text(show(page))
     assert "nsa up" in said
-    assert not (tmp_path / "nsa.db").exists()  # a look does not make one
+    assert not (tmp_path / "nsa.db").exists()  # reading does not create it
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -74,7 +74,7 @@ def test_an_old_schema_asks_for_the_upgrade(page: str, complete: str, tmp_path: 
     assert "nsa db upgrade" in text(show(page))
 
 
-def test_a_file_that_is_no_database_is_explained(database: str, tmp_path: Path):
+def test_a_file_that_is_not_a_database_is_explained(database: str, tmp_path: Path):
     (tmp_path / "nsa.db").write_text("no database " * 1000)
     assert "NSA_DATABASE_URL" in text(show("overview"))
 
@@ -112,7 +112,7 @@ def test_the_overview_judges_each_target_with_its_rules(complete: str):
     assert f"runs?run={RUN}&point={RUN}%2F" in memory["Evidence"]
     failures = rules[rules["Rule"].str.contains("hung")].iloc[0]
     assert "NO-GO" in failures["Result"]
-    assert "check_circle" in memory["Result"]  # told by an icon and a word, not by colour alone
+    assert "check_circle" in memory["Result"]  # icon and word, not colour alone
     assert "cancel" in failures["Result"]
 
 
@@ -193,13 +193,13 @@ def test_scaling_shows_the_run_that_a_link_names(complete: str):
     assert app.multiselect[1].value == ["reported-peers-H200"]
     assert "Time, reported" in text(app)
     shapes = next(control for control in app.pills if control.label == "Shape")
-    assert shapes.value == ["12/2 heads d64"]  # of three: all at once would hide each other
+    assert shapes.value == ["12/2 heads d64"]  # one of three, which would hide each other
     shown = len(_fits(app))
     shapes.set_value(["12/2 heads d64", "64/4 heads d128"]).run()
     assert len(_fits(check(app))) > shown
 
 
-def test_scaling_of_a_run_that_goes_on(half_finished: str):
+def test_scaling_of_a_live_run(half_finished: str):
     said = text(show("scaling"))
     assert "3 points to go" in said
     assert "three sequence lengths" in said
@@ -219,7 +219,7 @@ def test_a_run_in_detail(complete: str):
     points = app.dataframe[0].value
     assert len(points) == 28
     assert points["State"].str.contains("hang").sum() == 1
-    assert points["Time"].str.contains("ms").sum() == 24  # and none where a point failed
+    assert points["Time"].str.contains("ms").sum() == 24  # none for failed points
     said = text(app)
     assert "c0ffee" in said
     assert "with uncommitted changes" in said
@@ -247,14 +247,14 @@ def test_a_link_to_nothing_is_explained(complete: str, query: dict[str, str]):
     assert "There is no" in text(show("runs", **query))
 
 
-def test_a_run_that_goes_on_shows_how_far_it_is(half_finished: str):
+def test_a_live_run_shows_its_progress(half_finished: str):
     said = text(show("runs", run=HALF))
     assert "timing 3/10" in said
     assert "pending" in said
     assert "running" in text(show("runs", run=HALF, point=f"{HALF}/2"))
 
 
-def test_a_point_that_ends_shows_on_the_next_look(half_finished: str):
+def test_an_ended_point_shows_on_the_next_read(half_finished: str):
     app = show("runs", run=HALF)
     with Store.open(half_finished) as store:
         at = datetime.now(UTC) + timedelta(seconds=1)
@@ -264,6 +264,6 @@ def test_a_point_that_ends_shows_on_the_next_look(half_finished: str):
         store.apply_many([end, StartRecord(run_id=HALF, point_id=f"{HALF}/3", attempt=1, at=at)])
     import streamlit as st
 
-    st.cache_data.clear()  # as its time to live does
+    st.cache_data.clear()  # in place of waiting for the time to live
     states: pd.Series = check(app.run()).dataframe[0].value["State"]
     assert states.str.contains("oom").sum() == 1

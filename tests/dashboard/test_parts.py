@@ -1,4 +1,4 @@
-"""How numbers, times, links and text are shown."""
+"""Formatting of numbers, times, links and text."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_evidence_links_to_points():
     assert text.endswith("+2")
 
 
-def test_text_is_shown_as_it_is():
+def test_text_is_escaped():
     assert parts.plain("a*b_c $x$ [1](2)") == r"a\*b\_c \$x\$ \[1\](2)"
     assert parts.plain("run `nsa show a_b` :red[x]") == r"run `nsa show a_b` \:red\[x\]"
     assert parts.plain("a lone ` and\na line") == r"a lone \` and a line"
 
 
 def test_code_stays_code():
-    """A name in an address or an imported file must not become Markdown of its own."""
+    """A name from an address or an imported file must not be rendered as Markdown."""
     assert parts.code("x` ![](http://x) `y") == "`x' ![](http://x) 'y`"
     assert parts.code("x\n\n![](http://x)") == "`x ![](http://x)`"
     assert parts.run_link("a)b c", "demo") == "[demo](runs?run=a%29b+c)"

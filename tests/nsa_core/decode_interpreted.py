@@ -200,8 +200,7 @@ def test_a_step_can_be_measured_again_and_again():
     from jobs.measure.clock import TimingPlan
 
     model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")
-    timing = TimingPlan(1, 0, 1, 1)
-    case = DecodeCase("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, timing)
+    case = DecodeCase("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, TimingPlan(1, 0, 1, 1))
     agreement = check_steps(case, torch.device("cpu"))
     assert agreement.error <= agreement.bound < 1e-4
     step = attention_step(case, torch.device("cpu"), lambda *_: None)

@@ -233,7 +233,7 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch, rows):
     from nsa_core.kernels import attention, scores
     from nsa_core.kernels.runtime import replay
 
-    case = make_case(85, 4, 2, batch=2)
+    case = make_case(85, 4, 2, batch=3)
     whole = run(case.leaves, config, "triton")
     monkeypatch.setattr(attention, "slot_rows", lambda q, kv_heads, dim, free: rows)
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)

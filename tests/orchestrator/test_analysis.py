@@ -1,4 +1,4 @@
-"""Fits recover known exponents, keep series apart, and say nothing where there is too little."""
+"""Fits recover known exponents, separate series, and are omitted if there is too little data."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert 0.91 < np.mean(covered) < 0.99
 
 
-def test_two_lengths_are_no_fit_even_when_measured_often():
+def test_two_lengths_are_not_fitted_even_if_measured_often():
     assert fit_power_law([512, 512, 1024, 1024], [1.0, 1.1, 2.0, 2.1]) is None
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_measurement_is_refused(bad: float):
+def test_values_that_are_not_measurements_are_refused(bad: float):
     with pytest.raises(ValueError, match="positive and finite"):
         fit_power_law(LENGTHS, [1.0, 2.0, 3.0, bad])
 
@@ -63,7 +63,7 @@ def test_each_series_of_a_run_gets_its_fit(store: Store, sweep):
         None,
         4,
     )
-    assert memory.at(512) == pytest.approx(3.0)  # one sequence, not the batch of four
+    assert memory.at(512) == pytest.approx(3.0)  # per sequence, not for the batch of four
     assert set(memory.point_ids) == {f"{RUN}/{n}" for n in range(4, 8)}
 
 
@@ -75,7 +75,7 @@ def test_batches_of_one_token_count_compare_with_batch_one(store: Store, sweep):
     assert [fit.exponent for fit in scaling_fits(rows)] == pytest.approx([2.0, 2.0])
 
 
-def test_runs_and_origins_never_meet_in_a_fit(sqlite_store: Store, sweep, tmp_path):
+def test_a_fit_never_mixes_runs_or_origins(sqlite_store: Store, sweep, tmp_path):
     sqlite_store.apply_many(sweep(run_id="one", laws={"chunked": 1.0}, lengths=(512, 1024)))
     sqlite_store.apply_many(sweep(run_id="two", laws={"chunked": 1.0}, lengths=(2048, 4096)))
     rows = queries.scaling(sqlite_store)
@@ -94,7 +94,7 @@ def test_the_seeds_curve_is_steeper_than_linear(sqlite_store: Store):
     assert fit.lengths == (128, 256, 512, 1024, 2048)
 
 
-def test_a_series_with_a_zero_has_no_power_law(sqlite_store: Store, sweep):
+def test_a_series_with_a_zero_is_not_fitted(sqlite_store: Store, sweep):
     sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
     rows = queries.scaling(sqlite_store)
     rows.loc[(rows.metric == "peak_extra_memory") & (rows.seq_len == 512), "per_sequence"] = 0.0

@@ -1,4 +1,4 @@
-"""The journal survives torn lines and second writers; the recorder survives a database that goes away."""
+"""The journal survives torn lines and second writers; the recorder survives an unreachable database."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_missing_journal_is_a_users_error(tmp_path: Path) -> None:
 
 
 class FlakyStore:
-    """A store that takes records while `error` is None."""
+    """A store that accepts records while `error` is None."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -116,7 +116,7 @@ def recorder(path: Path, flaky: FlakyStore, told: list[str], monkeypatch: pytest
         yield Recorder("r", book, flaky, told.append)  # type: ignore[arg-type]
 
 
-def test_a_database_that_was_away_gets_everything_later_and_in_order(recorder, flaky, told, path) -> None:
+def test_a_database_gets_missed_records_later_and_in_order(recorder, flaky, told, path) -> None:
     recorder.write([note("a")])
     flaky.error = AWAY
     recorder.write([note("b")])
@@ -129,7 +129,7 @@ def test_a_database_that_was_away_gets_everything_later_and_in_order(recorder, f
     assert flaky.kept[4].message.startswith("the database was away for ")  # type: ignore[union-attr]
     assert flaky.kept == list(journal.read(path))
     assert recorder.stored
-    assert [line.split(":")[0] for line in told] == ["warning", "warning"]  # one line each way, not one a record
+    assert [line.split(":")[0] for line in told] == ["warning", "warning"]  # one line per change, not one per record
 
 
 def test_progress_is_dropped_while_the_database_is_away(recorder, flaky) -> None:
@@ -141,7 +141,7 @@ def test_progress_is_dropped_while_the_database_is_away(recorder, flaky) -> None
     assert flaky.beats == 1
 
 
-def test_closing_waits_a_while_for_the_database_and_then_gives_up(recorder, flaky) -> None:
+def test_closing_waits_for_the_database_and_then_gives_up(recorder, flaky) -> None:
     flaky.error = AWAY
     recorder.write([note("a")])
     recorder.close(patience_s=0.2)
@@ -151,7 +151,7 @@ def test_closing_waits_a_while_for_the_database_and_then_gives_up(recorder, flak
     assert recorder.stored
 
 
-def test_a_database_that_refuses_is_left_alone_and_the_journal_goes_on(recorder, flaky, told, path) -> None:
+def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path) -> None:
     flaky.error = StoreError("NSA_DATABASE_URL: 'x': refused the data")
     recorder.write([note("a")])
     recorder.write([note("b")])

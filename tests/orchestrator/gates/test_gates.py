@@ -1,4 +1,4 @@
-"""Gates: what holds is GO, what does not is NO-GO, what was not measured is UNKNOWN; bad rules are one line."""
+"""Gates: a rule that holds is GO, a violated one NO-GO, an unmeasured one UNKNOWN; bad rules give one-line errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gates_of(tmp_path: Path, *rules: dict, **target: object):
 
 
 def with_bound(records: list[Record], bound: float | None = 1e-3) -> list[Record]:
-    """The records, each good point with the oracle's bound beside its error."""
+    """The records with the oracle's bound added to each ok point."""
     if bound is None:
         return records
     extra = MetricData(name="oracle_error_bound", unit="1", value=bound)
@@ -92,13 +92,13 @@ def test_each_rule_can_fail_or_lack_evidence(sqlite_store: Store, sweep, change:
         assert judged.margin < 0
 
 
-def test_an_empty_store_knows_nothing(store: Store):
+def test_an_empty_store_gives_unknown(store: Store):
     for target in evaluate(store, load_gates()):
         assert target.result is UNKNOWN
         assert {rule.result for rule in target.rules} == {UNKNOWN}
 
 
-def test_reported_figures_prove_nothing(sqlite_store: Store, tmp_path: Path):
+def test_reported_figures_are_not_evidence(sqlite_store: Store, tmp_path: Path):
     gates = gates_of(
         tmp_path,
         {"kind": "metric", "metric": "peak_memory", "unit": "MiB", "at_most": 1e9},
@@ -130,15 +130,15 @@ def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep)
 
 
 @pytest.mark.parametrize("state", [PointState.ERROR, PointState.CRASH, PointState.CANCELLED, PointState.OOM])
-def test_a_point_that_failed_is_not_taken_for_correct(sqlite_store: Store, sweep, state: PointState):
-    """A wrong result ends as `error`, without numbers: the good points alone would always be correct."""
+def test_a_failed_point_does_not_count_as_correct(sqlite_store: Store, sweep, state: PointState):
+    """A wrong result ends as `error`, without metrics: judging only the ok points would always pass."""
     sqlite_store.apply_many(with_bound(sweep(failures={state: "WrongResult"})))
     judged = by_rule(linear(sqlite_store))["correctness"]
     assert judged.result is UNKNOWN
     assert f"1 point(s) lack it, e.g. naive S=65544 ({state})" in judged.reason
 
 
-def test_points_that_were_cancelled_or_skipped_are_no_evidence_of_health(sqlite_store: Store, sweep, tmp_path: Path):
+def test_cancelled_and_skipped_points_are_not_evidence_of_health(sqlite_store: Store, sweep, tmp_path: Path):
     gates = gates_of(tmp_path, {"kind": "states", "none_of": ["hang"]})
     sqlite_store.apply_many(sweep("cut", failures={PointState.CANCELLED: "SIGTERM"}))
     (judged,) = evaluate(sqlite_store, gates, ["cut"])[0].rules
@@ -149,7 +149,7 @@ def test_points_that_were_cancelled_or_skipped_are_no_evidence_of_health(sqlite_
     assert evaluate(sqlite_store, gates, ["full"])[0].result is GO
 
 
-def test_a_fit_whose_interval_reaches_past_the_bound_decides_nothing(sqlite_store: Store, sweep, tmp_path: Path):
+def test_a_fit_whose_interval_crosses_the_bound_is_unknown(sqlite_store: Store, sweep, tmp_path: Path):
     noisy = {f"{RUN}/0": 3.0, f"{RUN}/1": 9.0, f"{RUN}/2": 11.0}  # MiB at 512, 1024, 2048: a slope of 0.94 +- 4
     records = [
         record.model_copy(
@@ -307,7 +307,7 @@ def test_an_unknown_target_is_named():
         load_gates().only("linear")
 
 
-def test_another_model_on_the_card_is_no_evidence_for_this_one(sqlite_store: Store, sweep):
+def test_another_model_on_the_card_is_not_evidence_for_this_one(sqlite_store: Store, sweep):
     records = [
         record.model_copy(update={"kind": "train"}) if isinstance(record, RunRecord) else record
         for record in sweep(laws={"triton": 1.0}, gpu="NVIDIA H200")
@@ -322,7 +322,7 @@ def test_another_model_on_the_card_is_no_evidence_for_this_one(sqlite_store: Sto
 
 
 def with_axes(records: list[Record], axes: dict) -> list[Record]:
-    """The records with other axes of their points."""
+    """The records with changed axes of their points."""
     return [
         record.model_copy(update={"axes": {**record.axes, **axes}}) if isinstance(record, PointRecord) else record
         for record in records

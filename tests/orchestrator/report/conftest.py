@@ -1,4 +1,4 @@
-"""The databases that the dashboard's tests read, too."""
+"""Fixtures shared with the dashboard's tests: databases."""
 
 from example_databases import complete, complete_file, database
 

@@ -1,4 +1,4 @@
-"""A bench's tables, from rows made by hand beside the recorded peers."""
+"""A bench's tables, from handmade rows and the recorded peers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORWARD, BOTH = "forward", "forward+backward"
 
 
 class Rows:
-    """Builds the records of a run of kind bench, 12/2 heads of 64 in bfloat16."""
+    """Builder of the records of a run of kind bench: 12/2 heads of 64 in bfloat16."""
 
     def __init__(self, gpu: str = "NVIDIA H200", run_id: str = RUN, commit: str | None = None) -> None:
         self.gpu, self.run_id = gpu, run_id
@@ -79,7 +79,7 @@ class Rows:
 
 @pytest.fixture
 def rows(sqlite_store: Store) -> Rows:
-    """A run at four lengths whose memory per sequence grows as S, dense twice; out of memory at the longest one."""
+    """Run at four lengths with memory linear in S, and two dense kernels, one out of memory at the longest length."""
     import_file(sqlite_store, PEERS)
     made = Rows()
     for seq_len, mib in ((8192, 640.0), (32768, 606.0), (65536, 1212.0), (131072, 2424.0)):
@@ -124,7 +124,7 @@ def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_stor
         "| 12/2 d64 | 8,192 | 4 | triton | 1.00 | 4.00 | 640 | 2.00 / 1.50 | 2.35 / 1.69 | 0.95 "
         "| 2.00 / 6.00 (sdpa-cudnn, sdpa-flash) | 2.35 / 6.75 (Scalable-Flash-NSA) | 608 |"
     ) in shown
-    # At 131,072 no peer was measured: no ratio, and no failure.
+    # At 131,072 no peer was measured: no ratio and no failure.
     assert (
         "| 131,072 | 1 | triton | 1.00 | 4.00 | 2,424 | 3.00 / 1.50 | - | - | 3.00 / 6.00 (sdpa-flash) | - | - |"
         in shown
@@ -132,7 +132,7 @@ def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_stor
     assert shown.count("| 12/2 d64 |") == 4
 
 
-def test_a_point_that_failed_shows_its_state_and_costs_no_other(sqlite_store: Store, rows: Rows):
+def test_a_failed_point_shows_its_state_and_affects_no_other(sqlite_store: Store, rows: Rows):
     rows.add("triton", FORWARD, 16384, state=PointState.OOM)
     rows.add("triton", BOTH, 16384, state=PointState.OOM)
     rows.into(sqlite_store)
@@ -142,7 +142,7 @@ def test_a_point_that_failed_shows_its_state_and_costs_no_other(sqlite_store: St
     assert "nan" not in text.lower()
 
 
-def test_peers_of_another_card_are_no_measure(sqlite_store: Store):
+def test_peers_of_another_card_are_ignored(sqlite_store: Store):
     import_file(sqlite_store, PEERS)
     made = Rows("NVIDIA A100-SXM4-80GB")
     made.timed("triton", 8192, 1.0, 4.0, 640.0, "triton")
@@ -150,15 +150,15 @@ def test_peers_of_another_card_are_no_measure(sqlite_store: Store):
     assert "| 8,192 | 4 | triton | 1.00 | 4.00 | 640 | - | - | - | - | - | - |" in report(sqlite_store, [RUN])
 
 
-def test_memory_s_growth_is_fitted_per_sequence_from_16k_on(sqlite_store: Store, rows: Rows):
+def test_memory_growth_is_fitted_per_sequence_from_16k_on(sqlite_store: Store, rows: Rows):
     rows.into(sqlite_store)
     shown = table(report(sqlite_store, [RUN]), "Growth")
     assert "| 12/2 d64 | triton | peak_extra_memory | 1.000 | 1.000 to 1.000 | 32,768 to 131,072 | 3 |" in shown
     assert "dense-flash" in shown
-    assert "| dense |" not in shown  # two lengths show no slope that could be wrong
+    assert "| dense |" not in shown  # two lengths cannot contradict a line
 
 
-def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqlite_store: Store, rows: Rows):
+def test_stages_are_listed_by_length_slowest_first_with_gaps(sqlite_store: Store, rows: Rows):
     rows.staged(8192, selected=2.0, window=0.5, other=0.25)
     rows.staged(131072, selected=1.0, window=2.0, brand_new=0.5)
     rows.into(sqlite_store)
@@ -177,7 +177,7 @@ def test_stages_stand_by_length_the_longest_first_with_what_they_leave_over(sqli
     ]
     assert "## Verdict m7c-125m-training: UNKNOWN" in text
     assert "are evidence for no rule; `nsa gate` says what each needs.\n\nNone." in text
-    assert "## Results" not in text  # the same figures once more, a row each
+    assert "## Results" not in text  # would repeat the same figures
     assert "| time | Time | ms | events; 8192 samples (and 3 with other numbers) |" in text
 
 
@@ -194,7 +194,7 @@ def test_a_bench_of_forward_passes_alone_has_their_growth_and_charts(sqlite_stor
     assert "| 12/2 d64 | triton | time | 1.000 | 1.000 to 1.000 | 16,384 to 65,536 | 3 |" in shown
 
 
-def test_the_run_s_closing_words_are_the_same_tables(sqlite_store: Store, rows: Rows):
+def test_the_console_summary_has_the_same_tables(sqlite_store: Store, rows: Rows):
     rows.staged(8192, selected=2.0)
     rows.into(sqlite_store)
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""The charts: what they draw, that what failed is not drawn, and that they render."""
+"""The charts: drawn points and lines, omitted failures, rendering."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(rows: pd.DataFrame, pass_: str = "forward+backward") -> pd.DataFram
 
 
 def series(chart: alt.LayerChart) -> list[str]:
-    """The names in a chart's legend."""
+    """Names in a chart's legend."""
     found: list[str] = []
     for layer in _encodings(chart.to_dict()):
         found += layer.get("color", {}).get("scale", {}).get("domain", [])
@@ -41,7 +41,7 @@ def _encodings(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def drawn(chart: alt.LayerChart) -> pd.DataFrame:
-    """Every datum of a chart that belongs to a point."""
+    """Data of a chart that belong to points."""
     sets = chart.to_dict()["datasets"].values()
     return pd.DataFrame([row for rows in sets for row in rows if "point_id" in row]).drop_duplicates("point_id")
 
@@ -75,7 +75,7 @@ def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame):
     assert set(drawn(charts.scaling_chart(chosen, [], SHARED.of("time")))["seq_len"]) == {1024, 2048, 4096}
 
 
-def test_series_are_named_by_what_tells_them_apart(rows: pd.DataFrame):
+def test_series_are_named_by_their_distinguishing_coordinates(rows: pd.DataFrame):
     chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
     assert series(charts.scaling_chart(chosen, [], SHARED.of("time"))) == [
         "chunked · forward",
@@ -109,7 +109,7 @@ def test_intervals_follow_the_values_when_shown_per_sequence(rows: pd.DataFrame)
 def test_throughput_is_of_the_whole_batch(rows: pd.DataFrame):
     chosen = measured(rows).copy()
     chosen["batch"] = 2
-    chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as the views have it; a rate is not divided
+    chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as in the views; rates are not divided
     titles = {
         metric: {
             encoding["y"].get("title")
@@ -121,8 +121,8 @@ def test_throughput_is_of_the_whole_batch(rows: pd.DataFrame):
 
 
 @pytest.mark.parametrize(("plot", "guides"), [(Plot.RATE, {"linear", "S²"}), (Plot.STEP_RATE, {"constant", "~ 1/S"})])
-def test_a_steps_throughput_has_guides_of_its_own(rows: pd.DataFrame, plot: Plot, guides: set[str]):
-    """A pass over S tokens at a constant rate took linear time; a step makes one token, however long that takes."""
+def test_a_steps_throughput_has_separate_guides(rows: pd.DataFrame, plot: Plot, guides: set[str]):
+    """A constant rate means linear time for a pass over S tokens, but constant time for a step of one token."""
     chart = charts.scaling_chart(measured(rows), [], replace(THROUGHPUT, plot=plot)).to_dict()
     assert {row["guide"] for data in chart["datasets"].values() for row in data if "guide" in row} == guides
 
@@ -148,7 +148,7 @@ def test_the_samples_chart_renders():
     assert "repeat" in vl_convert.vegalite_to_svg(charts.samples_chart([3.0, 3.1, 2.9], "ms").to_json())
 
 
-def test_nothing_to_draw_is_said(rows: pd.DataFrame):
+def test_nothing_to_draw_is_an_error(rows: pd.DataFrame):
     with pytest.raises(ValueError, match="no rows"):
         charts.scaling_chart(rows[:0], [], SHARED.of("time"))
     with pytest.raises(ValueError, match="none to draw"):
@@ -158,7 +158,7 @@ def test_nothing_to_draw_is_said(rows: pd.DataFrame):
 @pytest.mark.parametrize(
     ("length", "label"), [(128, "128"), (512, "512"), (1024, "1K"), (1536, "1.5K"), (65536, "64K"), (1000, "1,000")]
 )
-def test_lengths_read_as_people_say_them(length: int, label: str):
+def test_lengths_are_shortened(length: int, label: str):
     assert charts.length_label(length) == label
 
 
@@ -169,5 +169,5 @@ def test_an_implementation_keeps_its_colour_beside_others():
     assert len(set(found)) == 5
 
 
-def test_the_series_of_a_bench_have_a_colour_each():
+def test_the_series_of_a_bench_have_different_colours():
     assert len(set(colors([name for name in ("dense", "dense-sdpa-flash", "triton") for _ in range(3)]))) == 9

@@ -1,4 +1,4 @@
-"""Reports say what the store holds: states, results, exponents, verdicts, environment; and carry their charts."""
+"""Reports contain the store's states, results, exponents, verdicts and environments, and their charts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def filled(sqlite_store: Store, sweep, tmp_path: Path) -> Store:
     return sqlite_store
 
 
-def test_markdown_tells_everything(filled: Store):
+def test_markdown_contains_all_sections(filled: Store):
     text = report(filled, [RUN])
     assert text.startswith("# Report: demo\n")
     series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
@@ -43,7 +43,7 @@ def test_markdown_tells_everything(filled: Store):
     assert "| naive S=65542 | hang | silent for 120 s \\| twice |" in text
     assert "| naive S=65543 | skipped | needs 93.1 GiB |" in text
     assert "| gpu.driver | 580 |" in text
-    assert not any(name in text for name in ("bench1", "GPU-1"))  # a report is passed on
+    assert not any(name in text for name in ("bench1", "GPU-1"))  # reports are shared: no host or GPU ids
     assert "| peak_extra_memory | Peak memory beyond inputs | MiB | allocator |" in text
     assert "nan" not in text.lower()
 
@@ -53,14 +53,14 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     laws = {"chunked": 1.0, "dense": 2.0, "dense-sdpa-flash": 2.0}
     records = sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
     sqlite_store.apply_many(records)
-    assert "None." in beside(sqlite_store)  # float32 beside bfloat16 compares nothing
+    assert "None." in beside(sqlite_store)  # float32 is not compared with bfloat16
     sqlite_store.apply_many(with_axes(records, dtype="bfloat16", layers=5))
-    assert "None." in beside(sqlite_store)  # a model of five layers is not one operator
+    assert "None." in beside(sqlite_store)  # a model of five layers is not compared with one operator
     sqlite_store.apply_many(with_axes(records, dtype="bfloat16"))
     table = beside(sqlite_store)
     ours = "| chunked | forward+backward | 12/2 d64 | 32,768 | 1 | time [ms] | 64 on NVIDIA H200"
     assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
-    assert "| 8,192 |" not in table  # a batch of one is not a quarter of a batch of four
+    assert "| 8,192 |" not in table  # a batch of 1 is not compared with a batch of 4
     assert "32/8 d128" not in table
     dense = [line for line in table.splitlines() if line.startswith("| dense")]
     assert {line.split()[1] for line in dense} == {"dense", "dense-sdpa-flash"}
@@ -72,7 +72,7 @@ def beside(store: Store) -> str:
 
 
 def with_axes(records: list, **axes: object) -> list:
-    """The records with other axes of their points."""
+    """The records with changed axes of their points."""
     return [
         record.model_copy(update={"axes": {**record.axes, **axes}}) if record.type == "point" else record
         for record in records
@@ -92,7 +92,7 @@ def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Stor
     assert "bytes_read" not in text.partition("## Scaling")[2].partition("## Results")[0]
 
 
-def test_rows_of_two_runs_of_one_name_are_told_apart(sqlite_store: Store, sweep):
+def test_rows_of_two_runs_of_one_name_are_distinguished(sqlite_store: Store, sweep):
     ids = ["20261120-120000-demo-aaaa", "20261120-120000-demo-bbbb"]
     for run_id in ids:
         sqlite_store.apply_many(sweep(run_id))
@@ -102,7 +102,7 @@ def test_rows_of_two_runs_of_one_name_are_told_apart(sqlite_store: Store, sweep)
         assert f"| {run_id} | measured | naive |" in text
 
 
-def test_what_a_failure_says_is_shown_and_not_obeyed(sqlite_store: Store, sweep):
+def test_a_failures_text_is_escaped(sqlite_store: Store, sweep):
     reason = "<img src=x> [link](http://x) a*b*c `raw *` x <= 3"
     sqlite_store.apply_many(sweep(failures={PointState.ERROR: reason}))
     assert r"\<img src=x> [link\](http://x) a\*b\*c `raw *` x <= 3 |" in report(sqlite_store, [RUN])
@@ -149,6 +149,6 @@ def test_a_run_without_results_is_reported_too(store: Store, sweep):
         (lambda store: write_report(store, [RUN], Path("/dev/null/x.csv")), "cannot be written"),
     ],
 )
-def test_what_cannot_be_reported_is_named(sqlite_store: Store, call, message: str):
+def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
     with pytest.raises(ReportError, match=message):
         call(sqlite_store)

@@ -1,4 +1,4 @@
-"""Import and export: the reference tables, journals and our own CSV; nothing is doubled, nothing invented."""
+"""Import and export of reference tables, journals and our own CSV: no duplicates, no invented values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_stages_are_metrics(sqlite_store: Store):
     assert queries.scaling(sqlite_store).empty
 
 
-def test_a_changed_table_replaces_its_older_self(sqlite_store: Store, tmp_path: Path):
+def test_a_changed_table_replaces_its_older_version(sqlite_store: Store, tmp_path: Path):
     path = tmp_path / "peers.csv"
     lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:4]))
@@ -97,7 +97,7 @@ def test_a_changed_table_replaces_its_older_self(sqlite_store: Store, tmp_path: 
     assert queries.scaling(sqlite_store).value.tolist() == [1.095, 1672.0, 4.7]
 
 
-def test_a_journal_is_imported_complete_and_a_torn_last_line_left_out(store: Store, sweep, tmp_path: Path):
+def test_a_journal_is_imported_without_its_torn_last_line(store: Store, sweep, tmp_path: Path):
     path = tmp_path / "journal.jsonl"
     path.write_text("".join(RECORD.dump_json(record).decode() + "\n" for record in sweep()) + '{"v":1,"type":"ev')
     summary = import_file(store, path)
@@ -108,7 +108,7 @@ def test_a_journal_is_imported_complete_and_a_torn_last_line_left_out(store: Sto
     assert queries.runs(store).state.tolist() == ["done"]
 
 
-def test_an_export_comes_back_as_reported(store: Store, sweep, tmp_path: Path):
+def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
     store.apply_many(sweep(failures={PointState.OOM: "out of memory", PointState.SKIPPED: "needs 93 GiB"}))
     path = tmp_path / "out.csv"
     assert "10 points" in str(export(store, path, [RUN]))

