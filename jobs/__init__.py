@@ -1,1 +1,1 @@
-"""What can be run: one file a kind of job, its spec, its points, and how a point is measured."""
+"""Job kinds: each file defines one kind, its spec, its points, and how a point is measured."""

@@ -1,4 +1,4 @@
-"""The door: `python -m jobs SPEC.yaml` hands the spec to the orchestrator."""
+"""Entry point: `python -m jobs SPEC.yaml` hands the spec to the orchestrator."""
 
 from __future__ import annotations
 

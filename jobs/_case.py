@@ -1,4 +1,4 @@
-"""Base class of a point's configuration, for the kinds that measure attention or a model."""
+"""Base class of point configurations, for the kinds that measure attention or a model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from nsa_core.model import ModelConfig
 
 @dataclass(frozen=True)
 class PointCase(ABC):
-    """One point's configuration, as measured.
+    """One point's configuration.
 
     Attributes:
         workload: "attention" alone, or the whole "model".
         implementation: a backend of the sparse operator, or a kind of dense attention.
-        seq_len, batch: tokens of a sequence; sequences.
-        dtype, device: by name.
-        seed: of the inputs.
+        seq_len, batch: tokens in a sequence; number of sequences.
+        dtype, device: names of the dtype and the device.
+        seed: seed of the inputs.
         threads: PyTorch's CPU threads; None: PyTorch's default.
-        model: the model measured, or the one whose attention is.
-        timing: how long to measure.
+        model: the model measured, or the model whose attention is measured.
+        timing: limits of the time measurement.
     """
 
     workload: str
@@ -42,7 +42,7 @@ class PointCase(ABC):
     timing: TimingPlan
 
     def to_config(self) -> dict[str, Any]:
-        """JSON-able; of the model only the fields that the workload uses, so that a key depends on no others."""
+        """JSON-able configuration; of the model only the fields that the workload uses, as the key depends on it."""
         config = asdict(self)
         if self.workload == "attention":
             config["model"] = {name: config["model"][name] for name in self._used()}
@@ -50,11 +50,11 @@ class PointCase(ABC):
 
     @abstractmethod
     def _used(self) -> tuple[str, ...]:
-        """Names of the model's fields that attention alone uses."""
+        """Names of the model's fields that workload attention uses."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The case whose `to_config` gave this."""
+        """The case whose `to_config` gave `config`."""
         given = dict(config["model"])
         given["nsa"] = NSAConfig(**given.get("nsa", {}))
         if config["workload"] == "attention":
@@ -75,5 +75,5 @@ class PointCase(ABC):
 
 
 def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1) -> ModelConfig:
-    """A model whose attention alone is used: everything else has size 1."""
+    """A model for measuring its attention alone: everything else has size 1."""
     return ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1)

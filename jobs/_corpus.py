@@ -1,6 +1,6 @@
-"""A corpus of bytes: text files, split into training and held-out files, and seeded batches of it.
+"""A corpus of bytes: text files split into training and held-out files, and seeded batches of them.
 
-The default corpus is on every machine: the sources of Python's own standard library.
+The default corpus, the sources of Python's standard library, is on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_MOST_BYTES = 64 * 2**20  # read at most so much; more teaches a short run nothing
+_MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Corpus:
     Attributes:
         train: [bytes] to learn from.
         heldout: [bytes] of files that training never sees.
-        files: how many files were read, both parts together.
-        sha256: of both parts, for the record.
+        files: number of files read, both parts together.
+        sha256: digest of both parts.
     """
 
     train: Tensor
@@ -34,31 +34,31 @@ class Corpus:
     sha256: str
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless (tokens, targets), int64 [batch, seq_len] each, from places drawn at random by `seed`."""
+        """Endless (tokens, targets), int64 [batch, seq_len] each, from random places seeded by `seed`."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             starts = torch.randint(len(self.train) - seq_len, (batch,), generator=generator)
             yield _windows(self.train, starts, seq_len)
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        """`count` batches as of `batches`, from places spread evenly over the held-out part: always the same."""
+        """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out part."""
         last = len(self.heldout) - seq_len - 1
         starts = torch.linspace(0, last, batch * count, dtype=torch.float64).long().view(count, batch)
         return [_windows(self.heldout, row, seq_len) for row in starts]
 
 
 def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
-    """Read all files below `path` (or the one file there); Python's standard library where it is None.
+    """Read all files below `path`, or the one file there; Python's standard library if it is None.
 
-    Which files are held out depends on their contents alone, so that copies of a file are on the same side. Of a single
-    file, the end is held out.
+    Files are held out by their contents alone, so that copies of a file are on the same side. If there is only one
+    file, its end is held out.
 
     Args:
         heldout: share of the files (of the bytes of a single file) to hold out.
         seq_len: both parts must be longer than this.
 
     Raises:
-        ValueError: nothing there, or too little for `seq_len`.
+        ValueError: a part is too short for `seq_len`.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
@@ -89,7 +89,7 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
 
 
 def _files(root: Path, pattern: str) -> list[Path]:
-    """In the order of their names, without installed packages and hidden files."""
+    """Files by name, without installed packages and hidden files."""
     if root.is_file():
         return [root]
     found = (p for p in root.rglob(pattern) if p.is_file())

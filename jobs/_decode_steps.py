@@ -1,4 +1,4 @@
-"""Decoding steps to be measured: random tokens, caches filled with them, and the comparison with the oracle."""
+"""Decoding steps to measure: random tokens, caches filled with them, and the comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa_core.model import LayerCache, NSATransformer
 from nsa_core.rope import angles, rotate
 
 DENSE = "dense"
-_THETA = 10_000.0  # RoPE's base where attention alone is measured
+_THETA = 10_000.0  # RoPE's base if attention alone is measured
 
 
 class DecodeCase(PointCase):
@@ -31,7 +31,7 @@ class DecodeCase(PointCase):
 
 
 def attention_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callable[[], object]:
-    """A step of every layer's attention on random tokens, from unrotated queries, keys and values on."""
+    """A step of every layer's attention on random tokens; it takes unrotated queries, keys and values."""
     caches = _filled(case, device, beat)
     token = _tokens(case, case.batch, 1, device, case.seed + 1)
     rewind = _rewinding(caches, case.seq_len - 1)
@@ -44,7 +44,7 @@ def attention_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callab
 
 
 def model_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callable[[], object]:
-    """A step of the whole model, to the logits, behind random keys and values."""
+    """A step of the whole model up to the logits, after random keys and values."""
     torch.manual_seed(case.seed)
     model = NSATransformer(case.model).to(device, case.torch_dtype).eval()
     caches = _filled(case, device, beat)
@@ -59,7 +59,7 @@ def model_step(case: DecodeCase, device: torch.device, beat: Beat) -> Callable[[
 
 
 def _step(case: DecodeCase, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
-    """The output [B,1,Hq,D] of one layer's attention for a token of `_tokens`."""
+    """Output [B,1,Hq,D] of one layer's attention for a token of `_tokens`."""
     q, k, v = token["q"], token["k"], token["v"]
     if isinstance(cache, DenseCache):
         return dense_step(q, k[:, :, 1], v[:, :, 1], cache, theta=_THETA)
@@ -68,7 +68,7 @@ def _step(case: DecodeCase, token: Mapping[str, Tensor], cache: LayerCache) -> T
 
 
 def _means(config: NSAConfig) -> Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]:
-    """The mean compression: keys rotated to the position of their block's first token, and values."""
+    """Mean compression of keys, rotated to the position of their block's first token, and of values."""
 
     def compressed(k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
         k = compress(k, config)
@@ -88,7 +88,7 @@ def _tokens(case: DecodeCase, batch: int, tokens: int, device: torch.device, see
 
 
 def _filled(case: DecodeCase, device: torch.device, beat: Beat) -> list[LayerCache]:
-    """A cache a layer, full but for one token; what is in them has no influence on time."""
+    """One cache for each layer, full but for one token. The content does not influence the time."""
     generator, held, model = torch.Generator(device).manual_seed(case.seed), case.seq_len - 1, case.model
     size = (case.batch, held, model.kv_heads, model.head_dim)
     caches: list[LayerCache] = []
@@ -107,7 +107,7 @@ def _filled(case: DecodeCase, device: torch.device, beat: Beat) -> list[LayerCac
 
 
 def _rewinding(caches: list[LayerCache], held: int) -> Callable[[], None]:
-    """Makes all caches hold `held` tokens again, in one operation on the device."""
+    """A function that makes all caches hold `held` tokens again, in one operation on the device."""
     first = caches[0].position
     assert first is not None
     positions = first.new_full((len(caches), 4), held)
@@ -125,11 +125,11 @@ def _rewinding(caches: list[LayerCache], held: int) -> Callable[[], None]:
 def check_steps(case: DecodeCase, device: torch.device) -> check.Agreement:
     """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
 
-    At most two kv heads, one block more than a query selects, and as many steps as complete a compressed token. All
-    sides attend to the keys as they are rounded. A learned compression is a layer's: the mean stands in for it.
+    The case has at most two kv heads, one block more than a query selects, and enough steps to complete a compressed
+    token. All sides use the same rounded keys. A learned compression needs a layer; the mean replaces it here.
 
     Raises:
-        WrongResult: the output is further off than `check.judge` allows.
+        WrongResult: the error exceeds the bound of `check.judge`.
     """
     model, kv_heads = case.model, min(case.model.kv_heads, 2)
     config, heads = replace(model.nsa, compress="mean"), kv_heads * (model.heads // model.kv_heads)
@@ -148,7 +148,7 @@ def check_steps(case: DecodeCase, device: torch.device) -> check.Agreement:
 
 
 def _prefilled(case: DecodeCase, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
-    """A cache that holds the first `held` of the tokens."""
+    """A cache that holds the first `held` tokens."""
     _, k, v = _rotated({name: x[:, :held] for name, x in tokens.items()})
     if case.model.attention == DENSE:
         cache = DenseCache()
@@ -161,7 +161,7 @@ def _prefilled(case: DecodeCase, tokens: Mapping[str, Tensor], held: int) -> Lay
 
 
 def _last_rows(case: DecodeCase, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:
-    """Attention [1,rows,Hq,D] of the last rows to all tokens, rotated as they are given, then computed in `dtype`."""
+    """Attention [1,rows,Hq,D] of the last rows to all tokens; rotated in the given dtype, then computed in `dtype`."""
     config = case.model.nsa
     q, k, v = _rotated(tokens)
     k_cmp, v_cmp = (x.to(dtype) for x in _means(config)(k[0], v[0], 0))
@@ -177,7 +177,7 @@ def _in_dtype(xs: Triple, dtype: torch.dtype) -> Triple:
 
 
 def _rotated(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Triple, Triple]:
-    """q, the keys (cmp unrotated) and the values of the three branches, of the first positions."""
+    """q, and keys (cmp unrotated) and values of the three branches, rotated from position 0 on."""
     q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = tokens["q"], tokens["k"].unbind(2), tokens["v"].unbind(2)
     cos, sin = angles(torch.arange(q.shape[1], device=q.device), q.shape[-1], _THETA, q.dtype)
     return rotate(q, cos, sin), (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin)), (v_cmp, v_slc, v_win)

@@ -24,7 +24,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _nsa(value: Any) -> Any:
-    """NSAConfig from a mapping; its own checks name field, value and fix."""
+    """NSAConfig from a mapping; NSAConfig itself checks the values.
+
+    Raises:
+        ValueError: a key or value is wrong; the message names field, value and fix.
+    """
     if not isinstance(value, Mapping):
         return value
     known = [field.name for field in fields(NSAConfig)]
@@ -49,11 +53,11 @@ def _unique(values: Sequence[Any]) -> Sequence[Any]:
 
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 Preset = Annotated[str, AfterValidator(_preset)]
-Unique = AfterValidator(_unique)  # of a list: no value twice
+Unique = AfterValidator(_unique)  # rejects a list with a repeated value
 
 
 def implementation_names(*dense: str) -> AfterValidator:
-    """A check of a list: each name is a backend of the sparse operator or one of `dense`."""
+    """Check of a list of names: each is a backend of the sparse operator or one of `dense`."""
 
     def check(names: list[str]) -> list[str]:
         known = (*backend_names(), *dense)
@@ -70,7 +74,7 @@ MOST = 2**20
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
-Large = Annotated[int, Field(ge=1, le=2**40)]  # of steps, or of tokens in all
+Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
 Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
@@ -95,7 +99,7 @@ class HeadsSpec(Strict):
 
 
 class TimingSpec(Strict):
-    """How long to measure; the samples taken are all kept."""
+    """Limits of a time measurement. Every sample taken is kept."""
 
     repeats: Count = Field(default=10, description="samples to take at least")
     min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")

@@ -1,4 +1,4 @@
-"""Whether a point can run on a machine: which implementations it has, its memory, its CPU threads."""
+"""Checks whether a point can run on a machine: its implementations, its memory, its CPU threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nsa_core.backends.triton import too_wide
 
 
 def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
-    """Every backend's name with None if it can compute such operands on `machine`, else the reason.
+    """For each backend name, the reason why it cannot compute such operands on `machine`; None if it can.
 
-    `machine` may be another host: whether a GPU host has Triton is read from its fingerprint. Without a fingerprint
-    Triton counts as installed, and a point fails if it is not.
+    `machine` may be another host, so the fingerprint of a GPU host tells whether it has Triton. Without a fingerprint
+    Triton counts as installed; if it is missing after all, the point fails.
     """
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":
@@ -30,7 +30,7 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str,
 
 
 def _host(machine: Machine) -> Host | None:
-    """Capability and packages of the machine, which decide what can run; None for a GPU host without a fingerprint."""
+    """Capability and packages of the machine; None for a GPU host without a fingerprint."""
     if machine.device != "cuda":
         return Host(None, {})
     capability = machine.fingerprint.get("capability", "unknown")
@@ -38,7 +38,7 @@ def _host(machine: Machine) -> Host | None:
 
 
 def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
-    """`backend_reasons` for the implementations of dense attention, at a head dim."""
+    """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
     host = _host(machine)
     if host is None:
         return dict.fromkeys(DENSE_KERNELS)
@@ -60,7 +60,7 @@ def threads(spec: JobSpec, machine: Machine) -> int | None:
 
 
 def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:
-    """The reason to skip a point that needs `needed` bytes; None if it fits, or `needed` is unknown (None)."""
+    """Reason to skip a point that needs `needed` bytes; None if it fits or `needed` is unknown (None)."""
     limit, who = machine.memory_bytes, f"the {machine.device} device has"
     if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
         limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"

@@ -1,4 +1,4 @@
-"""The operator, or a model around it, as a point measures it: its case, its check against the oracle, and its call."""
+"""Measurement of the operator, or of a model around it: the case, the check against the oracle, the timed call."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, THROUGHPUT, TIME
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import NSATransformer
 
-# What `measure_operator` brings.
+# Quantities of `measure_operator`.
 OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
 
 
 @dataclass(frozen=True)
 class OperatorCase(PointCase):
-    """A point's configuration: the operator or a whole model, of one pass and length.
+    """A point's configuration: the operator or a whole model, one pass, one length.
 
     Attributes:
-        backward: whether the gradients are computed, too.
+        backward: whether gradients are computed too.
     """
 
     backward: bool
@@ -43,7 +43,7 @@ class OperatorCase(PointCase):
         return check.HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
 
     def estimate(self) -> MemoryEstimate | None:
-        """The memory that nsa_core.memory predicts; None where it predicts nothing."""
+        """Memory predicted by nsa_core.memory; None if it has no prediction for the implementation."""
         if not predicts(self.implementation):
             return None
         if self.workload == "model":
@@ -72,7 +72,7 @@ class OperatorCase(PointCase):
 
 
 def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
-    """Check, time and weigh one case.
+    """Check one case and measure its time and memory.
 
     Raises:
         WrongResult: the implementation disagrees with the oracle.
@@ -105,7 +105,7 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
 
 
 def agree(case: OperatorCase) -> check.Agreement:
-    """Compare a case's operator, and for workload model its loss, with the oracle. Raises WrongResult."""
+    """Compare a case's operator and, for workload model, its loss with the oracle. Raises WrongResult."""
     device = torch.device(case.device)
     attention = check.check_attention(
         case.implementation,
@@ -125,7 +125,7 @@ def agree(case: OperatorCase) -> check.Agreement:
 
 
 def attention_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """The operator from gate logits on; its inputs, which stay."""
+    """A call of the operator, gate logits included, and the tensors that stay allocated between calls."""
     inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
     if case.implementation in DENSE_KERNELS:
         del inputs["gates"]
@@ -142,7 +142,7 @@ def attention_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[
 
 
 def _model_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """The loss of predicting random tokens, and its gradients; the parameters and tokens, which stay."""
+    """A call for the loss on random tokens (and its gradients), and the tensors that stay allocated between calls."""
     torch.manual_seed(case.seed)
     model = NSATransformer(case.model).to(device, case.torch_dtype).train(case.backward)
     tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=device)

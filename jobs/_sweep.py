@@ -18,16 +18,16 @@ from nsa_core.model import ModelConfig
 
 @dataclass(frozen=True)
 class Sweep:
-    """The coordinates that all points of a sweep share.
+    """Coordinates that all points of a sweep share.
 
     Attributes:
-        spec: the job: its kind, seed, resources and limit of memory.
+        spec: the job, for its kind, seed, resources and memory limit.
         machine: the device to measure on.
         workload: "attention" alone, or the whole "model".
-        model: the model, or one whose attention is measured.
-        batch: sequences of a call.
-        dtype: by name.
-        timing: how long to measure.
+        model: the model, or the model whose attention is measured.
+        batch: sequences in a call.
+        dtype: name of the dtype.
+        timing: limits of the time measurement.
     """
 
     spec: JobSpec
@@ -39,7 +39,7 @@ class Sweep:
     timing: TimingPlan
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
-        """Every combination, shortest lengths first, so that a sweep cut short is complete up to some length.
+        """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length.
 
         Raises:
             SpecError: an implementation cannot run on the machine.

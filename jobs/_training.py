@@ -37,16 +37,16 @@ class OptimizerSpec(Strict):
 
 
 class Ineffective(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """A setting was asked for and had no effect."""
+    """A requested setting had no effect."""
 
 
 class Diverged(Exception):  # noqa: N818
-    """The loss is no longer a finite number."""
+    """The loss became infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training leaves behind."""
+    """Results of a training."""
 
     losses: list[float]  # [nat/byte], one a step
     seconds: list[float]  # from the end of one step to that of the next
@@ -55,7 +55,7 @@ class Run:
 
 
 class Trainer:
-    """Model, optimizer and batches; one step at a time."""
+    """Model, optimizer and batches, trained step by step."""
 
     def __init__(self, config: Mapping[str, Any], corpus: Corpus, device: torch.device) -> None:
         shape = dict(config["model"])
@@ -90,13 +90,18 @@ class Trainer:
         return tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
     def run(self, heldout_batches: int, beat: Beat) -> Run:
-        """All steps, with the held-out loss before and after them."""
+        """Train all steps; measure the held-out loss before and after them.
+
+        Raises:
+            Diverged: a loss became infinite or NaN.
+            Ineffective: checkpointing is set but did not happen.
+        """
         heldout = self.corpus.heldout_batches(*self._size, heldout_batches)
         before = self._heldout_loss(heldout, beat)
         losses: list[float] = []
         seconds: list[float] = []
         ended = time.perf_counter()
-        # A GPU has the next step to go on with while the host waits for the loss of the one before.
+        # Start the next step before waiting for a loss, so that a GPU is never idle.
         for loss in in_order(self._steps(beat), ahead=1 if self.device.type == "cuda" else 0):
             before_it, ended = ended, time.perf_counter()
             losses.append(loss)
@@ -107,26 +112,26 @@ class Trainer:
         return Run(losses, seconds, before, self._heldout_loss(heldout, beat))
 
     def _steps(self, beat: Beat) -> Iterator[Callable[[], float]]:
-        """Starts one step after another."""
+        """Start one step after another; yields functions that wait for its loss."""
         for done in range(self.steps):
             beat("train", done, self.steps)
             self._set_rate(learning_rate(self.spec, done, self.steps))
             yield self._start() if done else self._start_first()
 
     def _start_first(self) -> Callable[[], float]:
-        """As `_start`, with the route taken down; a compiled model notes it while it is traced."""
+        """Like `_start`, but records the route; a compiled model notes it while it is traced."""
         started: list[Callable[[], float]] = []
         self.route = route_of(lambda: started.append(self._start()))
         return started[0]
 
     def step(self) -> float:
-        """One optimizer step; its loss [nat/byte]. Returns when the device is done."""
+        """Run one optimizer step and wait for the device; returns the loss [nat/byte]."""
         loss = self._start()()
         synchronize(self.device)
         return loss
 
     def _start(self) -> Callable[[], float]:
-        """One optimizer step, which a GPU may still be at. The result waits for its loss [nat/byte]."""
+        """Start one optimizer step without waiting for a GPU; returns a function that waits for the loss [nat/byte]."""
         tokens, targets = (x.to(self.device, non_blocking=True) for x in next(self._batches))
         with self._precision():
             loss = self._loss_of(tokens, targets)
@@ -157,7 +162,7 @@ class Trainer:
 
 
 def in_order(started: Iterable[Callable[[], float]], ahead: int) -> Iterator[float]:
-    """The results of what is started, with `ahead` more started before one is waited for."""
+    """Results in order; `ahead` more calls are started before one is waited for."""
     under_way: deque[Callable[[], float]] = deque()
     for wait in started:
         under_way.append(wait)
@@ -167,7 +172,7 @@ def in_order(started: Iterable[Callable[[], float]], ahead: int) -> Iterator[flo
 
 
 def _on_its_way(x: Tensor) -> Callable[[], float]:
-    """Copies a number to the host behind the work that is queued now; the result waits for this copy alone."""
+    """Queue a copy of a number to the host; returns a function that waits for this copy alone."""
     if not x.is_cuda:
         return x.item
     number = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -187,7 +192,7 @@ def _check_finite(loss: float, where: str) -> None:
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """Of step 0 .. steps-1: linear from near 0 over the warm-up, then a cosine down to final_fraction."""
+    """Learning rate of step 0 .. steps-1: linear warm-up from near 0, then a cosine decay to final_fraction."""
     if step < spec.warmup_steps:
         return spec.learning_rate * (step + 1) / spec.warmup_steps
     progress = (step - spec.warmup_steps) / max(1, steps - 1 - spec.warmup_steps)

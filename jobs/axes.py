@@ -1,8 +1,8 @@
-"""Axes: the coordinates that results are compared along. The one list of them, for every package.
+"""Axes: the coordinates along which results are compared, listed once for every package.
 
 Database columns, views, fits, rules, imports, reports and pages take their axes from `AXES` (migrations spell theirs
 out). A kind with a coordinate of its own declares it in its module's `AXES` and gives its points' values in
-`Axes.more`: rules, fits, exports and pages follow it without another line.
+`Axes.more`; rules, fits, exports and pages then support it without further code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Axis:
 
     Attributes:
         name: column of the database and key in records, rules and addresses.
-        type: of its values: "text" or "whole" (numbers).
-        label: name for people, in tables and filters.
-        size: longest text, or bytes of the integer, in the database.
-        in_series: points that differ in it belong to different curves. Not so for the length, which curves run along,
-            and the batch, which is divided out of times and memory.
+        type: type of its values, "text" or "whole" (numbers).
+        label: display name in tables and filters.
+        size: characters of the longest text, or bytes of the integer, in the database.
+        in_series: whether points that differ in it belong to different curves. False for the length, the curves' x
+            axis, and for the batch, which is divided out of times and memory.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Axis:
         return f"{self.name}_" if self.name == "pass" else self.name
 
 
-MORE = "axis_"  # begins the columns of frames and exports that hold the axes of a kind's own
+MORE = "axis_"  # prefix of the columns of frames and exports with a kind's own axes
 
 
 def more_columns(columns: Iterable[str]) -> list[str]:
-    """Those columns of a frame or an export that hold axes of a kind's own, sorted."""
+    """Columns of a frame or an export that hold a kind's own axes, sorted."""
     return sorted(column for column in columns if column.startswith(MORE))
 
 
@@ -55,10 +55,10 @@ def _axis(label: str, kind: Literal["text", "whole"], size: int, *, in_series: b
 
 @dataclass(frozen=True)
 class Axes:
-    """A point's coordinates; None where a coordinate has no meaning for the kind.
+    """A point's coordinates; None if a coordinate has no meaning for the kind.
 
     Attributes:
-        more: coordinates that the kind itself declares, by name.
+        more: the kind's own coordinates, by name.
     """
 
     implementation: str | None = _axis("implementation", "text", 120)  # "chunked", "naive", "dense", ...
@@ -83,15 +83,15 @@ AXES: tuple[Axis, ...] = tuple(
     Axis(spec.name.removesuffix("_"), **spec.metadata) for spec in fields(Axes) if "label" in spec.metadata
 )
 
-# Columns of the reporting views: an axis of the same name could not be told from them.
+# Columns of the reporting views, with which an axis of the same name would collide.
 _TAKEN = {axis.name for axis in AXES} | {axis.attribute for axis in AXES} | {"gpu", "job", "run_name", "more", "axes"}
 
 
 def check_axes(axes: Sequence[Axis]) -> None:
-    """Refuse axes that a kind declares under a name that is taken or cannot be a column.
+    """Check that the names of a kind's own axes are free and can be columns.
 
     Raises:
-        ValueError: naming the axis and the fix.
+        ValueError: a name is wrong; the message names the axis and the fix.
     """
     for axis in axes:
         if not isinstance(axis, Axis) or axis.type not in ("text", "whole"):

@@ -1,8 +1,8 @@
 """The operator against dense attention and the recorded peers: time, memory and stages over head layouts and lengths.
 
 The timed call is the whole operator, from q, k, v and gate logits to the gated sum, at a fixed number of tokens, as for
-the peers of orchestrator/reference_data. Each time is measured as a point of kind scaling is. Stages are points of
-their own, at the end: a process that has profiled may launch more slowly.
+the peers in orchestrator/reference_data. Times are measured as in kind scaling. Stages are separate points at the end,
+because a process that has profiled may launch more slowly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jobs.spec import JobSpec
 
 QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)
 
-_STAGED = "triton"  # the backend whose launches say what they work for
+_STAGED = "triton"  # the backend whose launches name their stage
 
 
 class Spec(JobSpec):
@@ -62,7 +62,7 @@ class Spec(JobSpec):
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Times, shortest lengths first; then stages likewise.
+        """Timed points, shortest lengths first, then stage points in the same order.
 
         Raises:
             SpecError: an implementation cannot run on this machine.
@@ -79,7 +79,7 @@ class Spec(JobSpec):
         ]
 
     def _sweep(self, heads: HeadsSpec, length: int, machine: Machine) -> list[Point]:
-        """Points of one head layout and length."""
+        """Points for one head layout and length."""
         model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim)
         model = model if self.nsa is None else replace(model, nsa=self.nsa)
         batch = max(1, self.tokens // length)
@@ -100,7 +100,7 @@ def _layout(point: Point) -> str:
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check, time and weigh the operator; or, with `profiles`, check it and tell its time by stage.
+    """Check the operator and measure its time and memory; or, with `profiles`, check it and measure its time by stage.
 
     Raises:
         WrongResult: the implementation disagrees with the oracle.

@@ -1,8 +1,8 @@
-"""Tokens a second, and bytes read, of decoding against context length: NSA beside dense attention.
+"""Decoding throughput and bytes read against context length: NSA beside dense attention.
 
-A step takes one token of every sequence into the caches of all layers and attends from it. It is checked against the
-oracle, then timed at a context that stays as it is: each step begins by taking the token before it back. Where the
-project's kernels do the step, the replays of a CUDA graph are timed, else the calls.
+A step stores one token of every sequence in the caches of all layers and attends from it. It is checked against the
+oracle, then timed at a constant context: each step first removes the token that the last one stored. If the project's
+kernels compute the step, replays of a CUDA graph are timed, else eager calls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
 
-# A step makes as many tokens at every context length: constant is what linear is elsewhere.
+# A step makes equally many tokens at every context length, so the guides of its rate differ from those of a call.
 STEP_THROUGHPUT = replace(THROUGHPUT, plot=Plot.STEP_RATE)
 BYTES_READ = Quantity(
     "bytes_read", "MiB", "Bytes read by a step's attention", "bytes read", Better.LOWER, Role.HEADLINE
@@ -79,7 +79,7 @@ class Spec(JobSpec):
 
     @property
     def model(self) -> ModelConfig:
-        """The model, or the one whose attention is measured."""
+        """The model, or the model whose attention is measured."""
         if self.preset is not None:
             base = PRESETS[self.preset]
         else:
@@ -88,7 +88,7 @@ class Spec(JobSpec):
         return replace(base, layers=self.layers or base.layers, nsa=self.nsa or base.nsa)
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Shortest contexts first.
+        """Points, shortest contexts first.
 
         Raises:
             SpecError: an implementation cannot run on this machine.
@@ -135,24 +135,24 @@ class Spec(JobSpec):
 
 
 def held_bytes(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> int:
-    """Bytes of the caches: a key and a value a token, layer and kv head; NSA holds compressed ones besides.
+    """Bytes of the caches: one key and one value for each token, layer and kv head; for NSA, compressed ones as well.
 
-    Windows and what a step itself takes are left out.
+    Windows and the temporary tensors of a step are left out.
     """
     held = seq_len if model.attention == DENSE else seq_len + model.nsa.cmp_tokens(seq_len)
     return 2 * batch * model.layers * model.kv_heads * model.head_dim * itemsize * held
 
 
 def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> float:
-    """Bytes that the attention of one step reads of its caches, over all layers and sequences.
+    """Bytes that the attention of one step reads from the caches, over all layers and sequences.
 
-    With e bytes a number and keys and values of D numbers each, a sequence, layer and kv head reads
+    With e bytes a number and D numbers a key or value, each sequence, layer and kv head reads
 
         dense: 2·D·e·S
         nsa: 2·D·e·(N + n + w + l/d) + 4·G·N
 
-    where N compressed tokens are seen, the chosen blocks hold n tokens up to the query's own, the window w, every d-th
-    step compresses l tokens, and the scores of a group's G heads, which choose the blocks, are read back in float32.
+    for S tokens of context, N visible compressed tokens, n tokens in the chosen blocks up to the query, w in the
+    window, l tokens compressed in every d-th step, and G heads a group, whose scores are read back in float32.
     Weights, activations, and the partial results of split keys are left out.
     """
     row = 2 * model.head_dim * itemsize
@@ -167,7 +167,7 @@ def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> f
 
 @torch.no_grad()
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check and time one point.
+    """Check one point and measure its time.
 
     Raises:
         WrongResult: a step disagrees with the oracle.
@@ -196,7 +196,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
 
 
 def _graphed(step: Callable[[], object]) -> Callable[[], object]:
-    """Replays of `step`, which ran before."""
+    """A replay of `step`, captured as a CUDA graph; `step` must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -1,6 +1,6 @@
-"""Points that go wrong on purpose, so that an operator can see a cluster deal with every way of failing.
+"""Points that fail on purpose, so that an operator can see a cluster deal with every kind of failure.
 
-Nothing is measured here but the time that a point took; what matters is the state that each point ends in.
+Only the time of each point is measured; the result is the state in which the point ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "ra
 
 
 class Spec(JobSpec):
-    """Which behaviours to go through, in this order; a behaviour may appear several times."""
+    """Behaviours in the order to run them; a behaviour may appear several times."""
 
     kind: Literal["drill"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     behaviours: Annotated[list[Behaviour], Field(min_length=1)]
     slow_s: float = Field(default=3, gt=0, description="seconds that `slow` works on, with signs of progress")
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """One point a behaviour; the second `ok` is labelled "ok 2"."""
+        """One point for each behaviour; the second `ok` is labelled "ok 2"."""
         points = []
         for index, behaviour in enumerate(self.behaviours):
             number = self.behaviours[: index + 1].count(behaviour)
@@ -55,7 +55,7 @@ class Spec(JobSpec):
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Behave as the point's behaviour says; only `ok` and `slow` return."""
+    """Run the point's behaviour. Only `ok` and `slow` return."""
     start = time.perf_counter()
     device = torch.device(config["device"])
     beat("drill")
@@ -71,7 +71,7 @@ def _ok(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
 
 
 def _slow(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """Take long, and show progress: slow is not hung."""
+    """Take long but report progress: slow is not hung."""
     steps = max(1, round(config["slow_s"] / 0.2))
     for done in range(steps):
         beat("working slowly", done, steps)
@@ -79,13 +79,13 @@ def _slow(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
 
 
 def _hang(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """Never get further, and say nothing."""
+    """Sleep forever without reporting progress."""
     while True:
         time.sleep(3600)
 
 
 def _timeout(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """Show progress for ever, and never end."""
+    """Report progress forever, so that only the point's deadline ends it."""
     done = 0
     while True:
         done += 1
@@ -94,17 +94,17 @@ def _timeout(config: Mapping[str, Any], device: torch.device, beat: Beat) -> Non
 
 
 def _crash(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """Die as the kernel's out-of-memory killer has a process die."""
+    """End by SIGKILL, as under the kernel's out-of-memory killer."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exit(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """End with exit code 0 and no result, which is no success."""
+    """End with exit code 0 but without a result: not a success."""
     os._exit(0)
 
 
 def _oom(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
-    """Ask the device for more memory than any has: PyTorch's own out-of-memory error, without harm to the host."""
+    """Allocate 1 PiB, for PyTorch's own out-of-memory error without harm to the host."""
     torch.empty(2**50, dtype=torch.int8, device=device)
 
 

@@ -1,8 +1,8 @@
 """Job kinds: modules of this package, and modules that installed distributions offer as entry points.
 
-A kind's module defines `Spec` (a JobSpec whose `kind` is the kind's name), `measure`, `QUANTITIES` (all that it may
-measure) and, where it has axes of its own, `AXES`. A distribution offers one in the group `nsa_bench.jobs`: name =
-kind, value = module. Only the kind asked for is imported, so that a broken one stops no other.
+A kind's module defines `Spec` (a JobSpec whose `kind` is the kind's name), `measure`, `QUANTITIES` (everything it may
+measure) and, if it has axes of its own, `AXES`. A distribution offers one in the group `nsa_bench.jobs`: name =
+kind, value = module. Only the requested kind is imported, so that a broken kind does not affect the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUP = "nsa_bench.jobs"
 
 
 class KindError(LookupError):
-    """No kind of this name, or one that cannot be used; the message gives the reason."""
+    """Unknown or unusable kind; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class OfferedKind:
 
     Attributes:
         name: the kind.
-        package, version: of the distribution.
-        problem: why it cannot be used; None if it can.
+        package, version: name and version of the distribution.
+        problem: reason why it cannot be used; None if it can.
     """
 
     name: str
@@ -44,7 +44,7 @@ class OfferedKind:
 
 
 def kinds() -> dict[str, ModuleType]:
-    """All usable job kinds, by name."""
+    """Modules of all usable job kinds, by name."""
     found = {name: module for name in _own_modules() if (module := _own_kind(name)) is not None}
     for entry in _entries():
         if entry.name not in found and _problem(entry) is None:
@@ -53,10 +53,10 @@ def kinds() -> dict[str, ModuleType]:
 
 
 def kind_module(name: str) -> ModuleType:
-    """The module of a kind.
+    """Module of a kind.
 
     Raises:
-        KindError: no kind of this name, or one from another distribution that cannot be used.
+        KindError: the kind is unknown, or comes from another distribution and cannot be used.
     """
     if name in _own_modules():
         if (module := _own_kind(name)) is not None:
@@ -70,19 +70,19 @@ def kind_module(name: str) -> ModuleType:
 
 
 def own_axes(module: ModuleType) -> tuple[Axis, ...]:
-    """The axes that a kind declares beside those of all kinds."""
+    """Axes that a kind declares besides the common ones."""
     return tuple(getattr(module, "AXES", ()))
 
 
 def offered_kinds() -> list[OfferedKind]:
-    """The kinds of other distributions, by name, each with its problem where it has one."""
+    """Kinds of other distributions, by name, each with its problem if it has one."""
     return [OfferedKind(entry.name, *_distribution(entry), _problem(entry)) for entry in _entries()]
 
 
 def source_files(module: str) -> dict[str, Path]:
     """Python files of the top-level package (or module) that holds `module`, by their path below its parent.
 
-    Empty where it has no files: not installed, or not from files.
+    Empty if it is not installed, or not installed as files.
     """
     found = importlib.util.find_spec(module.partition(".")[0])
     if found is None:
@@ -96,14 +96,14 @@ def source_files(module: str) -> dict[str, Path]:
 
 
 def kind_sources(name: str) -> dict[str, Path]:
-    """`source_files` of a kind that another distribution offers; empty for a kind of this package."""
+    """Python files of a kind that another distribution offers, as `source_files`; empty for a kind of this package."""
     if name in _own_modules():
         return {}
     return next((source_files(entry.module) for entry in _entries() if entry.name == name), {})
 
 
 def _own_modules() -> list[str]:
-    """Names of this package's public modules: those that may be a kind."""
+    """Names of this package's public modules; each may be a kind."""
     found = pkgutil.iter_modules(jobs.__path__)
     return [info.name for info in found if not info.ispkg and not info.name.startswith("_")]
 
@@ -114,19 +114,19 @@ def _own_kind(name: str) -> ModuleType | None:
 
 
 def _entries() -> list[EntryPoint]:
-    """By name, then package: of several with one name the first has it."""
+    """Entry points by name, then package; the first of several with one name is used."""
     return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _distribution(entry)))
 
 
 def _distribution(entry: EntryPoint) -> tuple[str, str]:
-    """Name and version."""
+    """Name and version of the distribution."""
     if entry.dist is None:
         return "an unknown package", "unknown"
     return entry.dist.metadata["Name"] or "an unknown package", entry.dist.metadata["Version"] or "unknown"
 
 
 def _problem(entry: EntryPoint) -> str | None:
-    """Why the kind cannot be used; None if it can."""
+    """Reason why the kind cannot be used; None if it can."""
     if entry.name in _own_modules():
         return "has a name that a module of nsa-bench's own jobs has"
     first = next(other for other in _entries() if other.name == entry.name)
@@ -151,7 +151,7 @@ def _missing(module: ModuleType) -> list[str]:
 
 
 def _misnamed(module: ModuleType, name: str) -> str | None:
-    from jobs.spec import JobSpec  # which imports this module
+    from jobs.spec import JobSpec  # jobs.spec imports this module
 
     if not (isinstance(module.Spec, type) and issubclass(module.Spec, JobSpec)):
         return "has a Spec that is not a jobs.spec.JobSpec"

@@ -1,6 +1,6 @@
-"""What a job measures: points, their outcome's numbers, and the machine that they run on.
+"""Points, their measurements, and the machine that they run on.
 
-Plain data that survives JSON, so that a point can travel to another host and its result into a journal.
+Plain data that survives JSON: points are sent to other hosts, results are stored in journals.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run's points will use, as probed where they will run.
+    """The device that a run's points will use, probed on the host where they will run.
 
     Attributes:
         device: "cpu" or "cuda".
         name: the GPU's name, or the processor's.
-        memory_bytes: what one point may use: the card's memory, or the host's available memory.
-        fingerprint: what a result depends on (versions of Python, torch, triton, CUDA, driver), part of a point's key.
+        memory_bytes: memory that one point may use: the card's, or the available memory of the host.
+        fingerprint: versions that results depend on (Python, torch, triton, CUDA, driver); part of a point's key.
     """
 
     device: Device
@@ -36,15 +36,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement to be taken.
+    """One measurement to take.
 
     Attributes:
         kind: the job kind that measures it.
-        label: one line for people, unique within the run.
+        label: display name, unique within the run.
         config: everything that determines the measurement, JSON-able.
         axes: coordinates for comparison.
-        estimate_bytes: predicted peak memory, None where nothing predicts it.
-        skip_reason: why it is not worth starting (it will not fit, say); None to run it.
+        estimate_bytes: predicted peak memory; None without a prediction.
+        skip_reason: reason not to run it, e.g. that it will not fit; None to run it.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Point:
     skip_reason: str | None = None
 
     def key(self, code_hash: str, machine: Machine) -> str:
-        """Identity for resuming: the same configuration, code and environment give the same key (16 hex digits)."""
+        """Key for resuming, 16 hex digits; equal for the same configuration, code and environment."""
         material = [self.kind, self.config, code_hash, machine.device, machine.name, dict(machine.fingerprint)]
         return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -66,11 +66,11 @@ class Metric:
 
     Attributes:
         name, unit: as jobs.quantities or the kind declares them.
-        value: the median of `samples`, or the one value there is.
+        value: the median of `samples`, or a single value.
         samples: every sample kept, in the order taken.
         p10, p90: percentiles of the samples.
         ci_low, ci_high: 95 % bootstrap interval of the median.
-        method: how it was taken, in words.
+        method: description of the measurement.
     """
 
     name: str
@@ -85,19 +85,19 @@ class Metric:
 
     @classmethod
     def of(cls, quantity: Quantity, value: float, samples: tuple[float, ...] = (), method: str = "") -> Metric:
-        """A value of a declared quantity, in its unit."""
+        """Metric of a declared quantity; `value` and `samples` are in its unit."""
         return cls(quantity.name, quantity.unit, value, samples, method=method)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a point that ended well brings home.
+    """Results of a successful point.
 
     Attributes:
         metrics: the numbers.
-        route: what really ran, e.g. {"cmp": "chunked", "slc": "chunked", "win": "sdpa-flash"}.
+        route: kernels that really ran, by branch, e.g. {"cmp": "chunked", "slc": "chunked", "win": "sdpa-flash"}.
         environment: versions, driver, GPU name and UUID, clocks, host, the effective environment variables.
-        files: text artifacts by file name ("memory_summary.txt": "...").
+        files: text artifacts by file name, e.g. {"memory_summary.txt": "..."}.
     """
 
     metrics: tuple[Metric, ...]
@@ -107,7 +107,7 @@ class Measurement:
 
 
 class Beat(Protocol):
-    """Called by a measurement whenever it got further; silence longer than the heartbeat deadline is a hang."""
+    """Callback that reports progress; silence longer than the heartbeat deadline counts as a hang."""
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 

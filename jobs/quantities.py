@@ -1,8 +1,8 @@
-"""Quantities: what a metric is called, its unit, which way is better, and how it is shown. Each is declared once.
+"""Quantities: a metric's name, unit, better direction, and how it is shown. Each is declared once.
 
-Quantities that several kinds measure stand here; a kind's own stand in its module. A kind lists all that it may bring
-in `QUANTITIES`. The list travels with each run into journal and database, so that reports, pages, rules and exports
-show a run's quantities without the code that measured them.
+Quantities of several kinds are declared here, others in their kind's module. A kind lists all its quantities in
+`QUANTITIES`. The list is stored with each run in journal and database, so that reports, pages, rules and exports show a
+run's quantities without the code that measured them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _NOT_DIVIDED = ("ns", "us", "µs", "min", "h", "B", "kB", "KB", "MB", "GB", "KiB
 
 
 class Better(StrEnum):
-    """Which way a quantity should go."""
+    """Direction in which a quantity improves."""
 
     LOWER = "lower"
     HIGHER = "higher"
 
 
 class Role(StrEnum):
-    """Where a quantity is shown."""
+    """Place where a quantity is shown."""
 
     HEADLINE = "headline"  # beside the point, wherever it is listed
     DETAIL = "detail"  # with the point's other results
-    TELEMETRY = "telemetry"  # what the hardware did meanwhile
+    TELEMETRY = "telemetry"  # state of the hardware meanwhile
     STAGE = "stage"  # a share of the time
 
 
 class Plot(StrEnum):
-    """How a quantity is drawn."""
+    """Form in which a quantity is drawn."""
 
     GROWTH = "growth"  # log-log against S, with a fitted exponent and guides of slopes 1 and 2
-    RATE = "rate"  # log-log against S, with guides of slopes 0 and -1; a rate is a time turned over, and not fitted
+    RATE = "rate"  # log-log against S, with guides of slopes 0 and -1; not fitted, being the inverse of a time
     STEP_RATE = "step rate"  # as RATE, of steps that make equally many tokens at every S: constant, or ~ 1/S
     CURVE = "curve"  # its samples in the order taken
 
@@ -53,11 +53,11 @@ class Quantity:
     Attributes:
         name: the metric's name; "stage_*" declares every name that begins with "stage_".
         unit: "ms", "MiB" (2^20 bytes), "tok/s", "%", "1" for none.
-        title: in headings and on axes.
-        short: in legends; the title where empty.
-        better: None where neither way is better.
-        role: where it is shown.
-        plot: how it is drawn; None: only as a number.
+        title: name in headings and on axes.
+        short: name in legends; the title if empty.
+        better: direction of improvement; None if neither is better.
+        role: place where it is shown.
+        plot: form in which it is drawn; None: only as a number.
     """
 
     name: str
@@ -73,18 +73,18 @@ class Quantity:
         return self.short or self.title.lower()
 
     def named(self, rest: str) -> Quantity:
-        """The member of a family: `Quantity("stage_*", ...).named("merge")` is stage_merge."""
+        """Member of a family: `Quantity("stage_*", ...).named("merge")` is stage_merge."""
         return replace(self, name=self.name.removesuffix("*") + rest, title=f"{self.title}: {rest.replace('_', ' ')}")
 
     def declares(self, name: str) -> bool:
-        """Whether a metric of this name is this quantity, or one of this family."""
+        """Whether a metric of this name is this quantity or belongs to this family."""
         return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
 
 
 class Quantities(Sequence[Quantity]):
-    """Declared quantities in the order to show them, the first of each name.
+    """Declared quantities in display order; of several with one name, the first.
 
-    A metric that nobody declared gets a plain declaration.
+    An undeclared metric gets a plain declaration.
     """
 
     def __init__(self, declared: Sequence[Quantity] = ()) -> None:
@@ -100,7 +100,7 @@ class Quantities(Sequence[Quantity]):
         return len(self._all)
 
     def of(self, name: str, unit: str = "1") -> Quantity:
-        """The declaration of a metric; of one that nobody declared, its name and unit alone."""
+        """Declaration of a metric; if it is undeclared, a plain one from its name and unit."""
         if (exact := self._exact.get(name)) is not None:
             return exact
         for quantity in self._all:
@@ -109,21 +109,21 @@ class Quantities(Sequence[Quantity]):
         return Quantity(name, unit, name.replace("_", " ").capitalize())
 
     def place(self, name: str) -> tuple[int, str]:
-        """What to sort metrics by: declared ones in their order, then the others by name."""
+        """Sort key of a metric: declared ones in their order, then the others by name."""
         places = (place for place, quantity in enumerate(self._all) if quantity.declares(name))
         return next(places, len(self._all)), name
 
     def names(self, *, role: Role | None = None, plots: Container[Plot | None] | None = None) -> list[str]:
-        """Names of the quantities of a role, and of those the ones drawn in one of these ways."""
+        """Names of the quantities with this role and one of these plots; None: any."""
         chosen = (q for q in self._all if role is None or q.role is role)
         return [q.name for q in chosen if plots is None or q.plot in plots]
 
 
 def check_quantities(quantities: Sequence[Quantity]) -> None:
-    """Refuse declarations that could not be stored or told apart.
+    """Check that the declarations can be stored and told apart.
 
     Raises:
-        ValueError: naming the quantity and the fix.
+        ValueError: a declaration is wrong; the message names the quantity and the fix.
     """
     for quantity in quantities:
         _check_types(quantity)
@@ -163,7 +163,7 @@ PEAK_EXTRA_MEMORY = Quantity(
 PEAK_MEMORY = Quantity(
     "peak_memory", "MiB", "Peak memory allocated", "allocated memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH
 )
-# What PyTorch merely reserves depends on the points before.
+# Not a headline: reserved memory depends on the points measured before.
 PEAK_RESERVED = Quantity(
     "peak_reserved", "MiB", "Peak memory reserved", "reserved memory", Better.LOWER, plot=Plot.GROWTH
 )
@@ -189,5 +189,5 @@ TELEMETRY = (
     *(GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED),
 )
 
-# What runs without declarations of their own are shown by: figures that others report, journals of earlier versions.
+# For runs stored without declarations: figures that others report, journals of earlier versions.
 SHARED = Quantities((TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, STAGE, *TELEMETRY))

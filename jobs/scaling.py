@@ -1,7 +1,7 @@
 """Time, throughput and memory against sequence length, for the operator or a whole model, NSA beside dense attention.
 
-A point is one implementation, pass and length. It is checked against the oracle, timed, and its memory watched, in this
-order; a prediction of its memory stands beside the measurement, and points predicted not to fit are skipped.
+A point is one implementation, pass and length. It is checked against the oracle, then timed, then its peak memory is
+measured and compared with the prediction. Points predicted not to fit are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
 
 class ShapeSpec(HeadsSpec):
-    """Heads of the attention, and for workload `model` the rest of the model."""
+    """Heads of the attention and, for workload `model`, the rest of the model."""
 
     layers: Layers | None = None
     dim: Count | None = Field(default=None, description="width of the residual stream; None: query_heads x head_dim")
@@ -79,7 +79,7 @@ class Spec(JobSpec):
 
     @property
     def model(self) -> ModelConfig:
-        """The model, or the one whose attention is measured (a single layer where only heads are given)."""
+        """The model, or the model whose attention is measured (a single layer if only heads are given)."""
         if self.preset is not None:
             base = PRESETS[self.preset]
         else:
@@ -88,7 +88,7 @@ class Spec(JobSpec):
         return base if self.nsa is None else replace(base, nsa=self.nsa)
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """The whole grid, shortest lengths first.
+        """Points of the whole grid, shortest lengths first.
 
         Raises:
             SpecError: an implementation cannot run on this machine.
@@ -120,7 +120,7 @@ def _model_of(shape: ShapeSpec) -> ModelConfig:
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check, time and weigh one point.
+    """Check one point and measure its time and memory.
 
     Raises:
         WrongResult: the implementation disagrees with the oracle.

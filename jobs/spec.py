@@ -38,13 +38,13 @@ class SpecError(ValueError):
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors; numbers are numbers, not text, true or infinity; a spec does not change once read."""
+    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Resources(Strict):
-    """What one point is scheduled with."""
+    """Resources that one point is scheduled with."""
 
     num_gpus: float | None = Field(
         default=None, ge=0, le=2**16, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
@@ -58,7 +58,7 @@ class Resources(Strict):
     @field_validator("num_gpus")
     @classmethod
     def _whole_gpus(cls, gpus: float | None) -> float | None:
-        """As Ray has it: several points may share a GPU, but none gets one and a half."""
+        """Refuse what Ray cannot give: a point gets whole GPUs, or a fraction of one."""
         if gpus is not None and gpus > 1 and gpus != int(gpus):
             raise ValueError("more than one GPU must be a whole number; use 1, or a fraction below 1 to share one")
         if gpus is not None and 0 < gpus < 1e-4:
@@ -67,7 +67,7 @@ class Resources(Strict):
 
 
 class Deadlines(Strict):
-    """Seconds. On expiry the point's stacks are dumped and its process group killed."""
+    """Time limits in seconds. On expiry the point's stacks are dumped and its process group killed."""
 
     startup_s: float = Field(default=300, gt=0, le=10**6, description="until the first progress: imports, compilation")
     heartbeat_s: float = Field(
@@ -79,7 +79,7 @@ class Deadlines(Strict):
 
 
 class JobSpec(Strict):
-    """The fields that every kind has."""
+    """Fields that every kind has."""
 
     kind: str
     name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -98,9 +98,9 @@ class JobSpec(Strict):
 
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Every point of the job, in the order to measure them, on `machine`.
+        """Points of the job on `machine`, in the order to measure them.
 
-        Points that are predicted not to fit carry a `skip_reason`.
+        Points predicted not to fit have a `skip_reason`.
         """
 
 
@@ -108,7 +108,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.
 
     Raises:
-        SpecError: the file is missing or no YAML mapping, an override has no "=", or a value is wrong.
+        SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
     """
     try:
         data = _read(path.read_text())
@@ -125,7 +125,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose mappings have each key once, and where 1e-3 is the number that it is in YAML 1.2."""
+    """YAML loader that refuses repeated keys and reads 1e-3 as a number, as YAML 1.2 does."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -148,7 +148,7 @@ def _read(text: str) -> Any:
 
 
 def parse_spec(data: Mapping[str, Any]) -> JobSpec:
-    """Validate a spec's content. Raises SpecError."""
+    """The job that a spec's content describes. Raises SpecError."""
     if "kind" not in data:
         raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
     kind = data["kind"]
@@ -167,9 +167,9 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
 
 
 def offered_sources(spec: JobSpec) -> dict[str, Path]:
-    """Python files of the other distributions that a job's kind and implementations come from, by relative path.
+    """Python files of the other distributions that offer a job's kind or implementations, by relative path.
 
-    A result depends on them as it depends on this package.
+    Results depend on them as on this package.
     """
     files = kind_sources(spec.kind)
     names = {*getattr(spec, "implementations", ()), getattr(spec, "backend", None)}

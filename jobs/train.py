@@ -1,6 +1,6 @@
-"""Train a small language model on bytes: throughput, loss on text never seen, memory, and how long a plan would take.
+"""Training of a small language model on bytes: throughput, held-out loss, memory, and the duration of a planned run.
 
-One process. A point is one kind of attention; all see the same batches in the same order.
+Training uses one process. A point is one kind of attention; all points get the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ QUANTITIES = (
 
 
 class DataSpec(Strict):
-    """The corpus: bytes of files."""
+    """Files that the corpus is read from."""
 
     path: Path | None = Field(default=None, strict=False, description="folder or file; None: Python's standard library")
     heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
@@ -113,7 +113,7 @@ class Spec(JobSpec):
         return [self._point(machine, attention) for attention in self.attention]
 
     def _backend(self, machine: Machine) -> str:
-        """By name, so that what runs is what the point says even where the machine is another one."""
+        """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""
         if self.backend != "auto":
             return self.backend
         return default(torch.device(machine.device), _compute_dtype(self.precision), self._reasons(machine))
@@ -173,7 +173,7 @@ def _implementation(model: ModelConfig) -> str:
 
 
 def _estimate(model: ModelConfig, config: Mapping[str, Any]) -> MemoryEstimate | None:
-    """Of a point's training; None where nothing predicts it: what a compiler keeps is its own choice."""
+    """Predicted memory of a point's training; None without a prediction, as for compiled training."""
     implementation = _implementation(model)
     if config["compile"] or not predicts(implementation):
         return None
@@ -191,12 +191,12 @@ def _estimate(model: ModelConfig, config: Mapping[str, Any]) -> MemoryEstimate |
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Train as the point's configuration says.
+    """Train with the point's configuration.
 
     Raises:
         WrongResult: the attention disagrees with the oracle.
         Diverged: a loss became infinite or NaN.
-        Ineffective: checkpointing was asked for and did not happen.
+        Ineffective: checkpointing is set but did not happen.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     if config["threads"] is not None:
@@ -226,7 +226,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         | {"sha256": corpus.sha256},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "checkpointing": trainer.model.checkpointing_effective,
-        "compile": config["compile"],  # as one graph, or the first step would have raised
+        "compile": config["compile"],  # in one graph, else the first step would have raised
     }
     metrics = [*_speed(config, model, run, device), *_quality(run), *_memory(config, model, peak)]
     metrics += agreement.metrics()
@@ -234,8 +234,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
 
 
 def _speed(config: Mapping[str, Any], model: ModelConfig, run: Run, device: torch.device) -> list[Metric]:
-    """Step time and throughput of the steady steps, MFU where the peak is known, the plan's needs and its end."""
-    first = max(2, len(run.seconds) // 10)  # compilation, allocation and the optimizer's state come with the first ones
+    """Step time and throughput of the steady steps, MFU if the GPU's peak is known, and figures of the plan if any."""
+    first = max(2, len(run.seconds) // 10)  # the first ones compile and allocate, the optimizer's state too
     steady = run.seconds[first:]
     tokens = config["batch"] * config["seq_len"]
     method = f"from the end of one step to that of the next, data and optimizer included, the first {first} left out"
@@ -267,7 +267,7 @@ def _quality(run: Run) -> list[Metric]:
 
 
 def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[Metric]:
-    """Peak of one whole step, and how far the estimate was off."""
+    """Peak memory of one whole step, and the error of the estimate."""
     estimate = _estimate(model, config)
     if estimate is None:
         return peak.metrics()

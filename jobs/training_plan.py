@@ -1,4 +1,4 @@
-"""A planned training run: the throughput that it needs, and how long it takes. It imports pydantic alone."""
+"""A planned training run: the throughput it needs and the hours it takes. Imports pydantic alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Amount = Annotated[int, Field(ge=1, le=2**40)]
 
-# A stated throughput may be lower than the plan needs by rounding alone: below that the plan ends late. It may be
-# higher by some headroom; beyond that the two figures describe different plans.
+# A stated throughput may be below the needed one by rounding only, else the plan ends late. It may be above it by some
+# headroom; beyond that the two figures describe different plans.
 _ROUNDING = 0.01
 _HEADROOM = 0.15
 
 
 class TrainingPlan(BaseModel):
-    """Steps, tokens and hours; a throughput stated beside them must agree with them."""
+    """Steps, tokens a step and hours. A stated throughput must agree with them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -32,11 +32,11 @@ class TrainingPlan(BaseModel):
 
     @property
     def needed(self) -> float:
-        """Tokens a second that finish the plan in time."""
+        """Throughput [tok/s] that finishes the plan in time."""
         return self.tokens / (self.hours * 3600)
 
     def hours_at(self, tokens_per_second: float) -> float:
-        """Hours that the plan takes at a throughput."""
+        """Hours that the plan takes at this throughput [tok/s]."""
         return self.tokens / tokens_per_second / 3600
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Pydantic's errors as lines for people: the field's path as the file has it, the value, and the fix.
+"""Pydantic's errors as readable lines: the field's path in the file, the value, and the fix.
 
-Specs, rules of gates and settings render their errors here. Imports pydantic alone, so that every package can use it.
+Used for specs, gate rules and settings. Imports pydantic alone, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-# Pydantic's own message for these types states the rule alone.
+# Fixes for error types whose message in Pydantic states only the rule.
 _FIXES = {
     "int_type": "write a whole number in digits, e.g. 1024",
     "float_type": "write a number, e.g. 0.5",
@@ -29,17 +29,17 @@ _FIXES = {
     "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
     "invalid_key": "put it in quotes, or remove it",
 }
-# A check of several fields begins its message with the one to mend: "cmp_stride: 24: use a divisor ...".
+# A check of several fields begins its message with the field to mend: "cmp_stride: 24: use a divisor ...".
 _NAMES_A_FIELD = re.compile(r"([a-z][a-z0-9_.]*): (.*)", re.DOTALL)
 
 
 def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] = ()) -> list[str]:
-    """One line for each field with a mistake: its path, its value, what is wrong and how to mend it.
+    """One line for each wrong field: path, value, mistake and fix.
 
     Args:
         data: the content that was validated, for the names of list items.
-        whole: the name of the content itself ("spec"), for mistakes of no single field.
-        kinds: the values that `kind` may have where it chooses among several models.
+        whole: the name of the content itself ("spec"), for mistakes that concern no single field.
+        kinds: the values that `kind` may have if it chooses among several models.
     """
     lines: dict[str, list[str]] = defaultdict(list)
     for error in err.errors(include_url=False):
@@ -50,7 +50,7 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
 
 
 def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple[str, str]:
-    """The path of the field to mend (below `section` where the message names one), and value, mistake and fix."""
+    """Path of the field to mend (below `section` if the message names one); and value, mistake and fix as text."""
     value, message = _shown(error["input"]), error["msg"].removeprefix("Value error, ")
     match error["type"]:
         case "extra_forbidden":
@@ -68,9 +68,9 @@ def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple
 
 
 def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
-    """The keys that lead to `location` in `data`, with list items by their `rule` or `name` where they have one.
+    """Keys that lead to `location` in `data`; list items appear by their `rule` or `name` if they have one.
 
-    Pydantic's names of union members, which are no keys, are left out; `keep_last` keeps a key that `data` lacks.
+    Pydantic's names of union members are left out, as they are not keys. `keep_last` keeps a key that `data` lacks.
     """
     path = []
     member = False  # whether the next part names the member of a union chosen by `kind`

@@ -176,6 +176,6 @@ def _attend(branch: Branch, q: Tensor, k: Tensor, v: Tensor, scale: float, visib
 
 
 def _kernels() -> ModuleType:
-    from .kernels.decode import step as decode
+    from .kernels.decode import step
 
-    return decode
+    return step

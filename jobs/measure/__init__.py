@@ -1,1 +1,1 @@
-"""How a point is measured: clock, memory, correctness, environment, machine, telemetry. Used by every kind of job."""
+"""Instruments that every kind of job uses: clock, memory, correctness, environment, machine, telemetry."""

@@ -1,10 +1,10 @@
-"""Is what will be timed right? Compared with the float64 oracle on a small case of the same configuration.
+"""Check of an implementation before it is timed, against the float64 oracle on a small case of the same configuration.
 
-The bar: an error at most twice that of an eager run in the same dtype (the naive backend's plain matrix products), plus
-a floor for cases that the eager run hits by luck, and below a ceiling whatever the eager run does. Errors are
+The error may be at most twice that of an eager run in the same dtype (the naive backend's plain matrix products), plus
+a floor for cases that the eager run hits by luck, and at most a ceiling whatever the eager run does. Errors are
 max |x - oracle| / max |oracle|, the worst over the output and, for forward+backward, every gradient. All sides attend
-to the blocks that the implementation selected; the selection itself is compared with the oracle's, over a longer
-sequence as well, and may differ where float32 scores tie but nowhere else.
+to the blocks that the implementation selected. The selection itself is compared with the oracle's over a longer
+sequence, and may differ only where float32 scores tie.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from nsa_core.backends import BACKENDS, Backend, dense
 from nsa_core.model import ModelConfig, NSATransformer
 
 _MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
-_REACHES = 4  # the selection is compared over a sequence so many times as long as what a query selects
+_REACHES = 4  # length of the sequence for comparing selections, in multiples of a query's selected tokens
 _CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
 
-# Dense attention by the fastest kernel that is there, or by one of them: implementation -> dense_attention's backend.
+# implementation -> dense_attention's backend: the fastest kernel available ("auto"), or one by name.
 DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
     {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
 )
 
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """An implementation disagrees with the oracle. It is not timed."""
+    """An implementation disagrees with the oracle, and is not timed."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near to the oracle an implementation came.
+    """Error of an implementation against the oracle.
 
     Attributes:
-        error: relative to the oracle's largest value; the worst over output and gradients.
-        bound: what it may be.
-        case: what was compared, in words.
+        error: error relative to the oracle's largest value; the worst over output and gradients.
+        bound: highest error allowed.
+        case: description of the tensors compared.
     """
 
     error: float
@@ -87,7 +87,7 @@ def make_inputs(
 
 
 def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str) -> Tensor:
-    """The operator that is timed, from gate logits to the gated sum [B,S,Hq,D]; those of DENSE_KERNELS use no gates."""
+    """Output [B,S,Hq,D] of the timed operator, sigmoid of the gate logits included; DENSE_KERNELS use no gates."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     if implementation in DENSE_KERNELS:
         return dense_attention(q, k, v, backend=DENSE_KERNELS[implementation])
@@ -105,13 +105,13 @@ def check_attention(
     backward: bool,
     seed: int,
 ) -> Agreement:
-    """Compare the operator with the oracle. At most two kv heads, one block more than a query selects.
+    """Compare the operator with the oracle, on at most two kv heads and one block more than a query selects.
 
-    A learned compression is a layer's, and check_model's to test: the mean stands in for it. An agreement is
-    remembered, so that a warm process checks each configuration once.
+    A learned compression needs a layer and is tested by check_model; the mean replaces it here. Agreements are cached,
+    so that a warm process checks each configuration once.
 
     Raises:
-        WrongResult: its selection, output or a gradient is further off than the bound.
+        WrongResult: the error of the selection, the output or a gradient exceeds its bound.
     """
     config = replace(config, compress="mean")
     kv_heads = min(shape.kv_heads, 2)
@@ -138,13 +138,13 @@ def check_attention(
 def check_model(
     implementation: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, backward: bool, seed: int
 ) -> Agreement:
-    """Compare loss and gradients of two layers of the model with its float64 self on the reference backend.
+    """Compare loss and gradients of two layers of the model with the same in float64 on the reference backend.
 
     The sequence is as long as a query's selection, so that rounding cannot change which blocks are selected;
-    the selection is check_attention's to test. An agreement is remembered.
+    check_attention tests the selection. Agreements are cached.
 
     Raises:
-        WrongResult: the loss or a parameter's gradient is further off than the bound.
+        WrongResult: the error of the loss or of a parameter's gradient exceeds its bound.
     """
     small = replace(config, layers=min(config.layers, 2), checkpointing=False)
     oracle = small if implementation == "dense" else replace(small, backend="reference")
@@ -177,10 +177,10 @@ def judge(
     case: str,
     implementation: str,
 ) -> Agreement:
-    """The worst of `got`'s tensors, measured by its own bound.
+    """Agreement of the tensor in `got` whose error is largest relative to its bound.
 
     Raises:
-        WrongResult: one of them exceeds its bound, or is not finite.
+        WrongResult: a tensor's error exceeds its bound, or is not finite.
     """
     floor = _floor(dtype)
     found = {}
@@ -197,7 +197,7 @@ def judge(
 
 
 def _results(call: Callable[[Mapping[str, Tensor]], Tensor], inputs: Mapping[str, Tensor], backward: bool) -> dict:
-    """Output and, with `backward`, the gradients of its weighted sum."""
+    """Output and, with `backward`, gradients of a weighted sum of it, by name."""
     with torch.set_grad_enabled(backward):
         out = call(inputs)
     if not backward:
@@ -212,7 +212,10 @@ def _results(call: Callable[[Mapping[str, Tensor]], Tensor], inputs: Mapping[str
 def _check_selection(
     implementation: str, config: NSAConfig, shape: HeadShape, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
-    """Compare the selections of all queries that have a choice: that can see more blocks than they select."""
+    """Compare the selections of all queries. Raises WrongResult.
+
+    The share of differing ones is also taken over the queries that see more blocks than they select.
+    """
     reach = config.slc_count * config.slc_block
     inputs = make_inputs(shape, 1, _REACHES * reach, dtype, device, seed, False)
     found, expected = (
@@ -228,7 +231,7 @@ def _check_selection(
 
 
 def _attend_to(blocks: Tensor | None, inputs: Mapping[str, Tensor], config: NSAConfig, backend: Backend) -> Tensor:
-    """A backend's NSA over given blocks, or its dense causal attention (a window of all) where `blocks` is None."""
+    """A backend's NSA over given blocks; if `blocks` is None its dense causal attention, a window over all keys."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     scale = q.shape[-1] ** -0.5
     if blocks is None:
@@ -246,6 +249,6 @@ def _error(x: Tensor, exact: Tensor) -> float:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """One rounding of a 16-bit result; of float32, thirty-two: sums are long and taken in any order."""
+    """Relative error of one rounding for 16-bit dtypes, of 32 for float32: sums are long, in any order."""
     rounding = torch.finfo(dtype).eps / 2
     return 32 * rounding if dtype == torch.float32 else rounding

@@ -1,7 +1,7 @@
-"""Wall time of a call: warmed up until steady, then repeated, every sample kept.
+"""Wall time of a call: warm-up until steady, then repeated runs, of which every sample is kept.
 
-CUDA: events around each call, with the L2 cache overwritten before it. Calls are queued in batches, as a training step
-queues them, so that launching overlaps with running; the host waits, and reports progress, once a batch.
+CUDA: events around each call, with the L2 cache overwritten before it. Calls are queued in batches, so that launching
+overlaps with running as in a training step; the host waits and reports progress once a batch.
 CPU: the performance counter around each call.
 """
 
@@ -17,19 +17,19 @@ import torch
 
 from jobs.point import Beat
 
-_STEADY_RUNS = 3  # this many runs in a row ...
-_STEADY_SPREAD = 0.1  # ... whose slowest is at most so much slower than the fastest: warm
-_BATCH_S = 0.2  # queued at a time on CUDA
+_STEADY_RUNS = 3  # number of last runs that decide whether warm-up has ended
+_STEADY_SPREAD = 0.1  # highest relative difference of the slowest and the fastest of them
+_BATCH_S = 0.2  # seconds of calls in a batch on CUDA
 
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How long to measure.
+    """Limits of a time measurement.
 
     Attributes:
-        repeats: samples to take at least.
-        min_s: seconds of samples to take at least.
-        max_s: seconds after which the sampling ends with what it has (at least one sample).
+        repeats: least number of samples.
+        min_s: least sum of the samples in seconds.
+        max_s: sum of the samples in seconds after which sampling ends anyway, with at least one sample.
         warmup: runs after which warming up ends, steady or not.
     """
 
@@ -41,7 +41,7 @@ class TimingPlan:
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples in milliseconds, in the order taken, and how they were taken."""
+    """Samples in milliseconds, in the order taken, and a description of the measurement."""
 
     samples_ms: tuple[float, ...]
     method: str
@@ -115,13 +115,13 @@ def _sample_cuda(
 
 
 def l2_filler(device: torch.device) -> torch.Tensor:
-    """A buffer that, overwritten, leaves nothing else in the L2 cache."""
+    """A buffer twice as large as the L2 cache: overwriting it evicts everything else."""
     l2_bytes = max(int(torch.cuda.get_device_properties(device).L2_cache_size), 2**20)
     return torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""What a result depended on: versions, hardware, and the environment variables that steer PyTorch and this project."""
+"""Record of versions, hardware, and the environment variables that steer PyTorch and this project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|URL|CREDENTIAL", re.IGNORECASE)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """JSON-able description of this process's surroundings, for a point measured on `device`."""
+    """JSON-able description of this process's environment, for a point measured on `device`."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -41,7 +41,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    """The steering variables that are set; the values of those that may hold a secret are withheld."""
+    """Steering variables that are set; values that may be secret are withheld."""
     shown = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return {name: "(set, withheld)" if _SECRET.search(name) else value for name, value in shown.items()}
 

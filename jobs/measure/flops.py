@@ -5,8 +5,8 @@ from __future__ import annotations
 from nsa_core.model import ModelConfig
 
 # Dense (not sparse) bf16 tensor-core FLOP/s by the name the driver gives. Sources: NVIDIA's data sheets "A100 Tensor
-# Core GPU" (312), "H100 Tensor Core GPU" (SXM 989.4, PCIe 756), "H200 Tensor Core GPU" (SXM 989.4); those
-# that print only the sparse figure are halved. A GPU that is not listed has no peak here, and no MFU.
+# Core GPU" (312), "H100 Tensor Core GPU" (SXM 989.4, PCIe 756), "H200 Tensor Core GPU" (SXM 989.4); if a
+# sheet gives only the sparse figure, half of it. For other GPUs no MFU is reported.
 BF16_PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -19,11 +19,11 @@ BF16_PEAKS = {
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs that one token of a training step needs, recomputation not counted.
+    """FLOPs per token of a training step, without recomputation.
 
-    Six for every weight of a matrix product (two forward, four backward; embedding look-ups are none), and twelve per
+    Six for every weight of a matrix product (two forward, four backward; none for embedding look-ups), and twelve per
     layer, query head, head dimension and key that the query attends to, on average over the sequence (arXiv 2204.02311,
-    appendix B, with the keys that causal or sparse attention really visits). A learned compression is left out.
+    appendix B, with the keys that causal or sparse attention really visits). A learned compression is not counted.
     """
     heads = config.heads * config.head_dim
     pairs, gates = (3, 3 * config.heads) if config.attention == "nsa" else (1, 0)  # NSA: keys and values per branch
@@ -33,9 +33,9 @@ def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def visited_keys(config: ModelConfig, seq_len: int) -> float:
-    """Keys that a query attends to on average: t+1 of dense attention, the three branches' of NSA.
+    """Average number of keys that a query attends to: t+1 at position t for dense, the sum of the branches' for NSA.
 
-    The query's own block is taken to be among the selected ones, and counts up to the query.
+    The query's own block is assumed to be selected, and counts up to the query.
     """
     if config.attention == "dense":
         return (seq_len + 1) / 2

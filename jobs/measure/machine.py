@@ -1,4 +1,4 @@
-"""The machine at hand, as points see it. Asks NVML first, so that probing creates no CUDA context."""
+"""Probe of this machine for points. Asks NVML first, so that probing creates no CUDA context."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jobs.point import Machine
 
 _FLASH = ("flash-attn", "flash-attn-4")
 _CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the part of the usage that the kernel gives back when asked
+_CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the reclaimable part of the usage
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
 def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
-    """The device that a point started here would use; "auto" is CUDA where a GPU is visible.
+    """Device that a point started here would use; "auto" is CUDA if a GPU is visible.
 
     Raises:
-        ValueError: "cuda" was asked for and no GPU is visible here.
+        ValueError: `device` is "cuda" and no GPU is visible here.
     """
     gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not gpu:
@@ -43,7 +43,7 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
 
 
 def _card() -> dict[str, str]:
-    """The first GPU that CUDA shows; from CUDA itself (which creates a context) where NVML does not know it."""
+    """Name, memory and capability of the first visible GPU; from CUDA, with a context, if NVML does not know it."""
     try:
         card = nvml.describe(nvml.visible_gpus()[0])
         if {"name", "memory_mib", "capability"} <= card.keys():
@@ -56,9 +56,9 @@ def _card() -> dict[str, str]:
 
 
 def host_memory() -> int:
-    """Bytes that a process may still take here: what the host has available, or its control group's room if less.
+    """Bytes that a process may still allocate: the host's available memory, or its control group's room if less.
 
-    A control group's usage counts cached files; those not in use make room, and count as free (as they do on the host).
+    A control group's usage includes cached files; inactive ones count as free, as they do on the host.
     """
     available = psutil.virtual_memory().available
     for limit, usage, stat, cached in _CGROUP_MEMORY:
@@ -73,7 +73,7 @@ def host_memory() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's name, e.g. "AMD EPYC 9654 96-Core Processor"."""
+    """Name of the processor, e.g. "AMD EPYC 9654 96-Core Processor"."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -84,7 +84,7 @@ def cpu_name() -> str:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed distribution, None where it is not installed."""
+    """Version of a distribution; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

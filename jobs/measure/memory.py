@@ -1,8 +1,8 @@
-"""Peak memory of a call, beyond what was there before it: inputs do not count, outputs and gradients do.
+"""Peak memory of a call beyond the memory allocated before it: outputs and gradients count, inputs do not.
 
-Taken in a pass of its own, after the call ran at least once (so that libraries have made their workspaces).
+Measured in a separate run, after the call ran at least once (so that libraries have allocated their workspaces).
 CUDA: the caching allocator's counters. CPU: the allocator's own events, so the peak is exact to the byte and does not
-depend on what the C library keeps.
+depend on memory that the C library keeps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Peak:
     """Bytes at the call's peak.
 
     Attributes:
-        extra: allocated beyond what was allocated before the call.
-        allocated: all tensors together.
-        held: what the process held then: CUDA's reserved memory, on CPU the resident set's high-water mark.
-        driver: in use on the card as the driver sees it, other processes included; None on CPU.
-        method: how it was taken.
-        files: the allocator's own accounts, as text by file name.
+        extra: bytes allocated beyond those allocated before the call.
+        allocated: bytes of all tensors together.
+        held: bytes held by the process: CUDA's reserved memory; on CPU the high-water mark of the resident set.
+        driver: bytes in use on the card as the driver counts them, other processes included; None on CPU.
+        method: description of the measurement.
+        files: reports of the allocator, as text by file name.
     """
 
     extra: int
@@ -44,7 +44,7 @@ class Peak:
     files: dict[str, str]
 
     def metrics(self) -> list[Metric]:
-        """In MiB."""
+        """Metrics of the peak in MiB."""
         held = PEAK_RSS if self.driver is None else PEAK_RESERVED
         found = [(PEAK_EXTRA_MEMORY, self.extra), (PEAK_MEMORY, self.allocated), (held, self.held)]
         if self.driver is not None:
@@ -53,10 +53,10 @@ class Peak:
 
 
 def measure_peak(call: Callable[[], object], device: torch.device, resident: int) -> Peak:
-    """Run `call` once and watch memory; its result stays alive until the end of the watch.
+    """Run `call` once and measure its peak memory; its result stays alive until the end.
 
     Args:
-        resident: bytes of tensors that live before the call (CPU only: CUDA counts them itself).
+        resident: bytes of tensors allocated before the call (CPU only: CUDA counts them itself).
     """
     gc.collect()
     return _peak_cuda(call, device) if device.type == "cuda" else _peak_cpu(call, resident)
@@ -102,13 +102,13 @@ def _peak_cpu(call: Callable[[], object], resident: int) -> Peak:
 
 
 def _allocations(watch: profile) -> list[tuple[int, int]]:
-    """(nanosecond, bytes) of every allocation, and, negative, of every release."""
+    """(nanosecond, bytes) of every allocation and release; negative bytes for a release."""
     inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
     return [(e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"]
 
 
 def _highest_sum(events: list[tuple[int, int]]) -> int:
-    """The highest running sum of (time, bytes) events; simultaneous ones in the order recorded."""
+    """Highest running sum of the bytes of (time, bytes) events; simultaneous ones in the order recorded."""
     level = highest = 0
     for _, size in sorted(events, key=lambda event: event[0]):
         level += size
@@ -117,7 +117,7 @@ def _highest_sum(events: list[tuple[int, int]]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Let the kernel count VmHWM anew (proc(5), clear_refs); False where it may not be written."""
+    """Reset VmHWM (proc(5), clear_refs); False if that is not permitted."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -136,5 +136,5 @@ def _high_water() -> int:
 
 
 def tensor_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of distinct storages behind `tensors`."""
+    """Bytes of the distinct storages of `tensors`."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

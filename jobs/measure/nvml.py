@@ -1,4 +1,4 @@
-"""The little of NVML that measuring needs. Absence of a driver or a card is a stated reason, never an exception."""
+"""The part of NVML that measuring needs. A missing driver or card raises NvmlError with the reason."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pynvml
 
 
 class NvmlError(RuntimeError):
-    """NVML cannot answer: no driver, no such card, no permission. The message says which."""
+    """NVML cannot answer: no driver, no such card, or no permission; the message says which."""
 
 
 @contextmanager
 def session() -> Iterator[None]:
-    """NVML initialised for the body (initialisation is counted, so sessions may nest). Raises NvmlError."""
+    """Keep NVML initialised within the block; sessions may nest. Raises NvmlError."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as err:
@@ -28,7 +28,7 @@ def session() -> Iterator[None]:
 
 
 def handle(gpu_id: str) -> Any:
-    """The NVML handle of a GPU named by its index ("0") or UUID ("GPU-..."). Raises NvmlError."""
+    """NVML handle of a GPU, given by its index ("0") or UUID ("GPU-..."). Raises NvmlError."""
     try:
         if gpu_id.isdigit():
             return pynvml.nvmlDeviceGetHandleByIndex(int(gpu_id))
@@ -38,7 +38,7 @@ def handle(gpu_id: str) -> Any:
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs that CUDA shows this process, in its order; empty where there is none (or no NVML)."""
+    """Ids of the GPUs visible to this process, in CUDA's order; empty without a GPU or NVML."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return [part.strip() for part in shown.split(",") if part.strip() and part.strip() != "-1"]
@@ -50,17 +50,17 @@ def visible_gpus() -> list[str]:
 
 
 def processes(gpu_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Process ids with a compute context on each GPU, as the driver sees them (in a container: the host's ids).
+    """Ids of the processes with a compute context on each GPU; in a container, the host's ids.
 
     Raises:
-        NvmlError: NVML cannot say.
+        NvmlError: NVML cannot list them.
     """
     with session():
         return {gpu: compute_pids(handle(gpu)) for gpu in gpu_ids}
 
 
 def compute_pids(device: Any) -> list[int]:
-    """Process ids with a compute context on the device of this handle. Raises NvmlError."""
+    """Ids of the processes with a compute context on the device of this handle. Raises NvmlError."""
     try:
         return sorted(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(device))
     except pynvml.NVMLError as err:
@@ -68,8 +68,13 @@ def compute_pids(device: Any) -> list[int]:
 
 
 def describe(gpu_id: str) -> dict[str, str]:
-    """Name, UUID, memory, compute capability, driver, clocks, power limit and ECC of a GPU, as text; what NVML refuses
-    is left out. Raises NvmlError when there is no such GPU."""
+    """Name, UUID, memory, compute capability, driver, clocks, power limit and ECC of a GPU, as text.
+
+    Values that NVML refuses to give are left out.
+
+    Raises:
+        NvmlError: NVML is not available or does not know the GPU.
+    """
     with session():
         device = handle(gpu_id)
         queries = {

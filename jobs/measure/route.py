@@ -1,4 +1,4 @@
-"""What really ran, per branch."""
+"""Kernels that really ran, by branch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nsa_core.routes import capture
 
 
 def route_of(call: Callable[[], object]) -> dict[str, str]:
-    """Run `call` once: the kernel of every branch that it executed; several of one branch are joined by "+"."""
+    """Run `call` once; returns the kernel of every executed branch, several kernels of a branch joined by "+"."""
     with capture() as runs:
         call()
     route: dict[str, list[str]] = {}

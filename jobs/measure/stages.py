@@ -1,10 +1,9 @@
-"""Where a call's time on the device goes, by stage of the operator.
+"""Device time of a call by stage of the operator.
 
-Taken from the device's own timestamps of every kernel (CUPTI, through torch.profiler), not from events around launches:
-an event pair adds microseconds to a kernel that takes as long, and counts the wait for a host that launches too slowly
-as the stage's own. So these times add up to the time in which the device computed; the rest of the call's time is gaps.
-A kernel's stage is its launch's. Kernels of one name are matched with launches in order, because the operator uses one
-stream.
+The times are the device's own timestamps of every kernel (CUPTI, through torch.profiler). Events around launches would
+add microseconds to kernels that take as long, and would count the wait for a host that launches too slowly. The stages
+thus add up to the time in which the device computed; the rest of the call's time is gaps. A kernel has the stage of its
+launch. Kernels of one name are matched with launches in order, because the operator uses one stream.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from jobs.quantities import STAGE
 from nsa_core.kernels.runtime.launch import Started, observe
 
 Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel
-OTHER = "other"  # kernels that are not the project's: PyTorch's sorts, sums, copies
+OTHER = "other"  # PyTorch's own kernels: sorts, sums, copies
 _METHOD = "device time of the stage's kernels in one call (CUPTI), L2 overwritten before it"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel as the device ran it; nanoseconds."""
+    """One run of a kernel on the device; times in nanoseconds."""
 
     name: str
     start: int
@@ -39,12 +38,12 @@ class Kernel:
 
 
 class ProfileError(RuntimeError):
-    """The profile does not hold what was launched. No stage is told then: a time is whole or absent."""
+    """The profile does not match the launches. No stage is reported then, as times would be incomplete."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Metrics `stage_*` in ms, longest first, and the same kernel by kernel as text."""
+    """Metrics `stage_*` in ms, longest first, and a table of the times by kernel as text."""
 
     metrics: tuple[Metric, ...]
     text: str
@@ -59,7 +58,7 @@ def measure_stages(call: Callable[[], object], device: torch.device, runs: int, 
         ProfileError: none of the project's kernels ran, or the profiler did not see what was launched.
     """
     filler = l2_filler(device)
-    _profile(call, device, filler)  # a process's first one starts CUPTI, and may miss kernels meanwhile
+    _profile(call, device, filler)  # a process's first profile starts CUPTI, and may miss kernels
     profiles: list[Profile] = []
     for run in range(runs):
         beat("stages", run, runs)
@@ -70,7 +69,7 @@ def measure_stages(call: Callable[[], object], device: torch.device, runs: int, 
 def _profile(
     call: Callable[[], object], device: torch.device, filler: torch.Tensor
 ) -> tuple[list[Kernel], list[Started]]:
-    """The kernels of one call, copies and fills among them, and its launches."""
+    """Kernels of one call, copies and fills included, and its launches."""
     filler.zero_()
     torch.cuda.synchronize(device)
     with observe() as launches, profile(activities=[ProfilerActivity.CUDA]) as watch:
@@ -82,10 +81,10 @@ def _profile(
 
 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
-    """Time of the launches' kernels by stage, and of all others as OTHER.
+    """Time of the launched kernels by stage, and of all other kernels as OTHER.
 
     Raises:
-        ProfileError: there is no launch, or the kernels are not those of the launches.
+        ProfileError: there is no launch, or kernels and launches do not match.
     """
     if not launches:
         raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")
@@ -105,7 +104,7 @@ def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Profile:
 
 
 def summarize_stages(profiles: Sequence[Profile]) -> Stages:
-    """The median over profiles of every stage, longest first, and a line a kernel as text."""
+    """Median over the profiles for every stage, longest first, and one line for each kernel as text."""
     names = {name: None for profiled in profiles for name, _ in profiled}
     samples = {
         name: [sum(ns for (stage, _), ns in profiled.items() if stage == name) / 1e6 for profiled in profiles]

@@ -1,4 +1,4 @@
-"""Samples to a metric: median, percentiles, bootstrap interval. Every sample is kept."""
+"""Statistics of samples: median, percentiles, bootstrap interval. Every sample is kept."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RESAMPLES = 2000
 
 
 def summarize(quantity: Quantity, samples: Sequence[float], method: str = "") -> Metric:
-    """A quantity's metric: the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
+    """Metric of a quantity: the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
 
-    The bootstrap is seeded: the same samples give the same interval. With fewer than three samples there is no
-    interval to speak of, and none is given.
+    The bootstrap is seeded: the same samples give the same interval. With fewer than three samples no interval
+    is given.
 
     Raises:
         ValueError: there is no sample.

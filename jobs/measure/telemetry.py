@@ -1,4 +1,4 @@
-"""GPU telemetry while a point runs: sampled from the parent process, so that the measured one is left alone."""
+"""GPU telemetry while a point runs, sampled from the parent process so that the measured process is not disturbed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jobs.quantities import (
     Quantity,
 )
 
-_KEPT = 1000  # samples kept per metric; more are thinned evenly, which the metric's method says
+_KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
 
 # Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
 _THROTTLE = {
@@ -39,7 +39,7 @@ _THROTTLE = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at one GPU; None where the driver does not tell."""
+    """One sample of one GPU; None for values that the driver does not report."""
 
     gpu: str
     seconds: float  # since start()
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TelemetrySummary:
-    """What the sampling came to: metrics (none where nothing could be sampled) and a text that says so."""
+    """Metrics (empty without samples), and a text with a table per GPU or the reason why there is none."""
 
     metrics: tuple[Metric, ...]
     text: str
@@ -64,10 +64,10 @@ class Telemetry:
     """Samples the GPUs of a point in a thread, about five times a second.
 
     Args:
-        gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty on a CPU point.
+        gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty for a CPU point.
         period_s: seconds between samples.
 
-    `start()` and `stop()` never raise for want of NVML; the summary's text states the reason instead.
+    `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
 
     def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
@@ -84,7 +84,7 @@ class Telemetry:
             self._thread.start()
 
     def stop(self) -> TelemetrySummary:
-        """End the sampling and sum it up; a second call gives the same summary."""
+        """End the sampling and summarize it; a second call gives the same summary."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
@@ -110,7 +110,7 @@ def _look(gpu: str, device: Any, seconds: float) -> Sample:
     def ask(query: Callable[[], Any]) -> Any:
         try:
             return query()
-        except (pynvml.NVMLError, nvml.NvmlError):  # this driver or card does not tell; the others still may
+        except (pynvml.NVMLError, nvml.NvmlError):  # not supported by this driver or card; other queries may be
             return None
 
     memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device).used)

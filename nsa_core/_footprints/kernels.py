@@ -85,13 +85,12 @@ def _cut(sizes: Sizes, tokens: int) -> Sizes:
 
 @lru_cache(maxsize=1024)
 def _trace_of(sizes: Sizes, config: NSAConfig, compresses: bool, grad: bool) -> Trace:
-    from ..kernels.runtime import launch as _launch  # needs Triton
-    from ..kernels.runtime import tiles as _tiles
+    from ..kernels.runtime import launch, tiles  # need Triton
 
     granule = _CUDA_GRANULE if sizes.device.type == "cuda" else 1
     given, made = Allocations(granule), Allocations(granule)
-    kernels = _tiles.assume(_tiles.capability(sizes.device))
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), kernels, _launch.omit():
+    kernels = tiles.assume(tiles.capability(sizes.device))
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), kernels, launch.omit():
         with given:
             operands = _operands(sizes, config, compresses)
         held, edges = given.now, [get_gradient_edge(x) for x in operands.differentiated] if grad else []

@@ -68,7 +68,7 @@ class Usage:
         shared: bytes of shared memory a block.
         registers, spills: registers, and bytes of spills, a thread.
         serialized: ptxas could not keep the wgmma instructions asynchronous, and waits after each.
-        products, held: wgmma instructions, and those of them whose first operand is in registers.
+        products, held: number of wgmma instructions, and of those with the first operand in registers.
     """
 
     case: CompileCase
@@ -98,7 +98,7 @@ FULL = (
 def launches(case: CompileCase, arch: int) -> list[Launch]:
     """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
 
-    Sequences are short and long, as other tiles are pinned for each, and keys separate and shared.
+    Sequences are short and long, because their pinned tiles differ; keys are separate and shared.
     """
     with assume(arch), record() as seen:
         for tokens in (2048, 65_536):
@@ -119,13 +119,13 @@ def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    plan = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
-    pairs = given * 2 if shared else [operators.compress(*given[0], plan.config), *given[1:]]
+    pairs = given * 2 if shared else [operators.compress(*given[0], call.config), *given[1:]]
     with torch.no_grad():
-        operators.attend(q, gates, None, pairs, plan)
-    out = operators.attend(q, gates, None, pairs, plan)
+        operators.attend(q, gates, None, pairs, call)
+    out = operators.attend(q, gates, None, pairs, call)
     torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
 
 
@@ -145,7 +145,7 @@ def _train_once(case: CompileCase) -> None:
 
 
 def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
-    """Resources of one launch, compiled as Triton's run-time would: multiples of 16 among its arguments are marked."""
+    """Resources of one launch, compiled as by Triton's run-time, which marks arguments that are multiples of 16."""
     names = [name for name in launch.kernel.arg_names if name in launch.arguments]
     signature = {name: _type(launch.arguments[name]) for name in names} | dict.fromkeys(launch.constants, "constexpr")
     signature = {name: signature[name] for name in launch.kernel.arg_names}
@@ -176,7 +176,7 @@ def _divisible(value: object) -> bool:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of local memory, a thread, as cuobjdump reads them."""
+    """Registers and bytes of local memory a thread, read by cuobjdump."""
     tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
     text = _told(cubin, tool, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
@@ -192,7 +192,7 @@ def _serialized(ptx: str) -> bool:
 
 
 def _told(given: bytes, *command: str) -> str:
-    """Output of a tool for a file with the content `given`."""
+    """Output of the tool `command` for a file with the content `given`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(given)
         file.flush()
@@ -206,7 +206,7 @@ def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage
         done: set[tuple[object, ...]] = set()
         for case in cases:
             if case.dtype == torch.float32 and case.dim > 128 and arch < 90:
-                continue  # the backend refuses it: such tiles do not fit
+                continue  # the backend refuses it, as no tile fits
             for launch in launches(case, arch):
                 key = *_identity(launch), case.dtype
                 if key not in done:

@@ -1,6 +1,7 @@
-"""The stages put together: the gated sum of any of the branches and its gradients, as plain functions of tensors.
+"""The door to the stages, called by operators.py alone: the gated sum of any branches, its gradients, and the choice.
 
-`operators.py` makes them differentiable and known to torch.compile. Shapes of all results follow from shapes alone.
+Takes contiguous tensors and a call; gives plain tensors, `forward` also those that `backward` needs. The shapes of all
+results follow from shapes alone. Knows neither autograd nor torch.compile (operators.py), and holds no kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forward(
     """Σ over the branches of gate · attention, [B,S,HQ,DV], and the tensors that `backward` needs.
 
     Args:
-        blocks: selected blocks, int32 [B,S,HKV,slc_count]. None with both cmp and slc among the branches: they are
+        blocks: selected blocks, int32 [B,S,HKV,slc_count]. None if cmp and slc are among the branches: they are then
             chosen here, from the compressed branch's log-sum-exp.
         q: [B,S,HQ,D], contiguous as all tensors here.
         gates: [B,S,HQ,len(branches)], not negative.
@@ -65,7 +66,7 @@ def backward(
 
     Args:
         q, gates, flat: as in `forward`.
-        saved: the tensors that `forward` returned for it.
+        saved: the tensors that `forward` returned.
         do: gradient of the output, [B,S,HQ,DV].
     """
     made = 2 * call.compresses
@@ -101,7 +102,7 @@ def _invert(q: Tensor, part: Part, blocks: Tensor, call: Call) -> Inverse:
 
 
 def _sizes(q: Tensor, part: Part, call: Call) -> tuple[int, int, int, int]:
-    """The inverse index's rows, keys, blocks and cap, as in `Inverse`."""
+    """Rows, keys, blocks and cap of the inverse index, as in `Inverse`."""
     batch, tokens, kv_heads, dim = part.k.shape
     free = call.config.free_blocks
     choosing = batch * kv_heads * (q.shape[1] - call.causal_rows(q.shape[1]))
@@ -111,7 +112,7 @@ def _sizes(q: Tensor, part: Part, call: Call) -> tuple[int, int, int, int]:
 
 
 def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> Iterator[Slots]:
-    """Slots of each chunk of rows in turn, all in the same memory: for outputs, or with `do` for parts of dq."""
+    """Slots of each chunk of rows in turn, in the same memory: for outputs or, with `do`, for parts of dq."""
     kv_heads, dim = (part.k if do else part.v).shape[2:]
     shape = index.rows, call.config.free_blocks, q.shape[2] // kv_heads
     lse, exponents = q.new_empty(shape, dtype=torch.float32), None
@@ -129,7 +130,7 @@ def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> It
 def _selected_backward(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, index: Inverse, dq: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v in float32; that of q is added to dq.
+    """Gradients of k and v in float32; adds the gradient of q to dq.
 
     Args:
         stats: as in `backward_kv`.

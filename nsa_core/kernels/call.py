@@ -22,17 +22,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Call:
-    """An attention call, but for its tensors.
+    """Settings of one attention call, without its tensors.
 
     Attributes:
         config: sizes and counts.
-        branches: those computed, in the order cmp, slc, win, which is that of keys and values and of gate columns.
+        branches: the branches computed, in the order cmp, slc, win; keys, values and gate columns have the same order.
         offset: position of q's first row.
         scale: factor of q·k before the softmax.
-        shared: slc and win, the last two branches, have the same keys and values, and the window covers the local
-            blocks.
-        compresses: cmp has the same keys and values as well; its compressed ones are made within the call.
-        keeps: every branch's output is kept for a backward.
+        shared: whether slc and win, the last two branches, have the same keys and values, and the window covers the
+            local blocks.
+        compresses: whether cmp has the same keys and values too; they are then compressed within the call.
+        keeps: whether every branch's output is kept for a backward.
     """
 
     config: NSAConfig
@@ -45,11 +45,11 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """Number of (keys, values) pairs that are given."""
+        """Number of (keys, values) pairs given to the call."""
         return len(self.branches) - self.shared - self.compresses
 
     def causal_rows(self, rows: int) -> int:
-        """Number of rows, the first of `rows` rows of q, that select every block up to their own."""
+        """Number of leading rows, of `rows` rows of q, that select every block up to their own."""
         return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
 
     def chooses(self, rows: int) -> bool:
@@ -57,7 +57,7 @@ class Call:
         return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(rows) < rows
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
-        """The branches' keys and values.
+        """Keys and values of each branch.
 
         Args:
             flat: keys and values of each pair in turn, compressed ones for cmp.

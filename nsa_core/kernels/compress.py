@@ -129,7 +129,7 @@ def _run(
     kernel: object, stage: str, arguments: dict[str, Tensor | int], constants: dict[str, int], k: torch.Size,
     v: torch.Size, rows: int, step: int, config: NSAConfig,
 ) -> None:  # fmt: skip
-    """Over `rows` rows of the output, `step` a program, all heads' columns side by side."""
+    """Launch over `rows` rows of the output, `step` a program, all heads' columns side by side."""
     width, value_width = k[2] * k[3], v[2] * v[3]
     columns = min(128, padded(max(width, value_width)))
     grid = ceil_div(rows, step), ceil_div(max(width, value_width), columns), k[0]

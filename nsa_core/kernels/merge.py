@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Merging and gating: the ends of the forward, and what the backward starts and ends with.
+"""Merging and gating: the last step of the forward, and the first and last steps of the backward.
 
-A slot holds what one chosen block adds to one (row, head) pair: a partial output with its log-sum-exp in the forward, a
-partial gradient of q in the backward.
+A slot holds the contribution of one chosen block to one (row, head) pair: a partial output with its log-sum-exp in the
+forward, a partial gradient of q in the backward.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Rows:
     Attributes:
         heads: query heads of a group.
         begin, length: the range's first row in its sequence, and its rows.
-        first, count: the numbers, in this order, of the rows meant: all of them, or one chunk.
+        first, count: the chosen part of the rows in this order: all, or one chunk.
     """
 
     heads: int
@@ -313,7 +313,7 @@ def prepare(
 def _launch_slots(
     kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
 ) -> None:
-    """Over the rows of x [B,S,HQ,D] that have these slots."""
+    """Launch over the rows of x [B,S,HQ,D] that have these slots."""
     constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
     tile = _tile(x, 1024, warps=2 if slots.packed else 4)
     _launch_rows(kernel, stage, x, slots.rows, slots.pointers | pointers, constants, tile)
@@ -323,7 +323,7 @@ def _launch_rows(
     kernel: object, stage: str, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int],
     tile: Tile,
 ) -> None:  # fmt: skip
-    """Over these rows of x [B,S,HQ,D]."""
+    """Launch over `rows` of x [B,S,HQ,D]."""
     numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
     heads = dict(HQ=x.shape[2], G=rows.heads)
     _launch_pairs(kernel, stage, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
@@ -333,13 +333,13 @@ def _launch_pairs(
     kernel: object, stage: str, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
     constants: dict[str, int], tile: Tile,
 ) -> None:  # fmt: skip
-    """Over `total` (row, head) pairs."""
+    """Launch over `total` (row, head) pairs."""
     grid = (ceil_div(total, tile.rows),)
     launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile, stage=stage)
 
 
 def _tile(x: Tensor, numbers: int = 2048, warps: int = 4) -> Tile:
-    """Tile of as many rows of x [..,D] as hold about `numbers` numbers."""
+    """Tile of rows of x [..,D] that hold about `numbers` numbers, at least four."""
     return Tile(max(4, numbers // padded(x.shape[-1])), warps=warps)
 
 

@@ -1,6 +1,6 @@
 """The kernels' door to PyTorch, called by backends/triton.py and layer.py.
 
-Takes tensors [B,S,H,D], strided or not, that functional.py checked, and a plan; gives outputs that autograd
+Takes tensors [B,S,H,D], strided or not, that functional.py checked, and a call; gives outputs that autograd
 differentiates and torch.compile traces. Checks no input, chooses no backend, and leaves the stages to attention.py.
 
 A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each, whose fake
@@ -33,27 +33,27 @@ _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compr
 
 
 def attend(
-    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], plan: Call
+    q: Tensor, gates: Tensor | None, blocks: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], call: Call
 ) -> Tensor:
-    """Σ over the plan's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
+    """Σ over the call's branches of gate · attention, [B,S,HQ,DV], differentiable in q, gates, keys and values.
 
     Args:
         q: [B,S,HQ,D].
-        gates: [B,S,HQ,len(branches)], not negative; None stands for ones.
-        blocks: selected blocks; None if the plan has both cmp and slc: then they are chosen here, with the compressed
+        gates: [B,S,HQ,len(branches)], not negative; None: all ones.
+        blocks: selected blocks; None if the call has both cmp and slc: they are then chosen here, with the compressed
             branch's softmax.
-        pairs: keys and values of each branch, compressed ones for cmp, or none for cmp if the plan compresses. Where
+        pairs: keys and values of each branch, compressed ones for cmp, or none for cmp if the call compresses. Where
             slc and win are given the same tensors, keys that both see are computed once.
     """
     if gates is None:
-        gates = q.new_ones(*q.shape[:3], len(plan.branches))
-    q, scale = _positive(q, plan.scale)
-    plan = replace(plan, scale=scale, shared=_shares(pairs, plan), keeps=_has_gradient(q, gates, pairs))
-    pairs, blocks = pairs[: plan.pairs], None if blocks is None else blocks.contiguous()
+        gates = q.new_ones(*q.shape[:3], len(call.branches))
+    q, scale = _positive(q, call.scale)
+    call = replace(call, scale=scale, shared=_shares(pairs, call), keeps=_has_gradient(q, gates, pairs))
+    pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
-        return _attend_operator(q, gates, blocks, flat, *_written(plan))[0]
-    return cast(Tensor, _Attend.apply(plan, blocks, q, gates, *flat))
+        return _attend_operator(q, gates, blocks, flat, *_written(call))[0]
+    return cast(Tensor, _Attend.apply(call, blocks, q, gates, *flat))
 
 
 def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
@@ -70,17 +70,17 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
 
 
-def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], plan: Call) -> bool:
-    """Whether all branches have the same keys and values, so that the plan may compress."""
-    if plan.branches != ("cmp", "slc", "win") or not _shares([pairs["slc"], pairs["win"]], plan):
+def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], call: Call) -> bool:
+    """Whether all branches have the same keys and values, so that the call may compress."""
+    if call.branches != ("cmp", "slc", "win") or not _shares([pairs["slc"], pairs["win"]], call):
         return False
     return pairs["cmp"][0] is pairs["slc"][0] and pairs["cmp"][1] is pairs["slc"][1]
 
 
-def _shares(pairs: Sequence[tuple[Tensor, Tensor]], plan: Call) -> bool:
+def _shares(pairs: Sequence[tuple[Tensor, Tensor]], call: Call) -> bool:
     """Whether slc and win have the same keys and values, and the window holds the local blocks."""
-    config = plan.config
-    if plan.branches[-2:] != ("slc", "win") or config.window < config.local_blocks * config.slc_block:
+    config = call.config
+    if call.branches[-2:] != ("slc", "win") or config.window < config.local_blocks * config.slc_block:
         return False
     (k_slc, v_slc), (k_win, v_win) = pairs[-2:]
     return k_slc is k_win and v_slc is v_win
@@ -107,31 +107,31 @@ def _sizes(config: NSAConfig) -> list[int]:
     return [getattr(config, name) for name in _SIZES]
 
 
-def _forward(plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
-    """The output, then, if the plan keeps them, the tensors that the backward needs."""
-    out, saved = attention.forward(plan, blocks, q, gates, flat)
+def _forward(call: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
+    """The output, then, if the call keeps them, the tensors that the backward needs."""
+    out, saved = attention.forward(call, blocks, q, gates, flat)
     return [out, *saved]
 
 
-def _backward(plan: Call, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
+def _backward(call: Call, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
     """Gradients of q, gates, keys and values; `rest` holds keys and values, then the tensors that the forward saved."""
-    pairs = 2 * plan.pairs
-    dq, dgates, grads = attention.backward(plan, q, gates, rest[:pairs], rest[pairs:], do)
+    pairs = 2 * call.pairs
+    dq, dgates, grads = attention.backward(call, q, gates, rest[:pairs], rest[pairs:], do)
     return [dq, dgates, *grads]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
-        out, *saved = replay.run(_forward, plan, (blocks, q, gates, *flat))
-        ctx.plan = plan
+    def forward(ctx: Any, call: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
+        out, *saved = replay.run(_forward, call, (blocks, q, gates, *flat))
+        ctx.call = call
         ctx.save_for_backward(q, gates, *flat, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *replay.run(_backward, ctx.plan, (do.contiguous(), *ctx.saved_tensors))
+        return None, None, *replay.run(_backward, ctx.call, (do.contiguous(), *ctx.saved_tensors))
 
 
 class _Compress(torch.autograd.Function):
@@ -152,8 +152,8 @@ def _attend_operator(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then, if `keeps`, the tensors that the backward needs."""
-    plan = _plan(branches, sizes, offset, scale, shared, compresses, keeps)
-    return replay.run(_forward, plan, (blocks, q, gates, *flat))
+    call = _call(branches, sizes, offset, scale, shared, compresses, keeps)
+    return replay.run(_forward, call, (blocks, q, gates, *flat))
 
 
 @operator("attend_backward")
@@ -162,8 +162,8 @@ def _attend_backward_operator(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
-    plan = _plan(branches, sizes, offset, scale, shared, compresses, keeps)
-    return replay.run(_backward, plan, (do, q, gates, *flat, *saved))
+    call = _call(branches, sizes, offset, scale, shared, compresses, keeps)
+    return replay.run(_backward, call, (do, q, gates, *flat, *saved))
 
 
 @operator("compress")
@@ -181,13 +181,13 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _written(plan: Call) -> tuple[str, list[int], int, float, bool, bool, bool]:
-    """The plan as plain values, which an operator's schema can carry."""
-    branches, sizes = ",".join(plan.branches), _sizes(plan.config)
-    return branches, sizes, plan.offset, plan.scale, plan.shared, plan.compresses, plan.keeps
+def _written(call: Call) -> tuple[str, list[int], int, float, bool, bool, bool]:
+    """The call as plain values, which an operator's schema can carry."""
+    branches, sizes = ",".join(call.branches), _sizes(call.config)
+    return branches, sizes, call.offset, call.scale, call.shared, call.compresses, call.keeps
 
 
-def _plan(
+def _call(
     branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
 ) -> Call:
     names = cast(tuple[Branch, ...], tuple(branches.split(",")))
@@ -195,7 +195,7 @@ def _plan(
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, gates, _, flat, *ctx.plan = inputs
+    q, gates, _, flat, *ctx.call = inputs
     saved = output[1:]
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)  # else autograd would make zeros for each of them
@@ -206,10 +206,10 @@ def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 def _grad_attend(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     q, gates, *rest = ctx.saved_tensors
     if grads[0] is None:
-        return (None, None, None, [None] * ctx.pairs, *[None] * len(ctx.plan))
+        return (None, None, None, [None] * ctx.pairs, *[None] * len(ctx.call))
     do, flat, saved = grads[0].contiguous(), rest[: ctx.pairs], rest[ctx.pairs :]
-    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, flat, saved, *ctx.plan)
-    return dq, dgates, None, dflat, *[None] * len(ctx.plan)
+    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, flat, saved, *ctx.call)
+    return dq, dgates, None, dflat, *[None] * len(ctx.call)
 
 
 def _keep_compress(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""docker-compose.yml without a Docker daemon: its schema, and the promises that docs/deployment.md makes of it."""
+"""docker-compose.yml, without a Docker daemon: its schema, and its promises in docs/deployment.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_has_a_health_check(name: str) -> None:
 
 
 def test_postgres_is_healthy_only_once_it_answers_over_tcp() -> None:
-    """While it makes its data folder, the image's temporary server answers on the socket alone."""
+    """The image's temporary server, which creates the data folder, answers on the socket alone."""
     assert "--host=127.0.0.1" in SERVICES["postgres"]["healthcheck"]["test"]
 
 
@@ -55,18 +55,18 @@ def test_images_are_pinned() -> None:
     assert all(re.search(r":\d+\.\d+", image) for image in images), images
 
 
-def test_secrets_come_from_the_environment_and_are_demanded() -> None:
+def test_secrets_come_from_the_environment_and_are_required() -> None:
     text = FILE.read_text()
     for secret in ("RAY_AUTH_TOKEN", "POSTGRES_PASSWORD", "NSA_DASHBOARD_PASSWORD"):
         assert f"${{{secret}:?" in text
         assert f"{secret}=\n" in (ROOT / ".env.example").read_text()
 
 
-def test_ray_demands_its_token_everywhere() -> None:
+def test_ray_requires_its_token_everywhere() -> None:
     assert all(SERVICES[name]["environment"]["RAY_AUTH_MODE"] == "token" for name in ("ray-head", "gpu-worker"))
 
 
-def test_the_dashboard_connects_as_its_role_that_only_reads() -> None:
+def test_the_dashboard_connects_as_its_read_only_role() -> None:
     assert "://nsa_dashboard:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
 
 

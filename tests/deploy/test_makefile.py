@@ -1,4 +1,4 @@
-"""What make says where its command cannot work."""
+"""Errors of make targets that cannot work on this host."""
 
 from __future__ import annotations
 

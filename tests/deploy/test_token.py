@@ -26,7 +26,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Ray head that demands TOKEN."""
+    """Address of a Ray head that requires TOKEN."""
     home = tmp_path_factory.mktemp("token")
     settings = Settings(home=home, ray_dashboard=f"http://127.0.0.1:{free_port()}")
     ray = services.local_services(settings, num_cpus=1)[0]
@@ -44,7 +44,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def list_jobs(head: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`ray job list` as a user whose home holds no token."""
+    """Run `ray job list` as a user whose home holds no token."""
     known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "job", "list", "--address", head],

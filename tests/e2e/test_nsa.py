@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a shell in which `nsa up` was typed."""
+    """Environment of a shell in which `nsa up` was run."""
     home = tmp_path_factory.mktemp("nsa")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     env = clean | {

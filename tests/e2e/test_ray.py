@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two CPU slots and two GPUs that are none."""
+    """A cluster with two CPU slots and two pretended GPUs."""
 
     address: str
     dashboard: str
     folder: Path
 
     def env(self, home: Path) -> dict[str, str]:
-        """Of a client: this cluster and no other, results in `home`."""
+        """Environment of a client of this cluster alone, with results in `home`."""
         outside = ("RAY_", "NSA_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
@@ -81,7 +81,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def submit(cluster: Cluster, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """`ray job submit --working-dir . -- python -m jobs ...`, to its end."""
+    """Run `ray job submit --working-dir . -- python -m jobs ...` to its end."""
     return subprocess.run(
         _submit(cluster, home, *args), cwd=ROOT, env=cluster.env(home), capture_output=True, text=True
     )
@@ -94,7 +94,7 @@ def _submit(cluster: Cluster, home: Path, *args: str, options: tuple[str, ...] =
 
 
 def drive(cluster: Cluster, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """`python -m jobs` from the checkout, against the cluster."""
+    """Start `python -m jobs` from the checkout, against the cluster."""
     command = [sys.executable, "-m", "jobs", *args]
     return subprocess.run(command, cwd=ROOT, env=cluster.env(home), capture_output=True, text=True)
 
@@ -147,7 +147,7 @@ def test_points_get_gpus_of_their_own_and_their_cores(cluster: Cluster, home: Pa
     assert {v["OMP_NUM_THREADS"] for v in variables} == {"1"}
 
 
-def test_what_the_cluster_lacks_is_told_before_anything_is_submitted(cluster: Cluster, home: Path) -> None:
+def test_missing_resources_are_reported_before_anything_is_submitted(cluster: Cluster, home: Path) -> None:
     lacking = "resources={num_gpus: 3, num_cpus: 64, accelerator_type: H100}"
     done = drive(cluster, home, DRILL, *settings("[ok]", lacking))
     assert done.returncode == 2
@@ -216,7 +216,7 @@ def test_a_killed_driver_is_resumed_on_the_cluster(cluster: Cluster, home: Path)
 
 
 def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
-    """The child process of the point that is measured once `after` outcomes are in the journal."""
+    """Child process of the point that is measured once `after` outcomes are in the journal."""
 
     def started() -> bool:
         paths = list((home / "artifacts").glob(f"*/{journal.NAME}"))
@@ -231,7 +231,7 @@ def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
 
 
 def _children_of_workers(cluster: Cluster) -> list[psutil.Process]:
-    """The processes on the cluster that measure points."""
+    """Processes on the cluster that measure points."""
     found = []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         if "orchestrator.attempt.worker" in (process.info["cmdline"] or []):

@@ -1,4 +1,4 @@
-"""Every mistake in a spec is one line with field, value and fix, found before anything runs."""
+"""Mistakes in specs: each gives one line with field, value and fix, before anything runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
 PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}
 
 MISTAKES = [
-    # spec, what is laid over it, the line that must come
+    # spec, overrides, the line expected
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
     (SCALING, {"kind": "point"}, r"kind: 'point' is no job kind; use one of bench, .*drill, scaling, train"),
     (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
@@ -230,7 +230,7 @@ DENSE_KERNELS = [
     ("dense-flash-attn-4", "bfloat16", 128, H200 | {"capability": "8.0", "flash-attn-4": "4"}, r"this one has 8\.0"),
     ("dense-flash-attn-4", "float32", 128, H200 | {"flash-attn-4": "4.0"}, "it computes bfloat16 and float16"),
     ("dense-torch-varlen", "bfloat16", 512, H200, "head dims up to 256 there, not 512"),
-    ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # nobody asked the host
+    ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # no fingerprint of the host
     ("dense-flash-attn-4", "bfloat16", 128, {"torch": "2.11", "capability": "unknown"}, None),
 ]
 

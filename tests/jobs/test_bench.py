@@ -1,4 +1,4 @@
-"""The bench kind: its points, its times measured for real on the CPU, its stages from profiles made by hand."""
+"""The bench kind: its points, real measurements on the CPU, and stages from hand-made profiles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_to
     assert {point.kind for point in points} == {"bench"}
 
 
-def test_the_ready_spec_is_the_design_s_table_and_tells_stages_last() -> None:
+def test_the_ready_spec_is_the_table_of_the_design_with_stages_last() -> None:
     points = load_spec(BENCH).points(H200)
     timed = [point for point in points if "profiles" not in point.config]
     assert points[: len(timed)] == timed
@@ -66,7 +66,7 @@ def test_the_ready_spec_is_the_design_s_table_and_tells_stages_last() -> None:
     assert len({point.key("code", H200) for point in points}) == len(points)
 
 
-def test_points_bring_what_a_scaling_point_brings_and_the_kernel_that_ran() -> None:
+def test_points_have_the_quantities_of_scaling_and_the_kernel_that_ran() -> None:
     points = [point for point in Spec.model_validate(SMALL).points(CPU) if point.axes.seq_len == 64]
     found = {point.label: _measure(point) for point in points[:6]}
     names = {metric.name for metric in found["4/2 d8 chunked forward+backward S=64"].metrics}
@@ -107,7 +107,7 @@ def test_kernels_are_told_apart_by_the_order_of_their_launches() -> None:
         (["_merge", "_merge"], ["_merge"], "has _merge more often"),
     ],
 )
-def test_a_profile_that_is_not_whole_tells_nothing(seen: list[str], launched: list[str], message: str) -> None:
+def test_an_incomplete_profile_is_refused(seen: list[str], launched: list[str], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         by_stage([Kernel(name, i, 1) for i, name in enumerate(seen)], _launches(*launched))
 
@@ -127,7 +127,7 @@ def test_stages_are_medians_longest_first() -> None:
 
 
 def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with the profiler and the launches played: what is attributed is a real call's."""
+    """On the CPU, with a real call but stand-ins for the profiler and the launches."""
     calls: list[int] = []
     event = SimpleNamespace(
         name=lambda: "_merge",

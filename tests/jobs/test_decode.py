@@ -1,4 +1,4 @@
-"""The decode kind, measured for real on small cases."""
+"""The decode kind, with real measurements of small cases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"workload": "model", "preset": "tiny", "shape": None, "layers": 3}])
-def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
+def test_a_configuration_holds_all_settings_of_the_measurement(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
         case = steps.DecodeCase.from_config(json.loads(json.dumps(point.config)))
         assert json.dumps(case.to_config()) == json.dumps(point.config)
@@ -78,7 +78,7 @@ def test_a_point_brings_time_bytes_agreement_and_its_route(implementation: str, 
 
 @pytest.mark.parametrize("implementation", ["chunked", "dense"])
 def test_every_step_sees_the_same_context(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps are timed, none is behind more tokens than the point says."""
+    """The context stays the point's, however many steps are timed."""
     held: list[int] = []
     step = steps._step
 
@@ -112,7 +112,7 @@ def test_the_key_ignores_what_dense_attention_does_not_use() -> None:
 
 
 def test_bytes_are_those_of_the_tokens_read() -> None:
-    """By counting, at the shape that acceptance is about: 64K tokens, 8 sequences, 12 layers, bf16."""
+    """Counted by hand for the shape of the acceptance test: 64K tokens, 8 sequences, 12 layers, bf16."""
     model, rows = PRESETS["m7c_125m"], 8 * 12 * 2
     dense = bytes_read(model.__class__(**{**vars(model), "attention": "dense"}), 8, 65_536, 2)
     assert dense == rows * 65_536 * 256
@@ -122,7 +122,7 @@ def test_bytes_are_those_of_the_tokens_read() -> None:
     assert dense / sparse > 10
 
 
-def test_an_own_block_counts_up_to_the_token_and_a_short_context_whole() -> None:
+def test_the_own_block_counts_up_to_the_token_and_a_short_context_fully() -> None:
     model = _spec(layers=1, batch=1).model
     row = 2 * 8 * 4 * 2  # key and value, float32, two kv heads
 
@@ -135,7 +135,7 @@ def test_an_own_block_counts_up_to_the_token_and_a_short_context_whole() -> None
     assert tokens(40) == 4 * 8 + 16
 
 
-def test_what_does_not_fit_is_skipped() -> None:
+def test_points_that_do_not_fit_are_skipped() -> None:
     spec = _spec(lengths=[64, 2**24], memory_gib=1, implementations=["dense"])
     short, long = spec.points(CPU)
     assert short.skip_reason is None
@@ -170,6 +170,6 @@ def test_a_wrong_step_is_never_timed(implementation: str, monkeypatch: pytest.Mo
         ({"layers": 0}, "greater than or equal to 1"),
     ],
 )
-def test_a_mistake_is_said(changes: dict[str, Any], line: str) -> None:
+def test_mistakes_are_named(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         _spec(**changes)

@@ -1,4 +1,4 @@
-"""The fire drill, as far as it can be seen from inside the process (the states: tests/orchestrator)."""
+"""The drill kind within one process; tests/orchestrator tests the states that points end in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds and implementations of other installed distributions: found, run, hashed; broken ones told and no obstacle."""
+"""Kinds and implementations of other distributions: found, run and hashed; broken ones are reported and harmless."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Installs a distribution: its modules below `package`, and its entry points by group."""
+    """Install a distribution with its modules below `package`, and its entry points by group."""
     packages: list[str] = []
 
     def installed(package: str, modules: Mapping[str, str], version: str = "1.2", **groups: Mapping[str, str]) -> Path:
@@ -154,7 +154,7 @@ BROKEN_KINDS = [
 
 
 @pytest.mark.parametrize(("text", "name", "problem"), BROKEN_KINDS, ids=[case[2][:40] for case in BROKEN_KINDS])
-def test_a_broken_kind_is_told_and_stops_no_other(install: Install, text: str, name: str, problem: str) -> None:
+def test_a_broken_kind_is_reported_and_harmless(install: Install, text: str, name: str, problem: str) -> None:
     install("broken", {"kind": text}, jobs={name: "broken.kind"})
     good = KIND.replace("acme", "good")
     install("good", {"kind": good}, jobs={"good": "good.kind"})
@@ -171,7 +171,7 @@ def test_a_broken_kind_is_told_and_stops_no_other(install: Install, text: str, n
     assert (findings["kind good"].health, findings["kind good"].detail) == (doctor.Health.OK, "good 1.2")
 
 
-def test_a_name_is_given_once(install: Install) -> None:
+def test_the_first_kind_of_a_name_has_it(install: Install) -> None:
     for package in ("zebra", "acme"):
         text = KIND.replace('"acme"', '"drill"')
         install(package, {"kind": KIND, "drill": text}, jobs={"acme": f"{package}.kind", "drill": f"{package}.drill"})
@@ -186,7 +186,7 @@ def test_a_name_is_given_once(install: Install) -> None:
     assert kind_module("drill").__name__ == "jobs.drill"
 
 
-def test_an_unknown_kind_is_told_with_the_known_ones(acme: Path) -> None:
+def test_an_unknown_kind_is_refused_with_the_known_ones(acme: Path) -> None:
     with pytest.raises(KindError, match=r"'nope' is no job kind; use one of acme, bench, decode, drill"):
         kind_module("nope")
 
@@ -226,9 +226,7 @@ BROKEN_IMPLEMENTATIONS = [
 
 
 @pytest.mark.parametrize(("text", "name", "problem"), BROKEN_IMPLEMENTATIONS)
-def test_a_broken_implementation_is_told_and_stops_no_other(
-    install: Install, text: str, name: str, problem: str
-) -> None:
+def test_a_broken_implementation_is_reported_and_harmless(install: Install, text: str, name: str, problem: str) -> None:
     install("broken", {"nsa": text}, implementations={name: "broken.nsa"})
     install("good", {"nsa": IMPLEMENTATION}, implementations={"good": "good.nsa"})
     (finding,) = (found for found in doctor.findings(Settings()) if found.name == f"implementation {name}")

@@ -1,4 +1,4 @@
-"""Jobs run where there is no cluster, no database and no dashboard."""
+"""Package jobs runs without the cluster, database and dashboard packages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dash
 """
 
 
-def test_jobs_import_nothing_of_the_packages_above_them() -> None:
+def test_jobs_import_none_of_the_packages_above_them() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

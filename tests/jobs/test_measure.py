@@ -22,7 +22,7 @@ from nsa_core.model import ModelConfig
 CPU = torch.device("cpu")
 
 
-def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
+def test_a_summary_has_median_samples_percentiles_and_interval() -> None:
     metric = summarize(TIME, [5.0, 1.0, 2.0, 4.0, 3.0], "test")
     assert (metric.value, metric.samples) == (3.0, (5.0, 1.0, 2.0, 4.0, 3.0))
     assert (metric.p10, metric.p90) == pytest.approx((1.4, 4.6))
@@ -31,13 +31,13 @@ def test_the_median_stands_with_its_samples_percentiles_and_interval() -> None:
     assert 1.0 <= metric.ci_low < 3.0 < metric.ci_high <= 5.0
 
 
-def test_two_samples_have_no_interval_and_none_no_metric() -> None:
+def test_two_samples_give_no_interval_and_no_sample_is_an_error() -> None:
     assert summarize(TIME, [1.0, 2.0]).ci_low is None
     with pytest.raises(ValueError, match="no sample"):
         summarize(TIME, [])
 
 
-def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
+def test_the_clock_measures_time_and_beats_at_every_run() -> None:
     beats: list[str] = []
     plan = TimingPlan(repeats=4, min_s=0, max_s=10, warmup=5)
     timing = measure_time(lambda: time.sleep(0.01), CPU, plan, lambda phase, done=0, total=0: beats.append(phase))
@@ -46,7 +46,7 @@ def test_the_clock_measures_what_passes_and_beats_at_every_run() -> None:
     assert all(10 <= sample < 100 for sample in timing.samples_ms)
 
 
-def test_the_clock_ends_a_slow_call_in_time_and_says_that_it_was_not_steady() -> None:
+def test_the_clock_ends_a_slow_call_in_time_and_reports_that_it_was_not_steady() -> None:
     timing = measure_time(lambda: time.sleep(0.05), CPU, TimingPlan(100, 100, 0.01, 100), lambda *_: None)
     assert len(timing.samples_ms) == 1
     assert "not steady" in timing.method
@@ -110,7 +110,7 @@ def test_a_control_groups_limit_counts_and_its_cached_files_do_not(
     assert machine.host_memory() > 2**20
 
 
-def test_the_environment_tells_what_steers_a_result_and_keeps_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_records_settings_and_withholds_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("NSA_DATABASE_URL", "postgresql://user:hunter2@host/db")
     found = environment(CPU)

@@ -1,4 +1,4 @@
-"""The scaling kind, measured for real on small cases."""
+"""The scaling kind, with real measurements of small cases."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"workload": "model", "shape": None, "preset": "tiny"}], ids=["attention", "model"]
 )
-def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> None:
+def test_a_configuration_holds_all_settings_of_the_measurement(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
         case = OperatorCase.from_config(json.loads(json.dumps(point.config)))
         assert json.dumps(case.to_config()) == json.dumps(point.config)
@@ -77,7 +77,7 @@ def test_a_configuration_says_all_that_is_measured(changes: dict[str, Any]) -> N
         assert case.implementation.startswith("dense") or case.model.nsa.slc_block == NSA["slc_block"]
 
 
-def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
+def test_points_that_do_not_fit_are_skipped_with_the_arithmetic() -> None:
     points = _spec(lengths=[64, 65536], memory_gib=2, passes=["forward"]).points(CPU)
     skipped = {p.label: p.skip_reason for p in points if p.skip_reason}
     assert list(skipped) == ["naive forward S=65536"]
@@ -90,9 +90,7 @@ def test_what_does_not_fit_is_skipped_with_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("workload", ["attention", "model"])
-def test_a_backend_whose_memory_nothing_predicts_is_measured_all_the_same(
-    workload: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_without_a_memory_prediction_is_measured(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nsa_core.backends.BACKENDS", "nsa_core.backends.WINDOW_BACKENDS"):
         monkeypatch.setattr(name, dict(BACKENDS) | {"new": chunked})
     shape = {"shape": None, "preset": "tiny"} if workload == "model" else {}

@@ -1,4 +1,4 @@
-"""GPU telemetry, with a driver's answers played by a stand-in where there is no GPU."""
+"""GPU telemetry, with a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _refuse(*_: Any) -> Any:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver with one GPU at 80 %, power-capped, that does not tell its temperature."""
+    """Driver of one GPU at 80 %, power-capped, that does not report a temperature."""
     answers: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,

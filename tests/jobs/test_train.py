@@ -1,4 +1,4 @@
-"""Training on bytes, for real on a tiny model."""
+"""Training on bytes, with real runs of a tiny model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _values(result: Measurement) -> dict[str, float]:
     return {metric.name: metric.value for metric in result.metrics}
 
 
-def test_the_loss_falls_on_text_that_was_never_seen(text: Path) -> None:
+def test_the_loss_falls_on_held_out_text(text: Path) -> None:
     plan = {"steps": 1000, "tokens_per_step": 192, "hours": 2}
     spec = _spec(text, attention=["nsa", "dense"], plan=plan)
     assert [p.axes.implementation for p in spec.points(CPU)] == ["chunked", "dense"]
@@ -92,7 +92,7 @@ def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> Non
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_compiled_training_is_one_graph_and_says_so(
+def test_a_compiled_training_is_one_graph_and_records_it(
     text: Path, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def test_auto_on_a_gpu_predicts_the_kernels_memory(text: Path) -> None:
     assert saving.estimate_bytes is not None
 
 
-def test_a_loss_that_is_no_number_is_an_error_and_no_result(text: Path) -> None:
+def test_an_infinite_or_nan_loss_is_an_error(text: Path) -> None:
     wild = _spec(text, optimizer={"warmup_steps": 0, "learning_rate": 1e30, "grad_clip": 1e30})
     with pytest.raises(Diverged, match=r"loss (nan|inf) at step \d+; lower optimizer\.learning_rate"):
         _train(wild)
@@ -214,7 +214,7 @@ def test_the_default_corpus_is_on_this_machine() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])
 def test_losses_come_in_order_with_steps_started_ahead(ahead: int) -> None:
-    """On a GPU the host starts the next step before it waits for the loss of the one before."""
+    """On a GPU the host starts the next step before it waits for the previous loss."""
     started: list[int] = []
 
     def steps() -> Iterator[Callable[[], float]]:

@@ -13,7 +13,7 @@ BACKENDS = ("reference", "naive", "chunked")
 
 @dataclass
 class CpuCall:
-    """Tensors of one call on the CPU; `leaves` are those that gradients are computed for."""
+    """Tensors of one call on the CPU; gradients are computed for `leaves`."""
 
     q: Tensor
     k: Tensor
@@ -58,7 +58,7 @@ def backend(request) -> str:
 
 @pytest.fixture(params=["naive", "chunked"])
 def fast_backend(request) -> str:
-    """Backends that are compared with the reference."""
+    """Backends to compare with the reference."""
     return request.param
 
 

@@ -38,14 +38,14 @@ def layer_of(config, heads=4, kv_heads=2, dim=8):
 
 
 def exact(layer, x):
-    """The oracle's output for the whole sequence, in float64."""
+    """Output of the oracle for the whole sequence, in float64."""
     twin = NativeSparseAttention(24, layer.heads, layer.kv_heads, layer.head_dim, layer.config, backend="reference")
     twin.load_state_dict(layer.state_dict())
     return twin.double()(x.double())
 
 
 def in_steps(layer, x, cuts, capacity=None):
-    """The layer's output for x in parts that end at `cuts`, then token by token; and the cache."""
+    """Output of the layer for x in parts that end at `cuts`, then token by token; and the cache."""
     cache = layer.new_cache(capacity)
     layer.backend = "chunked"  # the prefill's kernels have tests of their own
     outs = [layer(x[:, : cuts[0]], cache)]
@@ -102,7 +102,7 @@ def test_float16_is_near_the_oracle():
 
 @torch.no_grad()
 def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
-    """Kernels split keys by the cache's room: the growing cache has as much room here."""
+    """Kernels split keys by the cache's room, which is the same for both caches here."""
     layer, x = layer_of(SMALL), torch.randn(2, 64, 24)
     growing, _ = in_steps(layer, x, [60])
     fixed, cache = in_steps(layer, x, [60], capacity=64)
@@ -114,14 +114,14 @@ def test_a_cache_with_a_capacity_gives_the_same_bits_and_stays_in_place():
 
 @torch.no_grad()
 def test_beyond_the_capacity_nothing_is_overwritten():
-    """A graph's replays may go beyond it, unchecked by the host."""
-    from nsa_core.kernels.decode import step as decode
+    """Replays of a graph may go beyond the capacity, unchecked by the host."""
+    from nsa_core.kernels.decode import step
 
     layer, x = layer_of(SMALL), torch.randn(1, 24, 24)
     _, cache = in_steps(layer, x, [20], capacity=24)
     cache.frequencies = torch.ones(4)
     before = [held.buffer.clone() for held in (cache.k_slc, cache.v_slc, cache.k_win, cache.v_win, cache.k_open)]
-    decode.take(torch.ones(1, 4, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8), cache)
+    step.take(torch.ones(1, 4, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8), cache)
     after = [held.buffer for held in (cache.k_slc, cache.v_slc, cache.k_win, cache.v_win, cache.k_open)]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
@@ -139,9 +139,9 @@ def random_cache(config, tokens, seed=0, heads=4, kv_heads=2, dim=16, value_dim=
 
 
 def chosen_by_kernels(cache, q):
-    from nsa_core.kernels.decode import step as decode
+    from nsa_core.kernels.decode import step
 
-    return decode.attend(q, torch.zeros(2, 4, 3), cache)[1].view(2, 2, -1)
+    return step.attend(q, torch.zeros(2, 4, 3), cache)[1].view(2, 2, -1)
 
 
 @pytest.mark.parametrize("config", [SMALL, ODD, replace(SMALL, slc_count=1, local_blocks=0)])
@@ -153,31 +153,31 @@ def test_the_choice_is_the_oracles(config, tokens):
 
 
 def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
-    from nsa_core.kernels.decode import step as decode
+    from nsa_core.kernels.decode import step
 
     cache, q = random_cache(SMALL, 301)
     cache.k_cmp.buffer.copy_(cache.k_cmp.buffer[:, :1].expand_as(cache.k_cmp.buffer))
     want = select_blocks(q[:, None], cache.k_slc.values(), SMALL, k_cmp=cache.k_cmp.values(), backend="reference")
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
     cache.position -= 1
-    monkeypatch.setattr(decode._Chunks, "of", lambda config, room: decode._Chunks(3, 16, 16, 2))
+    monkeypatch.setattr(step._Chunks, "of", lambda config, room: step._Chunks(3, 16, 16, 2))
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
 
 
 def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
-    from nsa_core.kernels.decode import step as decode
+    from nsa_core.kernels.decode import step
 
     config = replace(SMALL, slc_count=3)  # one initial and two local blocks: all are forced
     cache, q = random_cache(config, LENGTH)
     gates = torch.randn(2, 4, 3)
-    want, _ = decode.attend(q, gates, cache)
+    want, _ = step.attend(q, gates, cache)
     cache.position -= 1
     last = (LENGTH - 1) // config.slc_block
     for held in (cache.k_slc, cache.v_slc):
         held.buffer[:, config.slc_block : (last - 1) * config.slc_block] = torch.nan
     for held in (cache.k_slc, cache.v_slc, cache.k_cmp, cache.v_cmp):
         held.buffer[:, held.length :] = torch.nan
-    assert torch.equal(decode.attend(q, gates, cache)[0], want)
+    assert torch.equal(step.attend(q, gates, cache)[0], want)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (70, 6, 1), (200, 2, 2)])
@@ -194,7 +194,7 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
-    """Steps as jobs/decode.py runs them: each first undoes the one before."""
+    """Steps as in jobs/decode.py: each first removes the token of the previous one."""
     from jobs._case import bare_model
     from jobs._decode_steps import DecodeCase, attention_step, check_steps
     from jobs.measure.clock import TimingPlan

@@ -39,7 +39,7 @@ OTHERS = {
 
 @pytest.fixture
 def config():
-    """Its window holds the local blocks: what it and the selected branch both see is computed once."""
+    """A window that holds the local blocks, so that keys of both window and selected branch are computed once."""
     return NSAConfig(**SMALL | {"window": 40})
 
 
@@ -58,7 +58,7 @@ def run(leaves, config, backend, **options):
 
 
 def distances(case, config, dtype=torch.float64, **options):
-    """Relative distance of output and gradients from the oracle; infinite where it is none, which max() would lose."""
+    """Relative distances of output and gradients from the oracle; infinite in place of NaN, which max() would lose."""
     pairs = zip(
         run(case.leaves, config, "triton", **options),
         run(case.to(dtype).leaves, config, "reference", **options),
@@ -118,7 +118,7 @@ def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
 
 
 @pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win"), ("cmp", "slc"), ("win",)], ids=",".join)
-def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, config, branches):
+def test_a_forward_without_gradients_gives_the_same_bits(make_case, config, branches):
     from nsa_core.kernels.runtime.launch import observe
 
     case = make_case(100, 4, 2, dtype=torch.float16)
@@ -131,7 +131,7 @@ def test_what_keeps_nothing_for_a_backward_gives_the_same_bits(make_case, config
 
 
 def test_a_derivative_forward_is_refused_where_nothing_is_kept_too(make_case, config):
-    """It would come out without one, as if it were zero."""
+    """Else the derivative would silently be missing, as if it were zero."""
     q, *others = (x.detach() for x in make_case(40).leaves)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
         nsa_attention(forward_ad.make_dual(q, torch.ones_like(q)), *others, config, backend="triton")
@@ -139,7 +139,7 @@ def test_a_derivative_forward_is_refused_where_nothing_is_kept_too(make_case, co
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """What is pinned for it: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
+    """Choices for Hopper: tiles, operands in registers and, at head dim 128, the way to dq and late rescaling."""
     from nsa_core.kernels.selected import kernels as selected
     from nsa_core.kernels.span import backward_kv, backward_q, forward
 
@@ -149,14 +149,17 @@ def on_hopper(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 128)])
 @pytest.mark.usefixtures("on_hopper")
-def test_what_runs_on_hopper_is_near_the_oracle(make_case, config, heads, dim):
+def test_the_choices_for_hopper_are_near_the_oracle(make_case, config, heads, dim):
     assert max(distances(make_case(100, heads, 1, dim, dtype=torch.float16, batch=2), config)) < 1e-3
 
 
 @pytest.mark.parametrize("growth", [0.2, 1.0, -1.0])
 @pytest.mark.usefixtures("on_hopper")
 def test_sums_rescaled_late_of_scores_that_grow(make_case, config, growth):
-    """By 3 or 16 nats a block of keys: rescaled now and then, always; or never. Gradients round more, by k's mean."""
+    """Scores grow by 3 or 16 nats a block of keys, or fall: sums are rescaled sometimes, always or never.
+
+    Only the output is checked: gradients round more, by the mean of k.
+    """
     from nsa_core.kernels.runtime.launch import observe
 
     case = make_case(100, 2, 1, 128, dtype=torch.float16)
@@ -171,7 +174,7 @@ def test_sums_rescaled_late_of_scores_that_grow(make_case, config, growth):
 
 
 def test_a_large_mean_of_the_keys_is_no_worse_than_in_an_eager_run(make_case, config):
-    """It changes no probability, but what the parts of dq are rounded to before they cancel."""
+    """The mean changes no probability, but the rounding of the parts of dq before they cancel."""
     case = make_case(100, 2, 1, dtype=torch.float16)
     with torch.no_grad():
         case.k += 10
@@ -192,7 +195,7 @@ def test_nothing_before_t_changes_when_later_tokens_do(make_case, config):
 
 
 def test_packed_sequences_are_separate_ones(make_case, config):
-    """One after the other, with the same bits: keys that all branches share are shared in every sequence."""
+    """Compared with one call for each, to the bit: keys that all branches share are shared in every sequence."""
     case, bounds = make_case(100, 2, 1), torch.tensor([0, 1, 100])
     with torch.no_grad():
         packed = nsa_attention(*(x[0] for x in case.leaves), config, cu_seqlens=bounds, backend="triton")
@@ -254,7 +257,7 @@ def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, 
 
 @pytest.mark.parametrize(("chunks", "rows", "add"), [(1, 9, False), (6, 9, False), (6, 5, True)])
 def test_parts_of_all_chunks_are_summed(chunks, rows, add):
-    """Of the first rows of 9, heads of 40 and 300 columns: more than a program sums up."""
+    """First rows of 9, heads of 40 and 300 columns: more than one program sums."""
     from nsa_core.kernels.span import backward_kv
 
     made = torch.Generator().manual_seed(0)
@@ -300,7 +303,7 @@ def test_gates_of_zero_give_no_gradient_and_no_nan(make_case, config):
 
 
 def test_separate_keys_and_values_for_each_branch(make_case):
-    """Of a configuration that lets the window and the selected branch share theirs."""
+    """In a configuration that allows window and selected branch to share theirs."""
     config = OTHERS["a window within what is causal"]
     q, k, v, gates = make_case(125, 2, 1).leaves
     keys, values = (tuple((x.detach() * f).requires_grad_() for f in (1.0, 0.7, 1.3)) for x in (k, v))
@@ -391,7 +394,7 @@ def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
 
 
 def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(make_case, config):
-    """As the layer calls it: compressed keys and values are given."""
+    """Compressed keys and values are given, as by the layer."""
 
     def call(q, k, v, gates):
         keys, values, made = (k, 2 * k, 3 * k), (v, 2 * v, 3 * v), [compress(x, config) for x in (k, v)]

@@ -1,4 +1,4 @@
-"""The merge of slots and branches in Triton's interpreter, by itself: what is summed, and slots packed and not."""
+"""The merge of slots and branches alone, in Triton's interpreter: sums, with slots packed and unpacked."""
 
 from importlib.util import find_spec
 
@@ -30,7 +30,7 @@ def test_a_sum_of_two_ways_and_the_third_make_the_bits_of_three(dtype):
 
 
 def packed(numbers, exponents):
-    """Rows of integers [..,128] of blocks with exponents [..,4], as packed_slots.py says."""
+    """Packed form (shared/packed_slots.py) of rows of integers [..,128] whose blocks have exponents [..,4]."""
 
     def as_int32(x):
         return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)
@@ -43,7 +43,7 @@ def packed(numbers, exponents):
 
 @pytest.fixture
 def packed_and_plain():
-    """Slots of two groups of two heads in rows 2.. of 6 of two sequences, but the first and last, packed and not."""
+    """Slots, packed and not, of two groups of two heads in rows 2.. of 6 of two sequences, without first and last."""
     from nsa_core.kernels.merge import Rows, Slots
 
     generator = torch.Generator().manual_seed(0)

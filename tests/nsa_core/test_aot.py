@@ -49,7 +49,7 @@ def kernels() -> set[str]:
 
 
 def _named(code: CodeType, variables: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Triton functions that the code names, as global variables or as attributes of modules."""
+    """Triton functions that the code refers to, as global variables or as attributes of modules."""
     for name in code.co_names:
         x = variables.get(name)
         found: list[Any] = (

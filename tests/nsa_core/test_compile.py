@@ -57,7 +57,7 @@ def test_it_is_one_graph_under_autocast(attention: str) -> None:
 
 
 def test_branches_by_different_backends_are_one_graph_too() -> None:
-    """Each is computed once, though torch.compile takes two names of one module for two keys of a dict."""
+    """Each branch is computed once, although torch.compile treats two names of one module as two keys of a dict."""
     backend = {"cmp": "chunked", "slc": "naive", "win": "chunked", "select": "chunked"}
     small = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
     torch.manual_seed(0)

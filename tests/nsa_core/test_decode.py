@@ -28,7 +28,7 @@ def layer_of(config: NSAConfig, heads: int = 4, kv_heads: int = 2) -> NativeSpar
 
 
 def in_steps(layer: NativeSparseAttention | DenseAttention, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """The layer's output for x in parts that end at `cuts`, then token by token."""
+    """Output of the layer for x in parts that end at `cuts`, then token by token."""
     cache = layer.new_cache()
     bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, x.shape[1] + 1)]
     return torch.cat([layer(x[:, a:b], cache) for a, b in pairwise(bounds)], 1)
@@ -139,7 +139,7 @@ def test_step_compresses_only_the_block_that_it_completes(monkeypatch: pytest.Mo
 
 @torch.no_grad()
 def test_step_reads_neither_unchosen_blocks_nor_tokens_before_the_window() -> None:
-    """Blocks that must not be read are NaN: a read would show in the output."""
+    """Blocks that must not be read are NaN, which would show in the output."""
     config = replace(SMALL, slc_count=3)  # one initial and two local blocks: all are forced
     layer, cache = layer_of(config), NSACache(config)
     x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
@@ -189,7 +189,7 @@ def test_a_prefill_that_fails_leaves_the_cache_empty() -> None:
 
 @torch.no_grad()
 def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
-    """A graph's replays may go beyond it: the token that would complete the 65th finds room for 64."""
+    """Replays of a graph may go beyond the capacity: here a token completes the 65th where there is room for 64."""
     layer, capacity = layer_of(CONFIGS["learned"]), 263
     cache = layer.new_cache(capacity)
     layer(torch.randn(1, capacity, 24, dtype=torch.float64), cache)

@@ -217,7 +217,7 @@ def asked(monkeypatch):
 
 @pytest.fixture(params=_providers.PROVIDERS)
 def provider(request, asked, monkeypatch) -> str:
-    """The only kernel available besides scaled_dot_product_attention's."""
+    """The only kernel available besides scaled_dot_product_attention."""
     monkeypatch.setattr(_providers, "PROVIDERS", (request.param,))
     return request.param
 

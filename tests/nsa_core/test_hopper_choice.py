@@ -15,7 +15,7 @@ SELECTED = {"_selected_forward_hopper", "_selected_backward_hopper"}
 
 
 def tensor(*shape, dtype=torch.bfloat16, late=False):
-    """It begins 8 bytes behind an aligned place if `late`."""
+    """A tensor; if `late`, it begins 8 bytes after an aligned address."""
     return torch.empty(math.prod(shape) + 4, dtype=dtype)[4 * late :][: math.prod(shape)].view(shape)
 
 
@@ -23,7 +23,7 @@ def launches(
     monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late="", config=CONFIG,
     keys="shared",
 ):  # fmt: skip
-    """Of a forward and backward of two kv heads; `late`: which of q, k, v and do is not aligned.
+    """Launches of a forward and backward of two kv heads; `late`: the unaligned ones of q, k, v and do.
 
     `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
     """
@@ -58,7 +58,7 @@ def test_groups_of_4_to_16_heads_of_128_take_them(monkeypatch, given):
     assert started(monkeypatch, **given) >= SPANS | SELECTED
 
 
-def test_what_rounds_less_than_packed_slots_takes_the_free_blocks_of_all_devices(monkeypatch):
+def test_dtypes_that_round_less_than_packed_slots_take_the_free_blocks_of_all_devices(monkeypatch):
     assert (SPANS | SELECTED) & started(monkeypatch, dtype=torch.float16) == SPANS
 
 

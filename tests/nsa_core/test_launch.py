@@ -21,7 +21,7 @@ from nsa_core.kernels.runtime.tma import Tiled
 
 
 class Kernel:
-    """Stands for a Triton kernel: notes each start as (what it was compiled for, grid, arguments, device)."""
+    """Stand-in for a Triton kernel: records each start as (what it was compiled for, grid, arguments, device)."""
 
     __name__ = "kernel"
     arg_names = ("X", "size", "D")
@@ -42,7 +42,7 @@ class Kernel:
 
 
 class Compiled:
-    """Stands for what Triton makes of it."""
+    """Stand-in for a kernel compiled by Triton."""
 
     def __init__(self, kernel: Kernel, number: int) -> None:
         self.kernel, self.number = kernel, number
@@ -56,7 +56,7 @@ class Compiled:
 
 
 class OfDevice:
-    """Stands for a tensor of a GPU."""
+    """Stand-in for a tensor on a GPU."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -89,7 +89,7 @@ def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
 
 
 def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
-    """Of a size: whether it is a multiple of 16, or 1, or takes 64 bits. Of a tensor: its dtype, and 16 bytes."""
+    """Sizes count by divisibility by 16, being 1, and needing 64 bits; tensors by dtype and alignment to 16 bytes."""
     kernel, x = Kernel(), torch.zeros(8)
     launches = [
         (x, 32, 64, 1),
@@ -115,7 +115,7 @@ def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_tensor_by_tiles_is_one_of_what_it_is_compiled_for() -> None:
-    """Its dtype, head dim and the tile's rows and heads are; its own sizes and place are not."""
+    """Dtype, head dim and the tile's rows and heads count; the tensor's sizes and address do not."""
     kernel, x = Kernel(), torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
     launches = [
         (Tiled(x, 16, 4), 1),
@@ -133,7 +133,7 @@ def test_a_tensor_by_tiles_is_one_of_what_it_is_compiled_for() -> None:
 
 
 def compiled_for(seq_len: int) -> set[tuple[str, str, Tile]]:
-    """What forward and backward of bfloat16 attention, 12 query heads to 2, start: kernels with their constants."""
+    """Kernels, with their constants, of forward and backward of bfloat16 attention, 12 query heads to 2."""
     from nsa_core.kernels import operators
 
     config, options = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
@@ -154,7 +154,7 @@ def test_a_slightly_longer_sequence_compiles_nothing(lengths: tuple[int, int]) -
 
 
 def step_compiled_for(capacity: int) -> set[tuple[str, str, Tile]]:
-    """The same of decoding steps over caches with that capacity, 2 sequences."""
+    """Kernels, with their constants, of decoding steps of 2 sequences over caches with this capacity."""
     from nsa_core.kernels.decode import step
 
     config, meta = NSAConfig(), {"dtype": torch.bfloat16, "device": "meta"}
@@ -183,7 +183,7 @@ def test_a_somewhat_larger_cache_compiles_nothing(capacities: tuple[int, int]) -
     ("heads", "kv_heads", "dim", "free"), [(32, 32, 128, 13), (64, 64, 64, 13), (64, 4, 128, 1), (32, 8, 256, 3)]
 )
 def test_the_rows_of_a_chunk_are_counted_in_32_bits(heads: int, kv_heads: int, dim: int, free: int) -> None:
-    """All heads lie between two rows of a group, of which a chunk of few slots would have very many."""
+    """All heads lie between two rows of a group, and a chunk with few slots a row has very many rows."""
     inverse = pytest.importorskip("nsa_core.kernels.selected.inverse")
     q = torch.empty(1, 1 << 20, heads, dim, dtype=torch.bfloat16, device="meta")
     rows = inverse.slot_rows(q, kv_heads, dim, free)

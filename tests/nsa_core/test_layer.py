@@ -49,7 +49,7 @@ def test_rotation_keeps_far_positions_apart_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
 def test_layer_agrees_with_the_papers_formulas(compress: str) -> None:
-    """Projections, rotation, compression before rotation, gates and output, each written out here."""
+    """Compared with projections, rotation, compression before rotation, gates and output written out here."""
     layer, x = layer_of(compress), torch.randn(2, 53, 24, dtype=torch.float64)
     positions = torch.arange(53.0, dtype=torch.float64)
     q = rotated((x @ layer.q_proj.weight.T).view(2, 53, 4, 8), positions)
@@ -72,7 +72,7 @@ def test_layer_agrees_with_the_papers_formulas(compress: str) -> None:
 
 
 def _phi(phi: LearnedCompression, block: torch.Tensor) -> torch.Tensor:
-    """One block [B,l,H,D] to [B,H,D]."""
+    """Compressed token [B,H,D] of one block [B,l,H,D]."""
     tokens = (block + phi.place[:, None]).transpose(1, 2).flatten(2)
     hidden = torch.nn.functional.silu(tokens @ phi.up.weight.T + phi.up.bias)
     return hidden @ phi.down.weight.T + phi.down.bias

@@ -33,10 +33,10 @@ MODEL = replace(
 @pytest.fixture
 def host_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels' host code on the CPU, without launches."""
-    from nsa_core.kernels.runtime import launch as _launch
+    from nsa_core.kernels.runtime import launch
 
     monkeypatch.setattr("nsa_core.backends.triton.unavailable", lambda device, dtype: None)
-    with _launch.omit():
+    with launch.omit():
         yield
 
 
@@ -153,13 +153,13 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 @needs_triton
 def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_core._footprints import kernels
-    from nsa_core.kernels.runtime import tiles as _tiles
+    from nsa_core.kernels.runtime import tiles
 
     shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
     found = {}
     for capability in (80, 90):
         kernels._trace_of.cache_clear()
-        monkeypatch.setattr(_tiles, "capability", lambda device, capability=capability: capability)
+        monkeypatch.setattr(tiles, "capability", lambda device, capability=capability: capability)
         found[capability] = [estimate(4096, **shape, backward=backward).extra for backward in (False, True)]
     kernels._trace_of.cache_clear()
     packed = 3072 * 4 * 13 * (128 * 2 - 48 * 4 - 4)  # less: 13 slots a row and head of one group, which is a chunk

@@ -1,4 +1,4 @@
-"""Steps taken again do what the function did: with other values, in memory of their own, freed when it was."""
+"""Replayed steps do the same as the function: with other values, in new memory, freed at the same point."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counted:
 
 
 class Add:
-    """Stands for a Triton kernel, OUT = X + number, and for what is compiled of it, which takes addresses."""
+    """Stand-in for a Triton kernel, OUT = X + number, and for its compiled form, which takes addresses."""
 
     __name__ = "add"
     arg_names = ("X", "OUT", "number")
@@ -52,7 +52,7 @@ class Add:
 
 
 class Interpreted:
-    """The same kernel in the interpreter: nothing is compiled."""
+    """Stand-in for the same kernel in the interpreter: nothing is compiled."""
 
     __name__ = "add"
 
@@ -128,7 +128,7 @@ def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
     (of(0, 6, 5), CALL), (of(0).double(), CALL), (of(0, 25)[1:].view(6, 4), CALL),
     (of(0), Call(NSAConfig(window=3), ("win",), 0, 1.0)),
 ], ids=["shape", "dtype", "alignment", "call"])  # fmt: skip
-def test_what_the_function_may_look_at_is_captured_for(other: tuple[Tensor, Call]) -> None:
+def test_each_value_that_the_function_may_read_has_its_capture(other: tuple[Tensor, Call]) -> None:
     counted, (x, call) = captured(lambda x: [x + 1], of(0)), other
     assert torch.equal(replay.run(counted, call, (x,))[0], x + 1)
     assert counted.calls == 3
@@ -194,7 +194,7 @@ def test_a_tensor_read_by_tiles_is_described_where_it_lies_this_time() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
-    """The memory of one that ended before would be taken for the next."""
+    """Memory of a tensor freed too early would be given to the next one."""
     kernel, seen = Add(), []
 
     def function(x: Tensor) -> list[Tensor]:
@@ -231,7 +231,7 @@ def test_the_interpreter_gets_tensors() -> None:
 
 
 @pytest.mark.parametrize("watching", [record, omit, observe])
-def test_whoever_watches_launches_sees_the_function_itself(watching: Callable[[], Any]) -> None:
+def test_the_function_itself_runs_while_launches_are_watched(watching: Callable[[], Any]) -> None:
     counted = captured(lambda x: [x + 1], of(0))
     with watching():
         replay.run(counted, CALL, (of(0),))
@@ -244,7 +244,7 @@ def test_whoever_watches_launches_sees_the_function_itself(watching: Callable[[]
     (lambda x: [x + ELSEWHERE], "a tensor from elsewhere"),
     (lambda x: [torch.cat([x, x])], "tensors in a list"),
 ])  # fmt: skip
-def test_what_cannot_be_replayed_is_refused(function: Callable[..., list[Tensor]], reason: str) -> None:
+def test_functions_that_cannot_be_replayed_are_refused(function: Callable[..., list[Tensor]], reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         captured(function, of(0))
 

@@ -1,4 +1,4 @@
-"""Launches are seen whoever makes them, and each names its stage as metrics do (docs/metrics.md)."""
+"""Launches are observed on every thread, and each has a stage named as in metrics (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa_core.kernels.runtime.tiles import Tile
 
 
 class Kernel:
-    """Stands for a Triton kernel: counts its runs."""
+    """Stand-in for a Triton kernel: counts its runs."""
 
     __name__ = "_merge"
 

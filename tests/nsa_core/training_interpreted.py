@@ -34,7 +34,7 @@ def of(seed: int, *shape: int) -> Tensor:
 
 
 def are_near(got: list[Tensor], want: list[Tensor], within: float) -> bool:
-    """Whether all tensors are near those wanted, by relative norm; NaN never is."""
+    """Whether all tensors are near the wanted ones, by relative norm; false for NaN."""
     pairs = zip(got, want, strict=True)
     return all(x.shape == y.shape and (x.double() - y).norm() <= within * y.norm() for x, y in pairs)
 

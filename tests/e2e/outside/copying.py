@@ -1,6 +1,6 @@
 """A job kind of another distribution, in one file: copies of a tensor, whole or in chunks.
 
-It brings an axis (chunks) and two quantities (bandwidth, chunk size) that nothing in this repository knows of.
+It declares an axis (chunks) and two quantities (bandwidth, chunk size) that are unknown to this repository.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUANTITIES = (TIME, BANDWIDTH, CHUNK_SIZE)
 
 
 class Spec(JobSpec):
-    """Lengths x numbers of chunks."""
+    """A sweep of lengths x numbers of chunks."""
 
     kind: Literal["copying"]
     lengths: list[int]
