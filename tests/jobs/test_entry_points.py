@@ -287,7 +287,7 @@ BAD_DECLARATIONS = [
 def test_a_declaration_that_cannot_be_kept_is_refused(install: Install, declaration: str, said: str) -> None:
     imports = "from jobs.axes import Axis\nfrom jobs.quantities import Plot, Quantity, Role\n"
     text = KIND.replace("QUANTITIES = (TIME,)", f"QUANTITIES = (TIME,)\n{imports}{declaration}")
-    install("hostile", {"acme": text}, **{"nsa_bench.jobs": {"acme": "hostile.acme"}})
+    install("hostile", {"acme": text}, jobs={"acme": "hostile.acme"})
     (found,) = offered_kinds()
     assert re.search(said, str(found.problem)), found.problem
     with pytest.raises(SpecError, match="no job kind"):  # and it stops no other

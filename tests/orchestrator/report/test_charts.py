@@ -129,7 +129,7 @@ def test_a_steps_throughput_has_separate_guides(rows: pd.DataFrame, plot: Plot, 
 
 @pytest.mark.parametrize("metric", SHARED.names(plots=AGAINST_LENGTH))
 def test_charts_render(rows: pd.DataFrame, metric: str):
-    chosen = rows.assign(metric=metric)
+    chosen = rows.assign(metric=metric, unit=SHARED.of(metric).unit)
     chart = charts.scaling_chart(
         chosen[chosen["origin"] == "measured"].drop_duplicates("point_id"), [], SHARED.of(metric)
     )
