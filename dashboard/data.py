@@ -42,6 +42,7 @@ measurements = _read(queries.measurements)
 states = _read(queries.states)
 counts = _read(queries.counts)
 quantities = _read(queries.quantities)
+own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
 
 

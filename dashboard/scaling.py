@@ -12,7 +12,7 @@ import streamlit as st
 
 import jobs.quantities
 from dashboard import data, help_pages, parts
-from jobs.axes import AXES, MORE, more_columns
+from jobs.axes import AXES, more_columns
 from jobs.quantities import AGAINST_LENGTH, Quantities, Quantity
 from orchestrator.report import charts, series
 from orchestrator.report.table import shape_of
@@ -102,7 +102,8 @@ def _filters(store: Store, runs: pd.DataFrame) -> tuple[Choice, str]:
             if len(set(planned["origin"])) > 1:
                 layout = st.segmented_control("Reported results", [BESIDE, TOGETHER], default=BESIDE, required=True)
         shapes = _pick_shapes(planned)
-        more = tuple((column, _pick_values(planned, column)) for column in more_columns(planned.columns))
+        labels = data.own_axes(store, run_ids)
+        more = tuple((column, _pick_values(label, planned, column)) for column, label in sorted(labels.items()))
         implementations = _pick("Implementation", planned, "implementation", _curves(planned))
     return Choice(tuple(run_ids), passes, workloads, implementations, devices, shapes, more), layout
 
@@ -186,11 +187,11 @@ def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | No
     return tuple(st.pills(label, options, selection_mode="multi", default=default, help="none chosen: all"))
 
 
-def _pick_values(states: pd.DataFrame, column: str) -> tuple[str, ...]:
+def _pick_values(label: str, states: pd.DataFrame, column: str) -> tuple[str, ...]:
     """Selected values of a kind-specific axis."""
-    options = sorted({text for value in states[column] if (text := series.text(value))})
-    label = column.removeprefix(MORE).replace("_", " ").capitalize()
-    return tuple(st.pills(label, options, selection_mode="multi", help="none chosen: all"))
+    values = states.get(column, ())
+    options = sorted({text for value in values if (text := series.text(value))})
+    return tuple(st.pills(parts.plain(label), options, selection_mode="multi", help="none chosen: all"))
 
 
 def _results(store: Store, choice: Choice, layout: str, states: pd.DataFrame) -> None:

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings, workers and markers of all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
-# What workers that share the suite (make test) run one after the other, each group in one worker.
+# Tests that the workers of `make test` run one after the other, each group in one worker.
 # Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
 STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
     "tests/dashboard/test_browser.py",

@@ -174,6 +174,13 @@ def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities
     return Quantities([_DECLARATION.validate_python(dict(row)) for row in rows])
 
 
+def own_axes(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
+    """Labels of the axes that the runs' kinds declare themselves, by their column in frames."""
+    with store.session() as session:
+        declared = session.scalars(select(Run.axes).where(Run.id.in_(run_ids))).all()
+    return {MORE + axis["name"]: axis["label"] for axes in declared for axis in axes or ()}
+
+
 def counts(store: Store) -> dict[str, int]:
     """Numbers of runs, points, metrics and verdicts stored."""
     with store.session() as session:

@@ -141,7 +141,9 @@ def test_the_dashboard_shows_it(home: Path, store: Store, monkeypatch: pytest.Mo
     (grid,) = (frame.value for frame in run.dataframe if "Point" in frame.value)
     assert {"Chunks", "Bandwidth"} <= set(grid.columns)
     assert "Copy bandwidth" in shown(page("runs", run=run_id, point=f"{run_id}/0"))
-    assert "Copy bandwidth" in shown(page("scaling", run=run_id))
+    scaling = page("scaling", run=run_id)
+    assert "Copy bandwidth" in shown(scaling)
+    assert "chunks" in [group.label for group in scaling.get("button_group")]
     st.cache_resource.clear()
 
 

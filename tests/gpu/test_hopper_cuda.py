@@ -72,7 +72,7 @@ def unwritten(slots):
 
 
 def numbers(slots):
-    """Those of the chunk's slots [rows,free,G,128], unpacked as packed_slots.py says that they are packed."""
+    """Values of the chunk's slots [rows,free,G,128], unpacked (shared/packed_slots.py)."""
     count = slots.rows.count
     if not slots.packed:
         return slots.parts[:count].clone()
@@ -224,7 +224,7 @@ def _pack(x, factor, parts, exponents, count):
 
 @pytest.mark.parametrize("size", [1.0, 2.0**-60, 2.0**100])
 def test_integers_are_off_by_half_a_unit(size):
-    """Those of zeros, too, those that round up to the next power of two, and those beside far larger ones."""
+    """Zeros, integers that round up to the next power of two, and integers beside far larger ones."""
     generator = torch.Generator("cuda").manual_seed(0)
     x, factor = torch.randn(64, 128, generator=generator, device="cuda"), torch.ones(64, device="cuda")
     x[0], x[1], factor[2:30] = 0, torch.tensor([1.0, -1.0], device="cuda").repeat(64), 0.37

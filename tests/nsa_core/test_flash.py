@@ -1,4 +1,4 @@
-"""Flash kernels without a GPU: the choice among them, and the arguments that they get.
+"""Flash kernels without a GPU: the arguments that they get.
 
 Stand-ins compute in plain PyTorch as the packages document: query i of S sees keys i + T - S - left to
 i + T - S + right, where T is the number of keys, and -1 or None means no bound.
@@ -7,7 +7,6 @@ i + T - S + right, where T is the number of keys, and -1 or None means no bound.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
 import pytest
@@ -24,110 +23,12 @@ from nsa_core import (
     nsa_attention,
     routes,
 )
-from nsa_core.backends import _providers, chunked, dense, flash
+from nsa_core.backends import _providers, chunked, flash
 from nsa_core.backends._providers import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
 A100, H200, B200 = (8, 0), (9, 0), (10, 0)
 NO_PACKAGES = _providers.lacking({})
-BOTH = {"flash-attn": "2.8.3", "flash-attn-4": "4.0"}
-HOPPER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
-OTHERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
-
-CHOICES = [
-    # capability, what lacks, dtype, head dim, case, the candidates
-    (H200, {}, BF16, 64, "square", ("flash-attn-4",)),
-    (H200, NO_PACKAGES, BF16, 64, "square", HOPPER),
-    (H200, {"flash-attn-4": "no"}, BF16, 64, "square", HOPPER),
-    (H200, {}, BF16, 64, "one row", OTHERS),
-    (H200, {}, BF16, 256, "square", ("flash-attn-4",)),
-    (H200, {}, BF16, 264, "square", HOPPER),
-    (H200, {}, FP32, 64, "square", HOPPER),
-    (A100, {}, BF16, 64, "square", ("flash-attn-2",)),
-    (A100, NO_PACKAGES, BF16, 64, "square", OTHERS),
-    (B200, {}, BF16, 128, "square", ("flash-attn-4",)),
-    (B200, {}, BF16, 136, "square", HOPPER),
-    ((7, 5), {}, BF16, 64, "square", OTHERS),
-    (None, {}, BF16, 64, "square", OTHERS),
-    (H200, {}, BF16, 64, "band", ("flash-attn-4",)),
-    (H200, {"flash-attn-4": "no"}, BF16, 64, "band", ("flash-attn-2",)),
-    (H200, NO_PACKAGES, BF16, 64, "band", ("torch-varlen",)),
-    (A100, {}, torch.float16, 64, "band", ("flash-attn-2",)),
-    (B200, {}, BF16, 192, "band", ("flash-attn-2",)),
-    (H200, {}, FP32, 64, "band", ("chunked",)),
-    (H200, {}, torch.float64, 64, "band", ("chunked",)),
-    (H200, {}, BF16, 264, "band", ("chunked",)),
-    ((7, 5), {}, BF16, 64, "band", ("chunked",)),
-    (None, {}, FP32, 64, "band", ("chunked",)),
-]
-
-REFUSALS = [
-    # kernel, capability, what lacks, dtype, head dim, case, why
-    (
-        "flash-attn-4",
-        A100,
-        {},
-        BF16,
-        64,
-        "square",
-        r"capability 9\.0 to 11\.x, this one has 8\.0; use one of auto, sdpa",
-    ),
-    ("flash-attn-4", B200, {}, BF16, 136, "square", "it takes head dims up to 128 there, not 136"),
-    (
-        "flash-attn-4",
-        H200,
-        NO_PACKAGES,
-        BF16,
-        64,
-        "band",
-        "flash-attn-4 is not installed on the GPU host: pip install flash-a",
-    ),
-    ("flash-attn-2", H200, NO_PACKAGES, BF16, 64, "square", "flash-attn is not installed .*: pip install flash-attn;"),
-    ("torch-varlen", H200, {}, FP32, 64, "square", "it computes bfloat16 and float16, not float32; use one of auto$"),
-    ("torch-varlen", None, {}, BF16, 64, "band", "it runs on cuda, not on the cpu; use one of auto, sdpa-flash$"),
-    ("sdpa-cudnn", None, {}, BF16, 64, "square", "it runs on cuda, not on the cpu"),
-    ("sdpa-cudnn", H200, {}, BF16, 64, "band", "neither windows nor several rows"),
-    ("sdpa-flash", (7, 5), {}, BF16, 64, "square", r"capability 8\.0 to 12\.x, this one has 7\.5; use one of auto$"),
-    ("sdpa-flash", H200, {}, BF16, 512, "square", "head dims up to 256 there, not 512"),
-    (
-        "flash9",
-        H200,
-        {},
-        BF16,
-        64,
-        "square",
-        "use one of auto, sdpa-cudnn, sdpa-flash, flash-attn-4, flash-attn-2, tor",
-    ),
-]
-
-
-@pytest.mark.parametrize(("capability", "lacks", "dtype", "width", "case", "expected"), CHOICES)
-def test_the_fastest_usable_kernel_is_taken(capability, lacks, dtype, width, case, expected):
-    assert dense.candidates("auto", case, Host(capability, lacks), dtype, width) == expected
-
-
-@pytest.mark.parametrize(("kernel", "capability", "lacks", "dtype", "width", "case", "why"), REFUSALS)
-def test_an_unusable_kernel_is_refused_with_the_reason(kernel, capability, lacks, dtype, width, case, why):
-    with pytest.raises(BackendError, match=rf"^backend: '{kernel}': .*{why}"):
-        dense.candidates(kernel, case, Host(capability, lacks), dtype, width)
-
-
-@pytest.mark.parametrize("kernel", dense.KERNELS)
-def test_a_usable_kernel_is_taken_by_name(kernel):
-    assert dense.candidates(kernel, "square", Host.described("9.0", BOTH), BF16, 64) == (kernel,)
-
-
-def test_a_package_that_does_not_load_is_not_taken(monkeypatch):
-    def version(package: str) -> str:
-        if package == "flash-attn":
-            return "2.8.3"
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(_providers.metadata, "version", version)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import raises ImportError
-    lacks = _providers._lacking.__wrapped__()
-    assert lacks["flash-attn-2"].startswith("flash-attn 2.8.3 does not load: ")
-    assert lacks["flash-attn-4"] == "flash-attn-4 is not installed on the GPU host: pip install flash-attn-4"
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:

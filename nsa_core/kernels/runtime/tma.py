@@ -29,7 +29,7 @@ class Tiled:
 
     @property
     def kind(self) -> tuple[torch.dtype, int, int, int]:
-        """What a kernel is specialized on: dtype, rows, heads and head dim."""
+        """The properties that a kernel is specialized on: dtype, rows, heads and head dim."""
         return self.x.dtype, *self.block[1:]
 
     @property

@@ -61,7 +61,7 @@ _SCALING_COLUMNS = """
     query_heads, kv_heads, head_dim, layers, dtype, device, gpu, more_axes, metric, unit, value, ci_low, ci_high,
     per_sequence, ended_at"""
 
-# What a run declares to be drawn against S.
+# Numbers of quantities that their run declares to be drawn against S.
 _SCALING = f"""
 CREATE VIEW v_scaling AS
 SELECT {_SCALING_COLUMNS}, plot
