@@ -189,8 +189,9 @@ def _pick(label: str, states: pd.DataFrame, column: str, default: list[str] | No
 
 def _pick_values(label: str, states: pd.DataFrame, column: str) -> tuple[str, ...]:
     """Selected values of a kind-specific axis."""
-    values = states.get(column, ())
-    options = sorted({text for value in values if (text := series.text(value))})
+    if column not in states:
+        return ()
+    options = sorted({text for value in states[column] if (text := series.text(value))})
     return tuple(st.pills(parts.plain(label), options, selection_mode="multi", help="none chosen: all"))
 
 
