@@ -72,6 +72,8 @@ class Axes:
     layers: int | None = _axis("layers", "whole", 4)
     dtype: str | None = _axis("dtype", "text", 20)
     device: str | None = _axis("device", "text", 20)
+    env: str | None = _axis("environment variables", "text", 400)  # "NAME=value NAME=value", sorted; None: none set
+    python: str | None = _axis("interpreter", "text", 400)  # path; None: the orchestrator's own
     more: Mapping[str, Coordinate] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Coordinate | None]:

@@ -42,7 +42,8 @@ class RunRecord(_Record):
     code_hash: str | None = None  # hash of the sources of nsa_core and jobs
     submission_id: str | None = None  # Ray's id, if run as a Ray job
     host: str | None = None
-    artifacts: str | None = None  # folder of the run's journal and artifacts, on the host that wrote it
+    artifacts: str | None = None  # folder of the run's journal, on the host that wrote it
+    artifact_store: str | None = None  # URL of the store of the points' files; None: `artifacts` held them
     resumed: int = 0
     quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds declared any
     axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
@@ -93,8 +94,8 @@ class ArtifactData(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
-    path: str  # relative to the run's artifacts folder
-    size: int
+    path: str  # relative to the artifact store; in an OutcomeRecord relative to the run's folder
+    size: int  # bytes
     sha256: str
     content: str | None = None
     truncated: bool = False
@@ -112,7 +113,16 @@ class OutcomeRecord(_Record):
     metrics: tuple[MetricData, ...] = ()
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
-    artifacts: tuple[ArtifactData, ...] = ()
+    artifacts: tuple[ArtifactData, ...] = ()  # of version 0.1.0 only; since then each has a record of its own
+
+
+class ArtifactRecord(_Record):
+    """A file of an attempt, kept after its outcome: a file that cannot be kept costs only itself."""
+
+    type: Literal["artifact"] = "artifact"
+    point_id: str
+    attempt: int
+    artifact: ArtifactData
 
 
 class EventRecord(_Record):
@@ -133,6 +143,7 @@ class RunEndRecord(_Record):
 
 
 Record = Annotated[
-    RunRecord | PointRecord | StartRecord | OutcomeRecord | EventRecord | RunEndRecord, Field(discriminator="type")
+    RunRecord | PointRecord | StartRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,
+    Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

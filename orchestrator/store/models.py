@@ -77,6 +77,7 @@ class Run(Base):
     submission_id: Mapped[str | None] = mapped_column(String(200))
     host: Mapped[str | None] = mapped_column(Text)
     artifacts: Mapped[str | None] = mapped_column(Text)
+    artifact_store: Mapped[str | None] = mapped_column(Text)
     resumed: Mapped[int]
     axes: Mapped[list[Any] | None]  # jobs.axes.Axis, as the run's kind declares them
     created_at: Mapped[datetime] = mapped_column(index=True)

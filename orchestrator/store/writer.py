@@ -21,6 +21,8 @@ from jobs.axes import AXES
 from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
+    ArtifactData,
+    ArtifactRecord,
     EventRecord,
     OutcomeRecord,
     PointRecord,
@@ -48,6 +50,9 @@ def apply(session: Session, record: Record) -> None:
             _start(session, record)
         case OutcomeRecord():
             _outcome(session, record)
+        case ArtifactRecord():
+            _existing(session, record.point_id)
+            _artifact(session, record.point_id, record.attempt, record.artifact)
         case EventRecord():
             _event(session, record)
         case RunEndRecord():
@@ -144,7 +149,7 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
     _refuse_untrue(record)
     point = _existing(session, record.point_id)
     newer = _newer(point, record.attempt, _ENDED, record.at)
-    _artifacts(session, record, replace=newer)
+    _artifacts(session, record)
     if not newer:
         return
     session.execute(delete(Metric).where(Metric.point_id == point.id))
@@ -173,19 +178,20 @@ def _event(session: Session, record: EventRecord) -> None:
     _insert_new(session, Event, {"id": _digest(record.model_dump(mode="json")), **values})
 
 
-def _artifacts(session: Session, record: OutcomeRecord, *, replace: bool) -> None:
-    """Store the files of this attempt; files of other attempts stay."""
-    same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt)
-    if replace:
-        session.execute(delete(Artifact).where(*same))
-    stored = set(session.scalars(select(Artifact.name).where(*same)))
-    rows = [
-        {**file.model_dump(), "content": _clean(file.content), "point_id": record.point_id, "attempt": record.attempt}
-        for file in record.artifacts
-        if file.name not in stored
-    ]
-    if rows:
-        session.execute(insert(Artifact), rows)
+def _artifacts(session: Session, record: OutcomeRecord) -> None:
+    """Store the files that an outcome of version 0.1.0 carries; their paths begin in the run's folder."""
+    for file in record.artifacts:
+        below = file.model_copy(update={"path": f"{record.run_id}/{file.path}"})
+        _artifact(session, record.point_id, record.attempt, below)
+
+
+def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData) -> None:
+    """Store a file of an attempt unless it is stored; files of other attempts stay."""
+    same = (Artifact.point_id == point_id, Artifact.attempt == attempt, Artifact.name == file.name)
+    if session.scalar(select(Artifact.id).where(*same)) is not None:
+        return
+    values = {**file.model_dump(), "content": _clean(file.content), "point_id": point_id, "attempt": attempt}
+    session.execute(insert(Artifact), [values])
 
 
 def _environment(session: Session, content: dict[str, Any]) -> str | None:

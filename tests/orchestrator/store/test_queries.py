@@ -22,6 +22,8 @@ SCALING = [
     *(
         "dtype",
         "device",
+        "env",
+        "python",
         "gpu",
         "metric",
         "unit",
