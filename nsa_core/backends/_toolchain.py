@@ -124,7 +124,7 @@ def _lacking(modules: Iterable[ModuleType]) -> Iterator[str]:
 def _imported(source: str, name: str) -> Any:
     """The value of `from source import name`; None if there is none."""
     module = import_module(source)
-    if not hasattr(module, name) and find_spec(f"{source}.{name}") is not None:
+    if not hasattr(module, name) and hasattr(module, "__path__") and find_spec(f"{source}.{name}"):
         import_module(f"{source}.{name}")
     return getattr(module, name, None)
 
