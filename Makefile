@@ -14,16 +14,15 @@ DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
 .DEFAULT_GOAL := help
 .PHONY: help env demo bench up down test test-gpu aot lint format check clean
 
-# Fails on a host without a GPU, before anything is started.
-NO_GPU   := error: device: PyTorch sees no CUDA device here; run this on a GPU host, with its driver and a PyTorch for CUDA
-NEED_GPU  = $(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "$(NO_GPU)")'
+# Fails on a host without a usable GPU, before anything is started, and says what does not fit.
+NEED_GPU = $(BIN)/python -m jobs.measure.driver
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
-env: $(DEV)  ## make the environment in .venv
+env: $(DEV)  ## make the environment in .venv; with an NVIDIA driver, of the versions that ran on GPUs
 
-$(RUN): pyproject.toml constraints.txt docker/install.sh
+$(RUN): pyproject.toml $(wildcard constraints*.txt) docker/install.sh
 	@echo "installing into $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make env PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -2,16 +2,45 @@
 # Install the project into a Python environment: what `make env` and the images run alike.
 # usage: install.sh PYTHON [EXTRA ...]     e.g. install.sh .venv/bin/python dev
 #
+# A host with an NVIDIA driver gets the extra `gpu`, and with it the versions that ran on the cards
+# (constraints-gpu.txt); any other gets those of constraints.txt.
 # torch goes first, alone and pinned: a later package's requirement must not choose another build of it.
-# A PyTorch that is already there (a GPU host's own) is kept.
+# A PyTorch that is already there (a GPU host's own) is kept, with its Triton.
 set -euo pipefail
 python=${1:?usage: install.sh PYTHON [EXTRA ...]}
 shift
-extras=$(IFS=,; echo "$*")
 here=$(cd "$(dirname "$0")/.." && pwd)
 pip() { "$python" -m pip --disable-pip-version-check -qq "$@"; }
+has_driver() { test -e /proc/driver/nvidia/version || nvidia-smi -L >/dev/null 2>&1; }
 
-if ! "$python" -c 'import torch' 2>/dev/null; then
-  pip install --no-deps "torch==$(sed -n 's/^torch==//p' "$here/constraints.txt")"
-fi
-pip install -c "$here/constraints.txt" -e "$here${extras:+[$extras]}"
+if [[ " $* " != *" gpu "* ]] && has_driver; then set -- "$@" gpu; fi
+pins="$here/constraints.txt"
+if [[ " $* " == *" gpu "* ]]; then pins="$here/constraints-gpu.txt"; fi
+pinned() { sed -n "s/^$1==//p" "$pins"; }
+extras=$(IFS=,; echo "$*")
+
+kept=
+if "$python" -c 'import torch' 2>/dev/null; then kept=kept; else pip install --no-deps "torch==$(pinned torch)"; fi
+
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+cp "$here/constraints-shared.txt" "$constraints"
+"$python" - "$(pinned torch)" "$(pinned triton)" "$kept" >>"$constraints" <<'END'
+import re
+import sys
+from importlib import metadata
+
+torch, triton, kept = sys.argv[1:]
+found = metadata.version("torch")
+if kept and found.partition("+")[0] != torch:
+    print(f"PyTorch {found} is kept; the pinned one is {torch} (make clean && make env)", file=sys.stderr)
+print(f"torch=={found}")
+if not any(re.match(r"(pytorch-)?triton\b", line) for line in metadata.requires("torch") or []):
+    # Else PyTorch's own requirement decides, and another pin would contradict it.
+    if not (kept and any(metadata.distributions(name="triton"))):
+        print(f"triton=={triton}")
+END
+pip install -c "$constraints" -e "$here${extras:+[$extras]}"
+
+# A driver too old for PyTorch's build, or a build without CUDA, is said now; in an image the code is not there yet.
+if has_driver && [ -e "$here/jobs/measure/driver.py" ]; then "$python" -m jobs.measure.driver --warn || true; fi

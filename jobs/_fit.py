@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.machine import TRITON_PROBLEM
 from jobs.point import Machine
 from jobs.spec import JobSpec, SpecError
 from nsa_core import available_backends
+from nsa_core.backends import untested
 from nsa_core.backends.dense import Host, unusable
 from nsa_core.backends.triton import too_wide
 
@@ -17,16 +19,25 @@ from nsa_core.backends.triton import too_wide
 def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
     """For each backend name, the reason why it cannot compute such operands on `machine`; None if it can.
 
-    `machine` may be another host, so the fingerprint of a GPU host tells whether it has Triton. Without a fingerprint
+    `machine` may be another host, so the fingerprint of a GPU host tells which Triton it has. Without a fingerprint
     Triton counts as installed; if it is missing after all, the point fails.
     """
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":
-        missing = machine.fingerprint and "triton" not in machine.fingerprint
-        absent = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there' if missing else None
         host = _host(machine)
-        reasons["triton"] = absent or too_wide(host.capability if host else None, dtype, dim)
+        reasons["triton"] = _triton_problem(machine) or too_wide(host.capability if host else None, dtype, dim)
     return reasons
+
+
+def _triton_problem(machine: Machine) -> str | None:
+    """Reason why the kernels cannot run with the Triton of a GPU host; None if they can, or without a fingerprint."""
+    if not machine.fingerprint:
+        return None
+    version = machine.fingerprint.get("triton")
+    if version is None:
+        return f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there'
+    reason = machine.fingerprint.get(TRITON_PROBLEM) or untested(version)
+    return f"{machine.name}: {reason}" if reason else None
 
 
 def _host(machine: Machine) -> Host | None:

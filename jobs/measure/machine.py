@@ -12,7 +12,9 @@ import torch
 
 from jobs.measure import nvml
 from jobs.point import Machine
+from nsa_core.backends import triton_problem, triton_version
 
+TRITON_PROBLEM = "triton-problem"  # in a fingerprint: why the kernels do not load with the host's Triton
 _FLASH = ("flash-attn", "flash-attn-4")
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the reclaimable part of the usage
@@ -31,7 +33,7 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     if device == "cuda" and not gpu:
         raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if triton := installed("triton") or installed("pytorch-triton"):
+    if triton := triton_version():
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)
@@ -39,6 +41,8 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     versions["cuda"] = torch.version.cuda or "unknown"
     versions |= {name: card.get(name, "unknown") for name in ("driver", "capability")}
     versions |= {package: version for package in _FLASH if (version := installed(package))}
+    if triton and (problem := triton_problem()):
+        versions[TRITON_PROBLEM] = problem
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
 
 

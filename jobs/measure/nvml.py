@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pynvml
 
+_LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also where no NVML library is installed
+# First driver branch that runs programs built for a major version of CUDA, newest first (docs.nvidia.com/deploy/
+# cuda-compatibility, "minor version compatibility").
+_BRANCHES = ((580, 13), (525, 12), (450, 11))
+
 
 class NvmlError(RuntimeError):
     """NVML cannot answer: no driver, no such card, or no permission; the message says which."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver of this host.
+
+    Attributes:
+        version: as NVIDIA numbers it, "535.183.01".
+        cuda: newest version of CUDA that it runs, "12.2", or "12.x" if the driver's branch alone tells.
+    """
+
+    version: str
+    cuda: str
+
+    @property
+    def major(self) -> int:
+        """Newest major version of CUDA whose programs it runs, in any minor version."""
+        return int(self.cuda.split(".")[0])
+
+
+def driver() -> Driver | None:
+    """The NVIDIA driver of this host, asked without PyTorch; None if none is loaded."""
+    try:
+        with session():
+            version = str(pynvml.nvmlSystemGetDriverVersion())
+            try:
+                cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+            except pynvml.NVMLError:  # no CUDA library beside the driver
+                return Driver(version, _cuda_of(version))
+            return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}")
+    except (NvmlError, pynvml.NVMLError):
+        pass
+    try:
+        found = re.search(r"NVRM version:.*?\s(\d+(\.\d+)+)\s", _LOADED.read_text())
+    except OSError:
+        return None
+    return Driver(found[1], _cuda_of(found[1])) if found else None
+
+
+def _cuda_of(version: str) -> str:
+    branch = int(version.split(".")[0])
+    return next((f"{major}.x" for first, major in _BRANCHES if branch >= first), "10.x")
 
 
 @contextmanager

@@ -18,9 +18,12 @@ from ..errors import BackendError
 from ..routes import Branch
 from . import chunked, flash, naive, triton
 from ._offered import OfferedBackend, offered, offered_backend
+from ._toolchain import TORCH, TRITON, triton_problem, triton_version, untested
 
 __all__ = [
     "BACKENDS",
+    "TORCH",
+    "TRITON",
     "WINDOW_BACKENDS",
     "Backend",
     "FusedBackend",
@@ -31,6 +34,9 @@ __all__ = [
     "default",
     "offered",
     "resolve",
+    "triton_problem",
+    "triton_version",
+    "untested",
 ]
 
 

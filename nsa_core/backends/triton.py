@@ -1,6 +1,7 @@
 """Every branch by the project's Triton kernels, forward and backward.
 
-The kernels are imported when they first run: without Triton this backend reports itself unavailable.
+The kernels are imported when it is first asked whether they can run: without Triton, with a version that they were not
+run with, or with one that lacks what they use, this backend reports itself unavailable.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch, note
+from ._toolchain import triton_problem
 
 _WIDEST = 256  # head dim
 _MOST = 65_535  # sequences times kv heads: CUDA's limit of programs along one grid dimension
@@ -26,14 +27,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @torch.compiler.assume_constant_result  # asked once while tracing, which cannot search for modules
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason why this backend cannot run there, or None. On the CPU it needs Triton's interpreter, for tests."""
-    if find_spec("triton") is None:
-        return 'it needs Triton: pip install "nsa-bench[gpu]"'
     if dtype not in _DTYPES:
         return f"it computes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if device.type == "cuda":
-        return None
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
+    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return triton_problem()
     return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
 
 

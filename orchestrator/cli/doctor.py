@@ -86,24 +86,45 @@ def _torch(_: Settings) -> Finding:
     version = _version("torch")
     if version is None:
         return Finding("torch", Health.BROKEN, "not installed", "make env")
-    return Finding("torch", Health.OK, version)
+    try:
+        from nsa_core.backends import TORCH
+    except (ImportError, OSError):  # PyTorch is broken: the GPU's finding says how
+        return Finding("torch", Health.OK, version)
+    note = "" if version in TORCH else ", this version was not"
+    return Finding("torch", Health.OK, f"{version}; tested: {TORCH}{note}")
 
 
 def _gpu(_: Settings) -> Finding:
     try:
         import torch
 
-        count = torch.cuda.device_count()
+        from jobs.measure.driver import misfit_here
+
+        problem = misfit_here()
+        count = torch.cuda.device_count() if problem is None else 0
         names = {torch.cuda.get_device_name(i) for i in range(count)}
-    except (ImportError, RuntimeError) as err:
-        return Finding("gpu", Health.BROKEN, str(err).splitlines()[0], "check the driver with nvidia-smi")
+    except (ImportError, OSError, RuntimeError) as err:
+        return Finding("gpu", Health.BROKEN, str(err).partition("\n")[0], "check the driver with nvidia-smi")
+    if problem is not None:
+        return Finding("gpu", Health.MISSING, f"{problem.problem}; jobs here run on the CPU", problem.fix)
     if not count:
         return Finding("gpu", Health.MISSING, "no CUDA device here; jobs run on the CPU or on the cluster's workers")
     return Finding("gpu", Health.OK, f"{count} × {', '.join(sorted(names))}")
 
 
 def _triton(_: Settings) -> Finding:
-    return _optional("triton", "pip install '.[gpu]'")
+    try:
+        from nsa_core.backends import TRITON, triton_problem, triton_version
+    except (ImportError, OSError):  # no PyTorch, which has its own finding
+        return _optional("triton", "pip install '.[gpu]'")
+    version, reason = triton_version(), triton_problem()
+    if version is None:
+        return Finding(
+            "triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", "pip install '.[gpu]'"
+        )
+    if reason is not None:
+        return Finding("triton", Health.MISSING, f"{version}; tested: {TRITON}; auto takes chunked instead: {reason}")
+    return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
 
 
 def _dense(_: Settings) -> Finding:

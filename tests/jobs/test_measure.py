@@ -89,6 +89,15 @@ def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
             probe("cuda")
 
 
+def test_a_host_whose_triton_does_not_serve_says_so_in_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"name": "NVIDIA A100", "memory_mib": "81920", "capability": "8.0"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("jobs.measure.machine._card", lambda: card)
+    assert "triton-problem" not in probe("cuda").fingerprint
+    monkeypatch.setattr("jobs.measure.machine.triton_problem", lambda: "the kernels do not load")
+    assert probe("cuda").fingerprint["triton-problem"] == "the kernels do not load"
+
+
 @pytest.mark.parametrize(
     ("limit", "usage", "cached"),
     [

@@ -17,6 +17,7 @@ from torch import Tensor
 from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core._footprints.allocations import Allocations
+from nsa_core.backends import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -191,7 +192,10 @@ def test_the_longest_sequences_are_predicted_quickly(batch: int, seq_len: int) -
 
 def test_without_triton_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predicts("chunked")
-    monkeypatch.setattr("nsa_core.backends.triton.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa_core.backends._toolchain.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "nsa_core.backends.triton.triton_problem", triton_problem.__wrapped__
+    )  # not the one found before
     assert not predicts("triton")
     with pytest.raises(InputError, match=r"^implementation: 'triton': it needs Triton: pip install"):
         estimate(64)

@@ -1,0 +1,195 @@
+"""A Triton that the kernels were not run with, or that lacks what they use: `auto` falls back, everything says why.
+
+Each process finds another installation on its path. It is asked what it chooses on a GPU, and computes that on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_core.backends import TORCH, TRITON, untested
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+LOOK = """
+import json, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from jobs._fit import backend_reasons
+from jobs.measure.route import route_of
+from jobs.point import Machine
+from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
+from nsa_core.backends import default, resolve, triton_problem, triton_version
+from nsa_core.errors import BackendError
+from nsa_core.layer import DenseAttention
+from nsa_core.memory import predicts
+from nsa_core.projections import in_compiled_training
+from orchestrator.cli import doctor
+from orchestrator.settings import Settings
+
+CUDA, HALF = torch.device("cuda"), torch.bfloat16
+found = {"auto": default(CUDA, HALF), "reason": available_backends(CUDA, HALF)["triton"]}
+found["predicts"] = predicts("triton")
+try:
+    resolve("triton", ("cmp", "slc", "win", "select"), CUDA, HALF)
+except BackendError as err:
+    found["named"] = str(err)
+
+config = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
+
+operands = [torch.rand(shape) for shape in ((1, 64, 4, 16), (1, 64, 2, 16), (1, 64, 2, 16), (1, 64, 4, 3))]
+layer = NativeSparseAttention(64, 4, 2, 16, config)
+plain = NativeSparseAttention(64, 4, 2, 16, config, backend="reference")
+plain.load_state_dict(layer.state_dict())
+x = torch.rand(1, 65, 64)
+
+def outputs(layer, backend):
+    "Outputs and routes of attention, of a prefill, and of a step that follows it."
+    cache, made, routes = layer.new_cache(), [], []
+    calls = [
+        lambda: nsa_attention(*operands, config, backend=backend),
+        lambda: layer(x[:, :64], cache),
+        lambda: layer(x[:, 64:], cache),
+    ]
+    with torch.no_grad():
+        for call in calls:
+            routes.append(route_of(lambda: made.append(call())))
+    return made, routes
+
+if found["auto"] == "chunked":
+    choose = backends.default
+    backends.default = decode.default = lambda device, dtype: choose(CUDA, HALF)  # the choice on a GPU, computed here
+    got, found["routes"] = outputs(layer, "auto")
+    want, _ = outputs(plain, "reference")
+    found["error"] = max((a - b).abs().max().item() for a, b in zip(got, want, strict=True))
+    dense = DenseAttention(64, 4, 2, 16)
+    cache = dense.new_cache()
+    with torch.no_grad():
+        dense(x[:, :64], cache)
+        found["dense step"] = route_of(lambda: dense(x[:, 64:], cache))
+
+torch.compiler.is_compiling = lambda: True
+with FakeTensorMode():
+    found["fused training"] = in_compiled_training(torch.empty(4, 4, dtype=HALF, device=CUDA))
+machine = Machine("cuda", "A100", 80 * 2**30, {"capability": "8.0", "triton": triton_version() or ""})
+found["job"] = backend_reasons(machine, HALF, 64)["triton"]
+found["doctor"] = {one.name: [str(one.health), one.detail] for one in doctor.findings(Settings())}["triton"]
+print(json.dumps(found))
+"""
+RENAMED_IN_A_KERNEL = "import triton.experimental.gluon.language as gl\ndel gl.allocate_shared_memory\n"
+RENAMED_AT_IMPORT = "import triton.experimental.gluon.language.nvidia.hopper as hopper\ndel hopper.warpgroup_mma\n"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Files ahead of the real packages on a process's path, and the reason that the kernels are refused with."""
+
+    files: dict[str, str]
+    reason: str
+    shows_in_metadata: bool = True
+
+
+@dataclass(frozen=True)
+class Looked:
+    """An installation, and what LOOK found with it."""
+
+    given: Installation
+    found: dict[str, Any]
+
+
+INSTALLATIONS = {
+    "a newer version": Installation(
+        {"triton-3.10.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: triton\nVersion: 3.10.1\n"},
+        "Triton 3.10.1 is untested, the kernels were run with 3.6 to 3.9: pip install",
+    ),
+    "a symbol of a kernel's body renamed": Installation(
+        {"sitecustomize.py": RENAMED_IN_A_KERNEL},
+        "installed here (triton.experimental.gluon.language has no allocate_shared_memory): pip install",
+        shows_in_metadata=False,
+    ),
+    "a symbol of an import renamed": Installation(
+        {"sitecustomize.py": RENAMED_AT_IMPORT},
+        "(ImportError: cannot import name 'warpgroup_mma'",
+        shows_in_metadata=False,
+    ),
+    "a library that does not load": Installation(
+        {"triton/__init__.py": "raise ImportError('libtriton.so: cannot open shared object file')"},
+        "(ImportError: libtriton.so: cannot open shared object file): pip install",
+        shows_in_metadata=False,
+    ),
+}
+
+
+def look(folder: Path, files: dict[str, str]) -> dict[str, Any]:
+    """Run LOOK in a process that finds `files` first."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "NSA_HOME": str(folder / "home")}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", LOOK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=INSTALLATIONS)
+def looked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Looked:
+    given = INSTALLATIONS[request.param]
+    return Looked(given, look(tmp_path_factory.mktemp("installation"), given.files))
+
+
+def test_with_a_tested_version_auto_takes_the_kernels(tmp_path: Path) -> None:
+    found = look(tmp_path, {})
+    assert (found["auto"], found["reason"], found["job"]) == ("triton", None, None)
+    assert found["fused training"]
+    assert found["predicts"]
+    assert found["doctor"][0] == "ok"
+    assert "tested: 3.6 to 3.9; auto takes it" in found["doctor"][1]
+    assert "named" not in found
+
+
+def test_auto_falls_back_to_chunked_and_says_why(looked: Looked) -> None:
+    given, found = looked.given, looked.found
+    assert found["auto"] == "chunked"
+    assert given.reason in found["reason"]
+    assert found["error"] < 1e-5
+    attention, prefill, step = found["routes"]
+    assert attention == prefill == dict.fromkeys(("cmp", "select", "slc", "win"), "chunked")
+    assert step == {"cmp": "decode", "select": "chunked", "slc": "decode", "win": "decode"}
+    assert "triton" not in found["dense step"]["dense"]
+    assert not found["fused training"]
+    assert not found["predicts"]
+
+
+def test_the_backend_by_name_the_doctor_and_jobs_give_the_reason(looked: Looked) -> None:
+    given, found = looked.given, looked.found
+    assert found["named"].startswith("backend: 'triton': ")
+    assert given.reason in found["named"]
+    assert "use one of auto, reference, naive, chunked" in found["named"]
+    assert found["doctor"][0] == "missing"
+    assert "auto takes chunked instead: " in found["doctor"][1]
+    assert given.reason in found["doctor"][1]
+    if given.shows_in_metadata:  # else the host's own probe tells (tests/jobs/test_bad_specs.py)
+        assert f"A100: {given.reason}" in found["job"]
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("3.6.0", True), ("3.9.1+git0f1e", True), ("3.10.0", False), ("3.5.1", False), ("4.0", False), ("unknown", False)],
+)
+def test_a_version_is_tested_by_its_minor_version(version: str, tested: bool) -> None:
+    assert (version in TRITON) is tested
+    assert (untested(version) is None) is tested
+
+
+def test_ranges_as_pip_takes_them() -> None:
+    assert (TRITON.requirement, TORCH.requirement) == ("triton>=3.6,<3.10", "torch>=2.11,<2.14")
