@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.errors import UserError
-from orchestrator.settings import Settings, load_settings
+from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.states import Origin, Result, RunState
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ def status() -> None:
 
 @app.command()
 def submit(
-    spec: Annotated[Path, typer.Argument(help="YAML spec, e.g. jobs/configs/demo.yaml")],
+    spec: Annotated[Path, typer.Argument(help=f"YAML spec, e.g. {example_spec()}")],
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
-    """Check a spec and submit it to the Ray cluster as a job."""
+    """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
     from orchestrator.cli.lookup import find_run
     from orchestrator.run import driver
@@ -131,8 +131,9 @@ def submit(
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
     driver.check(args)
-    job = submission.submit(settings, spec, overrides or [], resume)
-    print(f"submitted {job}")
+    submitted = submission.submit(settings, spec, overrides or [], resume)
+    job = submitted.job
+    print(f"submitted {job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
         for text in submission.follow(settings, job):
             print(text, end="", flush=True)
