@@ -60,6 +60,19 @@ def main() -> None:
 
 
 @app.command()
+def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is made")] = Path("specs")) -> None:
+    """Write the ready specs to a folder, to be changed and submitted; files that are there are kept."""
+    from orchestrator.cli.packaged import write_specs
+
+    copied = write_specs(folder)
+    print(f"wrote {len(copied.written)} specs to {folder}/")
+    if copied.kept:
+        print(f"kept your own: {', '.join(path.name for path in copied.kept)}")
+    spec = folder / "demo.yaml"
+    print(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
+
+
+@app.command()
 def doctor() -> None:
     """List the settings and check what a job needs; exit 1 if something is broken."""
     from orchestrator.cli import console, doctor
@@ -121,9 +134,11 @@ def submit(
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
     from orchestrator.cli.lookup import find_run
+    from orchestrator.cli.packaged import check_spec_exists
     from orchestrator.run import driver
 
     settings = load_settings()
+    check_spec_exists(spec)
     args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
     if resume is not None:
         with _store(settings) as store:
@@ -253,12 +268,23 @@ def gate(
 
 
 @app.command("import")
-def import_(files: Annotated[list[Path], typer.Argument(help="journal.jsonl, or CSV of reported results")]) -> None:
+def import_(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="journal.jsonl, or CSV of reported results")
+    ] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="the figures of other implementations that come with this package")
+    ] = False,
+) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
+    from orchestrator.cli.packaged import reference_data
     from orchestrator.store import importer
 
+    paths = [*(files or ()), *(reference_data() if reference else ())]
+    if not paths:
+        raise UserError("FILE: is missing; name a journal.jsonl or a CSV, or give --reference")
     with _store(create=True) as store:
-        for path in files:
+        for path in paths:
             print(importer.import_file(store, path))
 
 
