@@ -103,6 +103,13 @@ class JobSpec(Strict):
         Points predicted not to fit have a `skip_reason`.
         """
 
+    def paths(self) -> Mapping[str, Path]:
+        """Files and folders that the points read, by field name.
+
+        Relative ones are uploaded with the job, to the same relative path; absolute ones must exist on the workers.
+        """
+        return {}
+
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.

@@ -112,6 +112,9 @@ class Spec(JobSpec):
             raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join(usable)}")
         return [self._point(machine, attention) for attention in self.attention]
 
+    def paths(self) -> Mapping[str, Path]:
+        return {} if self.data.path is None else {"data.path": self.data.path}
+
     def _backend(self, machine: Machine) -> str:
         """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""
         if self.backend != "auto":

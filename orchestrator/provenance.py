@@ -9,16 +9,16 @@ import subprocess
 from pathlib import Path
 
 from jobs.spec import JobSpec, offered_sources
-from orchestrator.settings import CHECKOUT
+from orchestrator.settings import SOURCES
 
 _SOURCES = ("nsa_core", "jobs")
 
 
-def git_state(root: Path = CHECKOUT) -> tuple[str | None, bool | None]:
+def git_state(root: Path = SOURCES) -> tuple[str | None, bool | None]:
     """Commit and dirty flag of the sources in `root`; (None, None) if unknown.
 
-    Ray's unpacked copy has no .git. There, both come from the submitter (NSA_GIT_COMMIT, NSA_GIT_DIRTY), or from the
-    cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
+    Ray's unpacked copy has no .git, nor has an installed package. There, both come from the submitter (NSA_GIT_COMMIT,
+    NSA_GIT_DIRTY), or from the cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
     """
     if commit := os.environ.get("NSA_GIT_COMMIT"):
         dirty = os.environ.get("NSA_GIT_DIRTY")
@@ -33,7 +33,7 @@ def git_state(root: Path = CHECKOUT) -> tuple[str | None, bool | None]:
     return commit or None, None if changes is None else bool(changes)
 
 
-def code_hash(root: Path = CHECKOUT) -> str:
+def code_hash(root: Path = SOURCES) -> str:
     """Hash of the sources that a measurement depends on (nsa_core and jobs); 16 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):

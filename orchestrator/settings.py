@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
@@ -12,8 +13,38 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from jobs.validation import split
 from orchestrator.errors import UserError
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-"""The folder of the running sources: a checkout, or Ray's unpacked copy of one."""
+SOURCES = Path(__file__).resolve().parents[1]
+"""The folder that the packages are imported from; `installation` tells of which sort it is."""
+
+CHECKOUT = SOURCES  # the name by which orchestrator.attempt.child imports it
+
+
+class Installation(Enum):
+    """The sorts of places that the packages can be imported from."""
+
+    CHECKOUT = "a checkout: pyproject.toml lies beside the packages"
+    INSTALLED = "an environment: pip installed a wheel into it"
+    UPLOADED = "Ray's unpacked copy of a job's upload, which Ray deletes"
+
+
+def installation(sources: Path = SOURCES) -> Installation:
+    """The sort of place that `sources` is."""
+    if _unpacked_by_ray(sources):
+        return Installation.UPLOADED
+    try:  # by name: a careless package may leave a pyproject.toml of its own in site-packages
+        ours = 'name = "nsa-bench"' in (sources / "pyproject.toml").read_text()
+    except OSError:
+        ours = False
+    return Installation.CHECKOUT if ours else Installation.INSTALLED
+
+
+def _unpacked_by_ray(folder: Path) -> bool:
+    return any(part.startswith("_ray_pkg_") for part in folder.parts)
+
+
+def example_spec() -> str:
+    """The path to type for a first spec: in a checkout, or (`nsa init` writes it) beside an installed package."""
+    return "jobs/configs/demo.yaml" if installation() is Installation.CHECKOUT else "specs/demo.yaml"
 
 
 class SettingsError(UserError):
@@ -21,18 +52,27 @@ class SettingsError(UserError):
 
 
 def default_home() -> Path:
-    """`var/` in the checkout; `~/.nsa` for an installed package and for Ray's unpacked copy, which Ray deletes."""
-    unpacked = any(part.startswith("_ray_pkg_") for part in CHECKOUT.parts)
-    installed = not (CHECKOUT / "pyproject.toml").exists()
-    return Path.home() / ".nsa" if unpacked or installed else CHECKOUT / "var"
+    """`var/` in a checkout; elsewhere `~/.nsa`, which outlives an environment and an upload."""
+    return SOURCES / "var" if installation() is Installation.CHECKOUT else Path.home() / ".nsa"
+
+
+def env_file() -> Path | None:
+    """The `.env` to read: the checkout's, or the current folder's where the package is installed.
+
+    None for an upload, as the settings of a Ray job are the cluster's, and an uploaded `.env` is the submitter's.
+    """
+    match installation():
+        case Installation.CHECKOUT:
+            return SOURCES / ".env"
+        case Installation.INSTALLED if not _unpacked_by_ray(Path.cwd()):
+            return Path.cwd() / ".env"
+    return None
 
 
 class Settings(BaseSettings):
     """Environment variables `NSA_<FIELD>`; unset ones derive from `NSA_HOME`."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="NSA_", env_file=CHECKOUT / ".env", extra="ignore", frozen=True, env_ignore_empty=True
-    )
+    model_config = SettingsConfigDict(env_prefix="NSA_", extra="ignore", frozen=True, env_ignore_empty=True)
 
     home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
     database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
@@ -75,9 +115,9 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    """The settings of this process. Raises SettingsError: one line a mistake."""
+    """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     try:
-        return Settings()
+        return Settings(_env_file=env_file())  # pyright: ignore[reportCallIssue] - BaseSettings has it
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
 

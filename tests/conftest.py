@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
     "tests/dashboard/test_browser.py",
     "tests/deploy/test_token.py",
+    "tests/deploy/test_wheel.py",
     "tests/e2e/",
     "tests/orchestrator/attempt/",
     "tests/orchestrator/cli/test_services.py",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.errors import UserError
-from orchestrator.settings import Settings, load_settings
+from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.states import Origin, Result, RunState
 
 if TYPE_CHECKING:
@@ -57,6 +57,19 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is made")] = Path("specs")) -> None:
+    """Write the ready specs to a folder, to be changed and submitted; files that are there are kept."""
+    from orchestrator.cli.packaged import write_specs
+
+    copied = write_specs(folder)
+    print(f"wrote {len(copied.written)} specs to {folder}/")
+    if copied.kept:
+        print(f"kept your own: {', '.join(path.name for path in copied.kept)}")
+    spec = folder / "demo.yaml"
+    print(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
 
 
 @app.command()
@@ -112,18 +125,20 @@ def status() -> None:
 
 @app.command()
 def submit(
-    spec: Annotated[Path, typer.Argument(help="YAML spec, e.g. jobs/configs/demo.yaml")],
+    spec: Annotated[Path, typer.Argument(help=f"YAML spec, e.g. {example_spec()}")],
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
-    """Check a spec and submit it to the Ray cluster as a job."""
+    """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
     from orchestrator.cli.lookup import find_run
+    from orchestrator.cli.packaged import check_spec_exists
     from orchestrator.run import driver
 
     settings = load_settings()
+    check_spec_exists(spec)
     args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
     if resume is not None:
         with _store(settings) as store:
@@ -131,8 +146,9 @@ def submit(
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *(["--resume", resume] if resume else [])]))
     driver.check(args)
-    job = submission.submit(settings, spec, overrides or [], resume)
-    print(f"submitted {job}")
+    submitted = submission.submit(settings, spec, overrides or [], resume)
+    job = submitted.job
+    print(f"submitted {job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
         for text in submission.follow(settings, job):
             print(text, end="", flush=True)
@@ -252,12 +268,23 @@ def gate(
 
 
 @app.command("import")
-def import_(files: Annotated[list[Path], typer.Argument(help="journal.jsonl, or CSV of reported results")]) -> None:
+def import_(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="journal.jsonl, or CSV of reported results")
+    ] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="the figures of other implementations that come with this package")
+    ] = False,
+) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
+    from orchestrator.cli.packaged import reference_data
     from orchestrator.store import importer
 
+    paths = [*(files or ()), *(reference_data() if reference else ())]
+    if not paths:
+        raise UserError("FILE: is missing; name a journal.jsonl or a CSV, or give --reference")
     with _store(create=True) as store:
-        for path in files:
+        for path in paths:
             print(importer.import_file(store, path))
 
 

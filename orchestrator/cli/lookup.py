@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import UserError
+from orchestrator.settings import example_spec
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
@@ -26,7 +27,7 @@ def find_run(store: Store, text: str) -> str:
     if text == "last":
         newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
         if newest.empty:
-            raise LookupFailedError("RUN: 'last': no run is stored yet; submit one: nsa submit jobs/configs/demo.yaml")
+            raise LookupFailedError(f"RUN: 'last': no run is stored yet; submit one: nsa submit {example_spec()}")
         return str(newest.iloc[0]["run_id"])
     if not text:
         raise LookupFailedError("RUN: '': is empty; name a run, `nsa runs` lists them")

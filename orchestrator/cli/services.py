@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from orchestrator.errors import UserError
-from orchestrator.settings import CHECKOUT, Settings
+from orchestrator.settings import SOURCES, Installation, Settings, installation
 
 _READY_S = 60.0
 _STOP_S = 40.0
@@ -100,7 +100,7 @@ def service_env(settings: Settings) -> dict[str, str]:
         "NSA_HOME": str(settings.home.resolve()),
         "NSA_DATABASE_URL": settings.database,
         "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
-        "NSA_CHECKOUT": str(CHECKOUT),
+        **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
         **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
     }
 
@@ -116,7 +116,7 @@ def _ray(settings: Settings, num_cpus: int | None, num_gpus: int | None) -> Serv
 
 
 def _dashboard(settings: Settings) -> Service:
-    app = CHECKOUT / "dashboard" / "app.py"
+    app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     command += ["--server.address=127.0.0.1", f"--server.port={settings.dashboard_port}"]
     command += ["--browser.gatherUsageStats=false"]
@@ -138,7 +138,7 @@ def _start(settings: Settings, service: Service) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=service_env(settings),
-            cwd=CHECKOUT,
+            cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
     record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}

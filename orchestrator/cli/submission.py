@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from jobs.spec import load_spec
 from orchestrator.cli.services import answers
 from orchestrator.errors import UserError
 from orchestrator.provenance import git_state
-from orchestrator.settings import CHECKOUT, Settings
+from orchestrator.run.upload import collect
+from orchestrator.settings import Settings
 
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -23,28 +27,39 @@ class SubmissionError(UserError):
     """The cluster cannot be reached or does not know the job. One line: field, value, fix."""
 
 
-def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume: str | None = None) -> str:
-    """Submit `python -m jobs SPEC` with the checkout as working directory.
+@dataclass(frozen=True)
+class Submitted:
+    """A job that Ray has accepted.
 
-    Returns:
-        Ray's submission id.
+    Attributes:
+        job: Ray's submission id.
+        upload_bytes: size of the package that was sent.
+    """
+
+    job: str
+    upload_bytes: int
+
+
+def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume: str | None = None) -> Submitted:
+    """Submit `python -m jobs SPEC` with the spec and the files that it names; from a checkout, with the sources too.
 
     Raises:
-        SubmissionError: no cluster answers, or the spec lies outside the checkout.
+        SpecError: the spec or an override is wrong.
+        UploadError: a file that the spec names cannot be sent.
+        SubmissionError: no cluster answers.
     """
-    path = spec.resolve()
-    if not path.is_relative_to(CHECKOUT):
-        raise SubmissionError(
-            f"spec: {str(spec)!r} lies outside {CHECKOUT}, the folder sent to the cluster; copy it into the checkout"
-        )
-    args = ["python", "-m", "jobs", str(path.relative_to(CHECKOUT))]
+    upload = collect(load_spec(spec, overrides), spec)
+    args = ["python", "-m", "jobs", str(upload.spec)]
     for item in overrides:
         args += ["--set", item]
     args += ["--resume", resume] if resume else []
-    commit, dirty = git_state(CHECKOUT)
+    commit, dirty = git_state()
     env = {"NSA_GIT_COMMIT": commit or "", "NSA_GIT_DIRTY": str(int(bool(dirty)))} if commit else {}
-    runtime_env = {"working_dir": str(CHECKOUT), "env_vars": env}
-    return _client(settings).submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env)
+    client = _client(settings)
+    with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
+        size = upload.write(package := Path(folder) / "upload.zip")
+        runtime_env = {"working_dir": str(package), "env_vars": env}
+        return Submitted(client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env), size)
 
 
 def follow(settings: Settings, submission_id: str) -> Iterator[str]:

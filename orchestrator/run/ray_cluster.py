@@ -7,9 +7,11 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jobs.point import Machine
@@ -18,7 +20,8 @@ from orchestrator.attempt import supervisor
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.settings import CHECKOUT, Settings
+from orchestrator.run.upload import collect
+from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
 
 _REACH_S = 5.0
@@ -39,7 +42,7 @@ class RayExecutor:
             ExecutorError: no cluster answers, or none of its nodes can run a point.
         """
         self._spec = spec
-        _connect(settings)
+        _connect(spec, settings)
         self._nodes = _nodes()
         check_resources(spec, self._nodes)
         self._task: Any = None
@@ -186,7 +189,7 @@ def ray_address(settings: Settings) -> str:
     return settings.ray_address or inherited or "auto"
 
 
-def _connect(settings: Settings) -> None:
+def _connect(spec: JobSpec, settings: Settings) -> None:
     import ray
 
     address = ray_address(settings)
@@ -197,14 +200,27 @@ def _connect(settings: Settings) -> None:
     )
     if address != "auto" and not _listens(address):
         raise unreachable
-    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # there the job's working_dir reaches the workers
-    env = None if in_job else {"working_dir": str(CHECKOUT)}
-    try:
-        ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:
-        raise unreachable from None
-    except Exception as err:  # other versions, a wrong token: Ray's message is the reason
-        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
+    with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
+        env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
+        try:
+            ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError:
+            raise unreachable from None
+        except Exception as err:  # other versions, a wrong token: Ray's message is the reason
+            raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
+
+
+def _working_dir(spec: JobSpec, folder: Path) -> str | None:
+    """The files to send to the workers: the checkout, or a package, made in `folder`, if the spec names files.
+
+    None in a Ray job, whose own upload reaches the workers, and where the package is installed and no file is named.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return None
+    if all(path.is_absolute() for path in spec.paths().values()):
+        return str(SOURCES) if installation() is Installation.CHECKOUT else None
+    collect(spec).write(package := folder / "upload.zip")
+    return str(package)
 
 
 def _listens(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import provenance
 from orchestrator.store import Store, queries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +56,11 @@ def test_nsa_submit_does_the_same_and_its_log_stays(env: dict[str, str]) -> None
     done = _run(env, "nsa", "submit", DRILL, "--set", "behaviours=[ok, raise]")
     assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
     assert "raised on purpose" in done.stdout
+    assert re.search(r"^submitted \S+ \(upload: [0-4]\.\d\d MiB\)$", done.stdout, re.MULTILINE)  # sources and spec only
     run = _last(env)
     assert (run["ok"], run["failed"]) == (1, 1)
+    assert run["git_commit"] == provenance.git_state()[0]
+    assert provenance.code_hash() in _run(env, "nsa", "show", "last").stdout
     assert "raised on purpose" in _run(env, "nsa", "logs", "last").stdout
     assert "Traceback" in _run(env, "nsa", "logs", "last", "--point", "1").stdout  # the point's own, kept with it
 

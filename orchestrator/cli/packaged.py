@@ -1,0 +1,60 @@
+"""Files that come with the package and that users need at hand: the ready specs, and results reported by others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import UserError
+from orchestrator.settings import SOURCES
+
+_SPECS = SOURCES / "jobs" / "configs"
+_REFERENCE = SOURCES / "orchestrator" / "reference_data"
+
+
+class PackagedError(UserError):
+    """Ready specs that cannot be written or found. One line: field, value, fix."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The result of `write_specs`: files written, and files of these names that were there and were kept."""
+
+    written: tuple[Path, ...]
+    kept: tuple[Path, ...]
+
+
+def write_specs(folder: Path) -> Copied:
+    """Copy the ready specs to `folder`, which is made; files that are there already are kept.
+
+    Raises:
+        PackagedError: the folder or a file cannot be written.
+    """
+    written, kept = [], []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for spec in sorted(_SPECS.glob("*.yaml")):
+            target = folder / spec.name
+            try:
+                with target.open("xb") as file:  # fails where there is a file, or a link to one
+                    file.write(spec.read_bytes())
+                written.append(target)
+            except FileExistsError:
+                kept.append(target)
+    except OSError as err:
+        raise PackagedError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
+    return Copied(tuple(written), tuple(kept))
+
+
+def check_spec_exists(spec: Path) -> None:
+    """Raise PackagedError if there is no such file, but a ready spec of this name: `nsa init` writes it."""
+    if not spec.exists() and (_SPECS / spec.name).is_file():
+        raise PackagedError(
+            f"spec: {str(spec)!r}: there is no such file here; write the ready specs with `nsa init`, then give "
+            f"specs/{spec.name}"
+        )
+
+
+def reference_data() -> list[Path]:
+    """CSV files of results that others report, as `nsa import` reads them."""
+    return sorted(_REFERENCE.glob("*.csv"))

@@ -1,0 +1,212 @@
+"""The wheel in an empty environment and folder, outside any checkout: init, up, submit, report, down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from orchestrator import provenance
+from orchestrator.run.upload import PACKAGES, sources
+from orchestrator.store import Store, queries
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+CORPUS = "the wheel is small. " * 200
+SHORT = ("attention=[nsa]", "seq_len=16", "batch=2", "steps=12", "optimizer.warmup_steps=2", "plan=null")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True)
+class User:
+    """A shell in an empty folder, with the environment that the wheel was installed into."""
+
+    here: Path
+    env: dict[str, str]
+    venv: Path
+    ray: Path
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=self.here, env=self.env, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    def uploads(self) -> list[dict[str, int]]:
+        """The files of each upload as Ray unpacked it, oldest first: name -> bytes."""
+        folders = self.ray.glob("ray/session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
+        return [
+            {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+            for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime)
+        ]
+
+    def newest(self) -> tuple[dict, pd.DataFrame]:
+        """The newest stored run and its points."""
+        with Store.open(f"sqlite:///{self.env['HOME']}/.nsa/nsa.db", create=False, readonly=True) as store:
+            row = queries.runs(store, origin="measured", limit=1).to_dict("records")[0]
+            return dict(queries.run(store, row["run_id"]) or {}), queries.points(store, row["run_id"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: setuptools leaves folders beside what it builds."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("nsa_core", "jobs", "orchestrator", "dashboard", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(copy / "dist"), str(copy)]
+    if _setuptools() >= 77:  # as pyproject.toml requires; else pip downloads one
+        command.append("--no-build-isolation")
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = (copy / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """A user who has installed the wheel and run `nsa init` and `nsa up`."""
+    folder = tmp_path_factory.mktemp("user")
+    venv, here, home = folder / "venv", folder / "here", folder / "home"
+    python = _environment(venv, wheel)
+    here.mkdir()
+    home.mkdir()
+    ray = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
+    outside = ("RAY_", "NSA_", "PYTHON", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+    env |= {"HOME": str(home), "PATH": f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"}
+    env |= {"RAY_TMPDIR": str(ray), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    ports = f"NSA_RAY_DASHBOARD=http://127.0.0.1:{_free_port()}\nNSA_DASHBOARD_PORT={_free_port()}\n"
+    (here / ".env").write_text(ports)  # read from the current folder
+    user = User(here, env, venv, ray)
+    try:
+        for command in (("nsa", "init"), ("nsa", "up", "--num-cpus", "2")):
+            done = user.run(*command)
+            assert done.returncode == 0, done.stdout + done.stderr
+        yield user
+    finally:
+        done = user.run("nsa", "down")
+        shutil.rmtree(ray, ignore_errors=True)
+    assert done.stdout == "stopped: dashboard, ray\n"
+    assert not list(here.glob("var")), "results belong into ~/.nsa"
+
+
+def _environment(venv: Path, wheel: Path) -> Path:
+    """Make an environment of the wheel and, by path, this environment's other packages. Returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, timeout=120)  # before the path: pip must not see what is installed there
+    [packages] = (venv / "lib").glob("python*/site-packages")
+    # A folder in a .pth file is searched, but its own .pth files, among them an editable install's, are not read.
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    return python
+
+
+def test_the_wheel_has_the_data_and_the_licence_but_no_tests(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if name.startswith(PACKAGES)} == {name for name, _ in sources(ROOT)}
+    assert {"dashboard/app.py", "dashboard/icon.svg", "dashboard/.streamlit/config.toml"} <= names
+    assert {name.split("/")[0] for name in names} - {"nsa_core", "jobs", "orchestrator", "dashboard"} == {
+        name.split("/")[0] for name in names if ".dist-info/" in name
+    }
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_up_serves_the_installed_dashboard_with_its_settings(user: User) -> None:
+    port = re.search(r"NSA_DASHBOARD_PORT=(\d+)", (user.here / ".env").read_text())
+    assert port is not None
+    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/", timeout=10) as page:
+        assert page.status == 200
+    command = Path(f"/proc/{_pid(user, 'dashboard')}/cmdline").read_text().split("\0")
+    script = next(part for part in command if part.endswith("dashboard/app.py"))
+    assert Path(script).is_relative_to(user.venv)
+    ask = f"from streamlit import config; config._main_script_path = {script!r}; "  # as `streamlit run` does
+    ask += "print(config.get_option('client.toolbarMode'), config.get_option('theme.light.primaryColor'))"
+    assert user.run("python", "-c", ask).stdout == "minimal #0072B2\n"
+
+
+def test_submit_sends_the_spec_and_the_data_that_it_names(user: User) -> None:
+    (user.here / "corpus").mkdir()
+    for number in range(8):
+        (user.here / "corpus" / f"{number}.txt").write_text(f"{number} {CORPUS}")
+    (user.here / "private.txt").write_text("not to be sent")
+    changes = [item for change in (*SHORT, "data.path=corpus") for item in ("--set", change)]
+    done = user.run("nsa", "submit", "specs/train_smoke.yaml", *changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = re.search(r"^submitted \S+ \(upload: ([\d.]+) MiB\)$", done.stdout, re.MULTILINE)
+    assert printed is not None
+    assert float(printed[1]) < 1
+    upload = user.uploads()[-1]
+    assert set(upload) == {"specs/train_smoke.yaml", *(f"corpus/{number}.txt" for number in range(8))}
+    assert sum(upload.values()) < 5 * MIB
+    run, points = user.newest()
+    assert (run["state"], list(points["state"])) == ("done", ["ok"])
+    assert run["code_hash"] == provenance.code_hash()  # as from the checkout: the wheel has all sources
+    assert run["git_commit"] is None
+
+
+def test_ray_job_submit_does_the_same_with_the_installed_code(user: User) -> None:
+    address = re.search(r"http://\S+", (user.here / ".env").read_text())
+    assert address is not None
+    ray = ["python", "-m", "ray.scripts.scripts", "job", "submit", "--address", address[0], "--working-dir", "."]
+    done = user.run(*ray, "--", "python", "-m", "jobs", "specs/drill.yaml", "--set", "behaviours=[ok, raise]")
+    assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
+    assert sum(user.uploads()[-1].values()) < 5 * MIB
+    run, points = user.newest()
+    assert (run["kind"], list(points["state"])) == ("drill", ["ok", "error"])
+    files = re.findall(r'File "([^"]+)"', user.run("nsa", "logs", "last", "--point", "1").stdout)
+    assert any(file.endswith("jobs/drill.py") for file in files)
+    assert all(Path(file).is_relative_to(user.venv) for file in files), files
+
+
+def test_a_driver_without_a_job_sends_the_data_alone(user: User) -> None:
+    (user.here / "few").mkdir()
+    shutil.copytree(user.here / "corpus", user.here / "few" / "texts")
+    changes = [item for change in (*SHORT, "data.path=few/texts") for item in ("--set", change)]
+    done = user.run("python", "-m", "jobs", "specs/train_smoke.yaml", *changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(user.uploads()[-1]) == {f"few/texts/{number}.txt" for number in range(8)}
+
+
+def test_results_are_listed_reported_and_judged(user: User) -> None:
+    listed = user.run("nsa", "runs").stdout
+    assert listed.count(" measured ") == 3, listed
+    report = user.run("nsa", "report", "last", "--out", "report.html")
+    assert report.returncode == 0, report.stdout + report.stderr
+    assert "train-smoke" in (user.here / "report.html").read_text()
+    assert user.run("nsa", "gate").returncode in (1, 3)  # a point of the drill failed; the card's rules lack evidence
+
+
+def _setuptools() -> int:
+    try:
+        return int(importlib.metadata.version("setuptools").split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+def _pid(user: User, service: str) -> int:
+    found = re.search(r'"pid": (\d+)', (Path(user.env["HOME"]) / ".nsa" / f"{service}.pid.json").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

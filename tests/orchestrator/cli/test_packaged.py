@@ -1,0 +1,83 @@
+"""`nsa init` and `nsa import --reference`: files that come with the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import commands
+from orchestrator.run import driver
+from orchestrator.store import Store
+
+READY = Path(__file__).resolve().parents[3] / "jobs" / "configs"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSA_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def nsa(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr("sys.argv", ["nsa", *args])
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    return int(ended.value.code or 0)
+
+
+def test_init_writes_every_ready_spec_and_each_can_be_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nsa(monkeypatch, "init") == 0
+    out = capsys.readouterr().out
+    written = sorted(path.name for path in (here / "specs").iterdir())
+    assert written == sorted(path.name for path in READY.glob("*.yaml"))
+    assert f"wrote {len(written)} specs to specs/" in out
+    for spec in re.findall(r"nsa submit (\S+)", out):
+        assert (here / spec).is_file()
+    for name in written:
+        assert driver.main([f"specs/{name}", "--dry-run"]) == 0, name
+
+
+def test_init_never_overwrites(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "demo.yaml").write_text("# my own")
+    (here / "mine" / "drill.yaml").symlink_to(here / "gone")
+    assert nsa(monkeypatch, "init", "mine") == 0
+    assert "kept your own: demo.yaml, drill.yaml" in capsys.readouterr().out
+    assert (here / "mine" / "demo.yaml").read_text() == "# my own"
+    assert not (here / "gone").exists()
+    assert (here / "mine" / "bench.yaml").read_bytes() == (READY / "bench.yaml").read_bytes()
+
+
+def test_init_into_a_file_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "specs").write_text("a file")
+    assert nsa(monkeypatch, "init") == 2
+    assert capsys.readouterr().err.startswith("error: FOLDER: 'specs': cannot be written")
+
+
+def test_a_ready_spec_that_is_not_there_yet_leads_to_init(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nsa(monkeypatch, "submit", "jobs/configs/demo.yaml") == 2
+    assert "write the ready specs with `nsa init`, then give specs/demo.yaml" in capsys.readouterr().err
+
+
+def test_reference_data_is_imported_from_the_package(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nsa(monkeypatch, "import", "--reference") == 0
+    with Store.open(f"sqlite:///{here / 'home' / 'nsa.db'}", readonly=True) as store:
+        from orchestrator.store import queries
+
+        assert len(queries.runs(store, origin="reported", limit=None)) >= 3
+
+
+def test_import_without_a_file_names_both_ways(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nsa(monkeypatch, "import") == 2
+    assert "error: FILE: is missing; name a journal.jsonl or a CSV, or give --reference" in capsys.readouterr().err

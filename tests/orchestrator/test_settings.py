@@ -1,0 +1,68 @@
+"""Where settings come from: in a checkout, beside an installed package, and in a Ray job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.settings import Installation, installation
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOW = (
+    "import json; from orchestrator.settings import *; found = load_settings(); "
+    "print(json.dumps([installation().name, str(found.home), found.dashboard_port, example_spec()]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("folder", "project", "expected"),
+    [
+        ("nsa-bench", '[project]\nname = "nsa-bench"\n', Installation.CHECKOUT),
+        ("site-packages", None, Installation.INSTALLED),
+        ("site-packages", '[project]\nname = "careless"\n', Installation.INSTALLED),
+        ("_ray_pkg_0123", '[project]\nname = "nsa-bench"\n', Installation.UPLOADED),
+        ("_ray_pkg_0123", None, Installation.UPLOADED),
+    ],
+)
+def test_the_sort_of_place_is_told_by_what_lies_beside_the_packages(
+    tmp_path: Path, folder: str, project: str | None, expected: Installation
+) -> None:
+    root = tmp_path / folder
+    root.mkdir()
+    if project is not None:
+        (root / "pyproject.toml").write_text(project)
+    assert installation(root) is expected
+
+
+@pytest.mark.parametrize(
+    ("sources", "cwd", "expected"),
+    [
+        ("checkout", "work", ["CHECKOUT", "{tmp}/checkout/var", 1111, "jobs/configs/demo.yaml"]),
+        ("site-packages", "work", ["INSTALLED", "{tmp}/user/.nsa", 2222, "specs/demo.yaml"]),
+        ("site-packages", "_ray_pkg_01", ["INSTALLED", "{tmp}/user/.nsa", 8501, "specs/demo.yaml"]),  # the submitter's
+        ("_ray_pkg_02", "_ray_pkg_02", ["UPLOADED", "{tmp}/user/.nsa", 8501, "specs/demo.yaml"]),
+    ],
+)
+def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str, expected: list) -> None:
+    root = tmp_path / sources
+    for part in ("jobs/__init__.py", "jobs/validation.py", "orchestrator/__init__.py", "orchestrator/errors.py"):
+        (root / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / part, root / part)
+    shutil.copy(ROOT / "orchestrator" / "settings.py", root / "orchestrator")
+    if sources == "checkout":
+        shutil.copy(ROOT / "pyproject.toml", root)
+    (tmp_path / cwd).mkdir(exist_ok=True)
+    (root / ".env").write_text("NSA_DASHBOARD_PORT=1111\n")
+    if cwd != sources:
+        (tmp_path / cwd / ".env").write_text("NSA_DASHBOARD_PORT=2222\n")
+    env = os.environ | {"HOME": str(tmp_path / "user"), "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", SHOW]
+    done = subprocess.run(command, cwd=tmp_path / cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [one.format(tmp=tmp_path) if isinstance(one, str) else one for one in expected]
