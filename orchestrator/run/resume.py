@@ -1,4 +1,4 @@
-"""Opens a run that is to be resumed: its journal and the database, each brought up to date with the other.
+"""Opens a run to be resumed: its journal and the database, each brought up to date with the other.
 
 The database is the truth. What only the journal has (it was on disk first) is stored; what only the database has (the
 journal's disk is gone, or the run went on elsewhere) is journalled.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,23 @@ def test_a_claim_lost_with_its_connection_is_taken_again(store: Store, monkeypat
         assert end_others() == 1
         until(lambda: refused(store))
     assert not refused(store)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_a_claim_is_given_back_at_once_while_the_server_hangs(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """After SIGTERM a driver has two seconds to end."""
+    monkeypatch.setattr(claim, "_CHECK_S", 0.05)
+    with ExitStack() as stack:
+        with store.claim(RUN):
+            with store.session() as session:
+                [backend] = session.scalars(text("SELECT pid FROM pg_locks WHERE locktype = 'advisory'")).all()
+            os.kill(backend, signal.SIGSTOP)
+            stack.callback(os.kill, backend, signal.SIGCONT)
+            time.sleep(0.5)  # the keeper waits for an answer
+            asked = time.monotonic()
+        assert time.monotonic() - asked < 1
+    until(lambda: not refused(store))
 
 
 @pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
