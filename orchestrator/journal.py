@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from orchestrator.errors import UserError
 from orchestrator.records import RECORD, Record
 
 NAME = "journal.jsonl"
+_POINT = re.compile(r"\d+")  # a point's id is <run id>/<number>
 
 
 class JournalError(UserError):
@@ -71,7 +73,8 @@ def read(path: Path) -> Iterator[Record]:
     """Records of a journal in order, without a torn last line.
 
     Raises:
-        JournalError: the file cannot be read, or a line before the last is not a record.
+        JournalError: the file cannot be read, a line before the last is not a record, or a record names a point of
+            another run.
     """
     try:
         with path.open("rb") as file:
@@ -85,10 +88,17 @@ def read(path: Path) -> Iterator[Record]:
 
 def _record(path: Path, number: int, line: bytes) -> Record:
     try:
-        return RECORD.validate_json(line)
+        record = RECORD.validate_json(line)
     except ValidationError as err:
         what = err.errors(include_url=False)[0]["msg"]
         raise JournalError(f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line") from None
+    point_id: str | None = getattr(record, "point_id", None)
+    if point_id is not None and not _POINT.fullmatch(point_id.removeprefix(f"{record.run_id}/")):
+        raise JournalError(
+            f"journal: {str(path)!r}: line {number} names the point {point_id!r}, which is not one of its run "
+            f"{record.run_id!r}; give the journal as the run wrote it"
+        )
+    return record
 
 
 def _whole(path: Path) -> int:

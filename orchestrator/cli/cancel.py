@@ -13,6 +13,7 @@ from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, queries
+from orchestrator.store.claim import ClaimedError
 
 _REASON = "cancelled by nsa cancel"
 
@@ -28,7 +29,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         One line for the user: what was done.
 
     Raises:
-        CancelError: the driver is alive on this machine but is not a Ray job.
+        CancelError: the driver is alive but cannot be stopped as a Ray job.
     """
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
@@ -51,14 +52,16 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
     run_id = run["run_id"]
     path = Path(run["artifacts"] or "") / NAME
     try:
-        with Journal(path) if path.is_file() else nullcontext() as journal:  # its lock proves that no driver is alive
+        # The claim, and the lock of the journal where it is here, prove that no driver is alive.
+        with store.claim(run_id), Journal(path) if path.is_file() else nullcontext() as journal:
             records = _unfinished(store, run_id)
             if journal is not None:
                 journal.append(records)
             store.apply_many(records)
-    except JournalError:
+    except (JournalError, ClaimedError):
+        host = run["host"] or "its host"
         raise CancelError(
-            f"RUN: {run_id!r}: its driver is alive on this machine; interrupt it with Ctrl-C, or stop its Ray job"
+            f"RUN: {run_id!r}: its driver is alive on {host}; interrupt it there with Ctrl-C, or stop its Ray job"
         ) from None
     return len(records) - 1
 

@@ -26,7 +26,7 @@ from orchestrator.database_url import StoreError, hide_password
 from orchestrator.errors import UserError
 from orchestrator.journal import NAME, Journal
 from orchestrator.records import PointRecord, RunRecord
-from orchestrator.run import plan
+from orchestrator.run import plan, resume
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.local import LocalExecutor
@@ -74,18 +74,27 @@ def _run(order: Order) -> int:
         store = stack.enter_context(_open_store(order.settings))
         # A resumed run's journal is locked before the probe, which may wait long, even for another driver of the run:
         # what the journal says must still hold when we write to it. A new run makes no file before the probe.
-        journal = stack.enter_context(Journal(order.folder / NAME)) if order.resumed else None
+        # The claim guards a run whose journal is on another disk, or gone.
+        if store is not None:
+            stack.enter_context(store.claim(order.run_id))
+        resumed = None
+        if order.resumed:
+            resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
         machine = executor.probe()
         points = _points(order.spec, machine)
-        if journal is None:
+        if resumed is None:
             journal = stack.enter_context(Journal(order.folder / NAME))
             todo = plan.new_plan(_run_record(order), points, machine)
         else:
-            history = plan.read_history(order.run_id, order.settings.artifacts_dir)
+            journal, history = resumed
             run = _run_record(order, resumed=history.run.resumed + 1)
             todo = plan.resumed_plan(run, points, machine, history, again=order.retry_failed)
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machine, todo, stopped)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def _points(spec: JobSpec, machine: Machine) -> Sequence[Point]:

@@ -17,7 +17,7 @@ from orchestrator.errors import UserError
 from orchestrator.gates.rules import load_gates
 from orchestrator.messages import Conditions
 from orchestrator.records import RunRecord
-from orchestrator.run import plan
+from orchestrator.run import plan, resume
 from orchestrator.settings import Settings, load_settings
 
 
@@ -88,7 +88,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
         spec = load_spec(args.spec, args.set) if args.spec else None
     if settings and args.resume:
         with noting():
-            spec = _spec_of(args.resume, plan.read_history(args.resume, settings.artifacts_dir).run, spec)
+            spec = _spec_of(args.resume, resume.begun(args.resume, settings), spec)
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
     return Order(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from jobs.point import Machine, Point
-from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
 from orchestrator.states import PointState
-
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class PlanError(UserError):
@@ -43,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PointHistory:
-    """A point's latest state in a journal."""
+    """A point's latest state in a run's records."""
 
     key: str
     label: str
@@ -53,7 +48,7 @@ class PointHistory:
 
 @dataclass
 class History:
-    """A run's latest state in its journal."""
+    """A run's latest state in its records: those of its journal, or of the database."""
 
     run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
@@ -98,23 +93,6 @@ def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old:
     return plan
 
 
-def read_history(run_id: str, folder: Path) -> History:
-    """The history in the journal of a run, `folder`/<run_id>/journal.jsonl.
-
-    Raises:
-        PlanError: there is no such run. JournalError: the journal is damaged.
-    """
-    path = folder / run_id / journal.NAME
-    if not _RUN_ID.fullmatch(run_id) or not path.is_file():
-        known = sorted(entry.parent.name for entry in folder.glob(f"*/{journal.NAME}"))[-3:]
-        runs = f"the latest are {', '.join(known)}" if known else "there is none yet"
-        raise PlanError(f"--resume: {run_id!r}: no such run in {folder}; {runs}; give one of them")
-    found = history(journal.read(path))
-    if found is None:
-        raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
-    return found
-
-
 def history(records: Iterable[Record]) -> History | None:
     """The history that a run's records, in order, add up to; None if the first is not a RunRecord."""
     begun, *rest = [*records] or [None]
@@ -126,7 +104,7 @@ def history(records: Iterable[Record]) -> History | None:
             found.run = record
         elif isinstance(record, PointRecord):
             before = found.points.get(record.point_id)
-            attempt = before.attempt if before else 0
+            attempt = max(before.attempt if before else 0, record.attempt)  # a rebuilt journal lacks earlier attempts
             found.points[record.point_id] = PointHistory(record.key, record.label, record.state, attempt)
         elif isinstance(record, StartRecord):
             before = found.points[record.point_id]

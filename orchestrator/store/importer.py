@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy.orm import Session
@@ -11,6 +12,7 @@ from sqlalchemy.orm import Session
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
+from orchestrator.states import Origin
 from orchestrator.store import reported_layouts, writer
 from orchestrator.store.models import Run
 from orchestrator.store.reported import ReportedRun, Row
@@ -55,8 +57,40 @@ def _import_journal(store: Store, path: Path) -> ImportSummary:
     records = list(journal.read(path))
     if not records:
         raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
-    store.apply_many(records)
+    store_journal(store, path, records)
     return _summary(path, records, unchanged=False)
+
+
+def store_journal(store: Store, path: Path, records: list[Record]) -> None:
+    """Store the records of the journal at `path`, all or none; stored ones change nothing.
+
+    Raises:
+        ImportFileError: the database has another run of the same id.
+        StoreError: the database refuses the records. StoreUnavailable: it cannot be reached.
+    """
+    with store.session(writes=True) as session:
+        for first in _beginnings(records):
+            stored = session.get(Run, first.run_id)
+            if stored is not None and _identity(stored, stored.created_at) != _identity(first, first.at):
+                raise ImportFileError(
+                    f"file: '{path}' is of another run than the {first.run_id!r} in {store.name}, "
+                    f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
+                )
+        for record in records:
+            writer.apply(session, record)
+
+
+def _beginnings(records: list[Record]) -> list[RunRecord]:
+    """The first beginning of each run."""
+    found: dict[str, RunRecord] = {}
+    for record in records:
+        if isinstance(record, RunRecord):
+            found.setdefault(record.run_id, record)
+    return list(found.values())
+
+
+def _identity(run: Run | RunRecord, began: datetime) -> tuple[str, str, Origin, datetime]:
+    return run.name, run.kind, run.origin, began
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:

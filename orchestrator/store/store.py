@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.records import Record
-from orchestrator.store import schema, writer
+from orchestrator.store import claim, schema, writer
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
 
@@ -65,6 +65,13 @@ class Store:
             engine = self.engine.execution_options(writes=writes)
             with Session(engine, expire_on_commit=False) as session, session.begin():
                 yield session
+
+    def claim(self, run_id: str) -> AbstractContextManager[None]:
+        """A context in which this process alone measures the run.
+
+        Entering raises ClaimedError if another process does, and StoreError, StoreUnavailable.
+        """
+        return claim.claim(self.engine, run_id)
 
     def apply(self, record: Record) -> None:
         """Store one journal record (idempotent). Raises StoreError, StoreUnavailable."""

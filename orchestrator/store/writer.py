@@ -168,13 +168,10 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
 def _event(session: Session, record: EventRecord) -> None:
     if session.get(Run, record.run_id) is None:
         raise _unknown("run", record.run_id)
-    values = {
-        "run_id": record.run_id,
-        "point_id": record.point_id,
-        "at": record.at,
-        "level": record.level,
-        "message": _clean(record.message),
-    }
+    record = record.model_copy(
+        update={"message": _clean(record.message)}
+    )  # as stored: its id can be found from the row
+    values = {name: getattr(record, name) for name in ("run_id", "point_id", "at", "level", "message")}
     _insert_new(session, Event, {"id": _digest(record.model_dump(mode="json")), **values})
 
 

@@ -84,14 +84,24 @@ def postgres_url(postgres: str) -> str:
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def database_url(request: pytest.FixtureRequest, templates: Callable[[str], str], tmp_path: Path) -> str:
-    """URL of a migrated database without rows, of each kind."""
+def new_database(request: pytest.FixtureRequest, templates: Callable[[str], str], tmp_path: Path) -> Callable[[], str]:
+    """Function to the URL of a new migrated database without rows, of each kind."""
     template = make_url(templates(request.param))
-    if request.param == "sqlite":
-        shutil.copy(str(template.database), tmp_path / "nsa.db")
-        return f"sqlite:///{tmp_path / 'nsa.db'}"
-    server = request.getfixturevalue("postgres")
-    return _create_database(server, f"nsa_{uuid4().hex[:12]}", str(template.database))
+
+    def new() -> str:
+        if request.param == "sqlite":
+            path = tmp_path / ("other.db" if (tmp_path / "nsa.db").exists() else "nsa.db")
+            shutil.copy(str(template.database), path)
+            return f"sqlite:///{path}"
+        return _create_database(request.getfixturevalue("postgres"), f"nsa_{uuid4().hex[:12]}", str(template.database))
+
+    return new
+
+
+@pytest.fixture
+def database_url(new_database: Callable[[], str]) -> str:
+    """URL of a migrated database without rows, of each kind."""
+    return new_database()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from orchestrator import journal
 from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.journal import Journal, JournalError
 from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, Record, now
+from orchestrator.records import EventRecord, Record, StartRecord, now
 from orchestrator.run.recorder import Recorder
 
 
@@ -61,6 +61,15 @@ def test_a_malformed_line_in_the_middle_is_named(path: Path) -> None:
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "nonsense", lines[1]]) + "\n")
     with pytest.raises(JournalError, match="line 2 is no record"):
+        messages(path)
+
+
+@pytest.mark.parametrize("point_id", ["s/0", "r", "r/", "r/0/1", "r/x", "rr/0"])
+def test_a_line_that_names_another_runs_point_is_refused(path: Path, point_id: str) -> None:
+    with Journal(path) as book:
+        book.append([StartRecord(run_id="r", point_id="r/0", attempt=1)])
+        book.append([StartRecord(run_id="r", point_id=point_id, attempt=1)])
+    with pytest.raises(JournalError, match=f"line 2 names the point '{point_id}', which is not one of its run 'r'"):
         messages(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +11,7 @@ import pytest
 
 import orchestrator
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD
+from orchestrator.records import RECORD, Record
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
@@ -106,6 +107,32 @@ def test_a_journal_is_imported_without_its_torn_last_line(store: Store, sweep, t
     import_file(store, path)
     assert dump(store) == before
     assert queries.runs(store).state.tolist() == ["done"]
+
+
+def written(path: Path, records: list[Record]) -> Path:
+    path.write_text("".join(RECORD.dump_json(record).decode() + "\n" for record in records))
+    return path
+
+
+def test_a_journal_that_names_another_runs_points_steals_none(store: Store, sweep, tmp_path: Path):
+    store.apply_many(sweep())
+    before = dump(store)
+    thief = [r.model_copy(update={"run_id": "thief"}) for r in sweep() if r.type != "event"]
+    with pytest.raises(UserError, match=rf"line 2 names the point '{RUN}/0', which is not one of its run 'thief'"):
+        import_file(store, written(tmp_path / "journal.jsonl", thief))
+    assert dump(store) == before
+
+
+@pytest.mark.parametrize("change", [{"kind": "train"}, {"name": "other"}, {"at": datetime(2020, 1, 1, tzinfo=UTC)}])
+def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store, sweep, tmp_path: Path, change: dict):
+    store.apply_many(sweep())
+    before = dump(store)
+    first, *rest = sweep(laws={"dense": 2.0})
+    path = written(tmp_path / "journal.jsonl", [first.model_copy(update=change), *rest])
+    with pytest.raises(UserError, match=rf"is of another run than the '{RUN}' in .*use another database") as caught:
+        import_file(store, path)
+    assert "\n" not in str(caught.value)
+    assert dump(store) == before
 
 
 def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):

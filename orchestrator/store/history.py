@@ -1,0 +1,150 @@
+"""The records of a run as the database has them: a journal from which the same rows can be stored again.
+
+Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the progress
+of a running point (`phase`, `done`, `total`), which no journal holds either. Of a point's earlier attempts the database
+keeps the artifacts and the events only, so the records begin with its latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from pydantic import TypeAdapter
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from jobs.axes import AXES, Axis
+from jobs.quantities import Quantity
+from orchestrator.records import (
+    ArtifactData,
+    ArtifactRecord,
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    StartRecord,
+)
+from orchestrator.states import PointState, RunState
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run
+from orchestrator.store.store import Store
+
+_AXES = TypeAdapter(tuple[Axis, ...])
+_QUANTITIES = TypeAdapter(tuple[Quantity, ...])
+_COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "quantities", "axes"}
+
+
+def begun(store: Store, run_id: str) -> RunRecord | None:
+    """The record of a run's latest beginning; None if the run is unknown. Raises StoreError, StoreUnavailable."""
+    with store.session() as session:
+        run = session.get(Run, run_id)
+        return None if run is None else _runs(session, run)[-1]
+
+
+def records(store: Store, run_id: str) -> list[Record]:
+    """The records of a run in an order that can be replayed; none if the run is unknown.
+
+    Raises:
+        StoreError, StoreUnavailable: the database cannot be read.
+    """
+    with store.session() as session:
+        run = session.get(Run, run_id)
+        return [] if run is None else [*_runs(session, run), *_points(session, run), *_rest(session, run)]
+
+
+def _runs(session: Session, run: Run) -> list[RunRecord]:
+    """The beginning of a run; of a resumed one also the latest resumption, at the latest time that it can have had."""
+    query = select(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id).order_by(DeclaredQuantity.position)
+    declared = _QUANTITIES.validate_python(
+        [{name: getattr(row, name) for name in Quantity.__dataclass_fields__} for row in session.scalars(query)]
+    )
+    first = RunRecord(
+        run_id=run.id,
+        at=run.created_at,
+        quantities=declared,
+        axes=_AXES.validate_python(run.axes or ()),
+        **{name: getattr(run, name) for name in _COPIED},
+    )
+    again = run.state_at > run.created_at and (run.resumed or run.state is RunState.RUNNING)
+    return [first, first.model_copy(update={"at": run.state_at})] if again else [first]
+
+
+def _points(session: Session, run: Run) -> Iterator[Record]:
+    query = select(Point, Environment.content).join(Environment, isouter=True).where(Point.run_id == run.id)
+    for point, environment in session.execute(query.order_by(Point.number)):
+        yield _planned(run, point)
+        yield from _attempt(session, point, environment or {})
+        files = select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)
+        for row in session.scalars(files):
+            file = ArtifactData(**{name: getattr(row, name) for name in ArtifactData.model_fields})
+            yield ArtifactRecord(
+                run_id=run.id, at=point.state_at, point_id=point.id, attempt=row.attempt, artifact=file
+            )
+
+
+def _planned(run: Run, point: Point) -> PointRecord:
+    """The plan of a point before its latest attempt."""
+    waits = point.state is PointState.PENDING or _skipped(point)
+    # Before the first attempt only the time orders plan and end, so the plan must be the older one.
+    earlier = min(run.created_at, point.state_at - timedelta(microseconds=1))
+    return PointRecord(
+        run_id=run.id,
+        at=point.state_at if waits else earlier,
+        point_id=point.id,
+        index=point.number,
+        attempt=point.attempt if waits else max(0, point.attempt - 1),
+        key=point.key,
+        label=point.label,
+        config=point.config,
+        axes={**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
+        estimate_bytes=point.estimate_bytes,
+        state=point.state if waits else PointState.PENDING,
+        reason=point.reason if waits else None,
+    )
+
+
+def _attempt(session: Session, point: Point, environment: dict) -> Iterator[Record]:
+    """The latest attempt at a point: its start and its outcome, as far as it came."""
+    if point.state is PointState.PENDING or _skipped(point):
+        return
+    if point.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
+        started = point.heartbeat_at if point.phase is None or point.started_at is None else point.started_at
+        yield StartRecord(
+            run_id=point.run_id,
+            at=started,
+            point_id=point.id,
+            attempt=point.attempt,
+            node=point.node,
+        )
+    if not point.state.ended:
+        return
+    found = session.scalars(select(Metric).where(Metric.point_id == point.id).order_by(Metric.id))
+    yield OutcomeRecord(
+        run_id=point.run_id,
+        at=point.state_at,
+        point_id=point.id,
+        attempt=point.attempt,
+        state=point.state,
+        reason=point.reason,
+        started_at=point.started_at,
+        metrics=tuple(MetricData(**{name: getattr(row, name) for name in MetricData.model_fields}) for row in found),
+        route=point.route,
+        environment=environment,
+    )
+
+
+def _skipped(point: Point) -> bool:
+    """Whether a point was skipped when it was planned, and not by an outcome of an attempt."""
+    return point.state is PointState.SKIPPED and point.environment_id is None and point.started_at is None
+
+
+def _rest(session: Session, run: Run) -> Iterator[Record]:
+    """The events of a run, by time, and its end."""
+    for row in session.scalars(select(Event).where(Event.run_id == run.id).order_by(Event.at, Event.id)):
+        values = {name: getattr(row, name) for name in ("run_id", "at", "point_id", "level", "message")}
+        yield EventRecord.model_validate(values)
+    if run.state is not RunState.RUNNING:
+        yield RunEndRecord(run_id=run.id, at=run.state_at, state=run.state, reason=run.reason)
