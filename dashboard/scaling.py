@@ -271,7 +271,9 @@ def _fits_table(fits: pd.DataFrame, quantities: Quantities) -> None:
     if fits.empty:
         return
     st.header(
-        "Fitted exponents", help="value = c · S^p per sequence, least squares on log-log axes; Student's t interval"
+        "Fitted exponents",
+        help="Asymptotic exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to "
+        "the longest, on which the law holds",
     )
     rows = fits.sort_values(["origin", "metric", "implementation"]).to_dict("records")
     table = pd.DataFrame(
@@ -283,12 +285,17 @@ def _fits_table(fits: pd.DataFrame, quantities: Quantities) -> None:
             "Shape": [parts.plain(shape_of(row) or "–") for row in rows],
             "Exponent": [f"**{row['exponent']:.2f}**" for row in rows],
             "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
-            "R²": [f"{row['r2']:.3f}" for row in rows],
-            "Lengths": [_lengths(row["lengths"]) for row in rows],
+            "Overhead": [_overhead(row, quantities) for row in rows],
+            "Through all lengths": [f"{row['plain_exponent']:.2f}" for row in rows],
+            "It rests on": [_lengths(row["lengths"]) for row in rows],
             "Run": [parts.run_link(row["run_id"], parts.plain(row["run_name"])) for row in rows],
         }
     )
     st.table(table, border="horizontal", hide_index=True)
+
+
+def _overhead(fit: dict[str, Any], quantities: Quantities) -> str:
+    return parts.number(fit["overhead"], quantities.of(fit["metric"]).unit) if fit["overhead"] else "–"
 
 
 def _lengths(lengths: Sequence[Any]) -> str:

@@ -1,29 +1,23 @@
-"""Scaling fits: growth of a quantity with the sequence length, as the slope of a line on log-log axes.
+"""Scaling fits: growth of each stored series with the sequence length (orchestrator.growth).
 
-The model is value = c · S^p. Least squares on log10 gives p and c; the interval of p is Student's t with n-2 degrees of
-freedom. Values are per sequence (time and memory divided by the batch), so that sweeps at a fixed number of tokens
-compare with sweeps at batch 1. A series has one run, one implementation and one shape: a fit never mixes measured and
-reported figures, machines or configurations.
+Values are per sequence (time and memory divided by the batch), so that sweeps at a fixed number of tokens compare with
+sweeps at batch 1. A series has one run, one implementation and one shape: a fit never mixes measured and reported
+figures, machines or configurations.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from scipy import stats
 
 from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
+from orchestrator.growth import Growth, PowerLaw, fit_growth, fit_power_law
 
-MIN_LENGTHS = 3
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
 
@@ -34,41 +28,20 @@ def series_columns(columns: Iterable[str]) -> list[str]:
     return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """value = 10**coefficient · S**exponent.
-
-    Attributes:
-        exponent: the slope on log-log axes: 1 is linear, 2 quadratic.
-        ci_low, ci_high: its confidence interval.
-        coefficient: log10 of the value at S = 1.
-        n: points fitted.
-        r2: share of the variance of log10(value) explained by the line.
-        lengths: the distinct lengths fitted, ascending.
-    """
-
-    exponent: float
-    ci_low: float
-    ci_high: float
-    coefficient: float
-    n: int
-    r2: float
-    lengths: tuple[int, ...]
-
-    def at(self, seq_len: float) -> float:
-        """Fitted value at a length."""
-        return 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
+_INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
 @dataclass(frozen=True)
-class Fit(PowerLaw):
-    """The power law of one series.
+class Fit(Growth):
+    """The growth of one series.
 
     Attributes:
+        plain: the power law through all of the series' lengths.
         series: the series' values of `series_columns`; None for a missing one.
         point_ids: ids of the points fitted.
     """
 
+    plain: PowerLaw
     series: Mapping[str, Any]
     point_ids: tuple[str, ...]
 
@@ -79,37 +52,6 @@ class Fit(PowerLaw):
     @property
     def run_id(self) -> str:
         return self.series["run_id"]
-
-
-def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
-    """Fit value = c · S^p; None with fewer than three distinct lengths, which cannot contradict a line.
-
-    Raises:
-        ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
-            state, not a zero).
-    """
-    x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
-    if len(x) != len(y):
-        raise ValueError(f"lengths and values differ in number: {len(x)} and {len(y)}")
-    if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
-        raise ValueError("lengths and values must be positive and finite; leave out what was not measured")
-    distinct = tuple(sorted({int(length) for length in x}))
-    if len(distinct) < MIN_LENGTHS:
-        return None
-    line: Any = stats.linregress(np.log10(x), np.log10(y))
-    if np.ptp(y) == 0:  # constant values have no variance, and scipy gives NaN
-        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), 1.0, distinct)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr)
-    slope = float(line.slope)
-    return PowerLaw(
-        exponent=slope,
-        ci_low=slope - half,
-        ci_high=slope + half,
-        coefficient=float(line.intercept),
-        n=len(x),
-        r2=float(line.rvalue) ** 2,
-        lengths=distinct,
-    )
 
 
 def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
@@ -126,31 +68,29 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
     for identity, group in fitted.groupby(columns, dropna=False, sort=True):
         if group["per_sequence"].min() <= 0:
             continue
-        law = fit_power_law(group["seq_len"].tolist(), group["per_sequence"].tolist())
-        if law is not None:
-            fits.append(Fit(**asdict(law), series=_series(columns, identity), point_ids=tuple(group["point_id"])))
+        lengths, values = group["seq_len"].tolist(), group["per_sequence"].tolist()
+        law, plain = fit_growth(lengths, values, _spreads(group)), fit_power_law(lengths, values)
+        if law is not None and plain is not None:
+            points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
+            fits.append(Fit(**asdict(law), plain=plain, series=_series(columns, identity), point_ids=points))
     return fits
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Frame with a row per fit: the series' columns, then the attributes of its power law and its points."""
-    numbers = ("exponent", "ci_low", "ci_high", "n", "r2", "coefficient", "lengths", "point_ids")
+    """Frame with a row per fit: the series' columns, then the attributes of its growth and its points."""
+    law = ("exponent", "ci_low", "ci_high", "coefficient", "overhead", "residual", "n", "lengths", "point_ids")
     columns = series_columns({name for fit in fits for name in fit.series})
-    rows = [{**fit.series, **{name: getattr(fit, name) for name in numbers}} for fit in fits]
-    return pd.DataFrame(rows, columns=[*columns, *numbers])
+    rows = [
+        {**fit.series, **{name: getattr(fit, name) for name in law}, "plain_exponent": fit.plain.exponent}
+        for fit in fits
+    ]
+    return pd.DataFrame(rows, columns=[*columns, *law, "plain_exponent"])
 
 
-def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
-    """Slopes between neighbouring lengths, as (longer length, slope); they show bends that a single fit hides.
-
-    Several values at one length are replaced by their geometric mean. Two lengths a factor 2 apart with values of ratio
-    r give log2(r).
-    """
-    logs: dict[int, list[float]] = defaultdict(list)
-    for length, value in zip(lengths, values, strict=True):
-        logs[int(length)].append(math.log2(value))
-    means = [(length, fmean(logs[length])) for length in sorted(logs)]
-    return [(b, (high - low) / math.log2(b / a)) for (a, low), (b, high) in pairwise(means)]
+def _spreads(group: pd.DataFrame) -> list[float]:
+    """Relative standard errors of a series' values, from the intervals of their samples; 0 where there is none."""
+    halves = (group["ci_high"] - group["ci_low"]) / 2
+    return (halves / _INTERVAL / group["value"]).fillna(0.0).tolist()
 
 
 def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:

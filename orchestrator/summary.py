@@ -89,15 +89,16 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
     """Print the fitted exponents, a row per series and metric."""
-    title = "Growth with sequence length S: metric ~ S^exponent"
-    table = _table(title, "series", "metric", "exponent", "95 % interval", "S")
+    title = "Growth with sequence length S: metric = overhead + c S^exponent"
+    table = _table(title, "series", "metric", "exponent", "95 % interval", "overhead", "S")
     for fit in fits:
         named = [fit.series[name] for name in ("implementation", "workload", "pass")]
         own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
         series = escape(" ".join([*filter(None, named), *own]))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
+        overhead = f"{fit.overhead:.3g}" if fit.overhead else ""
         lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
-        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, lengths)
+        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, overhead, lengths)
     console.print(table)
 
 

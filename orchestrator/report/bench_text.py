@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.analysis import fit_power_law
+from orchestrator.growth import fit_growth
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
 from orchestrator.states import PointState
 
 UNMEASURED = "-"
-_GROWTH_FROM = 16384  # tokens: at shorter lengths constant costs distort the slope
 
 
 def tables(benches: Sequence[Bench]) -> Iterable[Table]:
@@ -60,7 +59,8 @@ def _growth(bench: Bench, of: str) -> Table:
     series = dict.fromkeys((place.layout, name) for place, name in bench.states if place.pass_ == pass_)
     rows = [row for one in series for metric in (TIME, MEMORY) if (row := _fitted(bench, *one, metric))]
     note = (
-        f"Exponent p of value = c · S^p from S = {_GROWTH_FROM:,} on, {pass_}, per sequence; Student's 95 % interval."
+        f"Asymptotic exponent p of value = overhead + c · S^p, {pass_}, per sequence, with its 95 % interval and the "
+        "lengths that it rests on."
     )
     return Table(
         f"Growth{of}", note, ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n"], rows
@@ -74,9 +74,8 @@ def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> l
         place.seq_len: value / place.batch
         for (place, name, what), value in bench.values.items()
         if (place.layout, place.pass_, name, what) == (layout, pass_, implementation, metric)
-        and place.seq_len >= _GROWTH_FROM
     }
-    law = fit_power_law(list(found), list(found.values()))
+    law = fit_growth(list(found), list(found.values()))
     if law is None:
         return None
     interval, lengths = f"{law.ci_low:.3f} to {law.ci_high:.3f}", f"{law.lengths[0]:,} to {law.lengths[-1]:,}"

@@ -21,6 +21,8 @@ from orchestrator.report.series import BLUE, GREY
 
 Row = dict[str, Any]
 
+_CURVE_STEPS = 24
+
 # Guide slopes on log-log axes and their labels, by kind of plot.
 _GUIDES = {
     Plot.GROWTH: ((1.0, "~ S"), (2.0, "~ S²")),
@@ -79,7 +81,7 @@ def exponent_chart(
     if not rows:
         raise ValueError("fits: there is none to draw")
     names = series.labels(rows, quantities)
-    frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "r2")} for row in rows])
+    frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "overhead")} for row in rows])
     frame["series"] = [names[series.key(row)] for row in rows]
     frame["color"] = [series.color(row["implementation"]) for row in rows]
     # Intervals of few points can be very wide: the axis follows the exponents, and the intervals are clipped.
@@ -90,7 +92,7 @@ def exponent_chart(
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color = alt.Color("color:N", scale=None)
     marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
-    tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "r2")]
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
     layers = [
         alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
         alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
@@ -157,18 +159,23 @@ def _fits(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
 
 
 def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
-    """The two ends of each fitted line of the points' series."""
+    """Points of each fitted curve of the points' series, over the lengths that it rests on."""
     by_key = {series.key(fit): fit for fit in fits}
     lines = []
     for key in dict.fromkeys(point["key"] for point in points):
         if key not in by_key:
             continue
         own, fit = [point for point in points if point["key"] == key], by_key[key]
-        for length in (own[0]["seq_len"], own[-1]["seq_len"]):
-            value = 10 ** fit["coefficient"] * length ** fit["exponent"]
+        for length in _geometric(fit["lengths"][0], fit["lengths"][-1]):
+            value = fit["overhead"] + 10 ** fit["coefficient"] * length ** fit["exponent"]
             end = {"exponent": fit["exponent"], "origin": own[0]["origin"], "seq_len": length, "y": value}
             lines.append({"key": key, **end})
     return lines
+
+
+def _geometric(first: float, last: float) -> list[float]:
+    """Lengths at equal distances on a logarithmic axis: an overhead bends the curve."""
+    return [first * (last / first) ** (step / _CURVE_STEPS) for step in range(_CURVE_STEPS + 1)]
 
 
 def _name(points: list[Row], lines: list[Row]) -> None:

@@ -132,11 +132,17 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
             f"{fit.ci_low:.3f} to {fit.ci_high:.3f}",
             f"{fit.lengths[0]:,} to {fit.lengths[-1]:,}",
             f"{fit.n}",
-            f"{fit.r2:.4f}",
+            f"{fit.overhead:.3g}" if fit.overhead else "",
+            f"{100 * fit.residual:.1f} %",
+            f"{fit.plain.exponent:.3f}",
         ]
         for fit in fits
     ]
-    note = "Exponent p of value = c · S^p by least squares on log-log axes, per sequence, with Student's 95 % interval."
+    note = (
+        "Asymptotic exponent p of value = overhead + c · S^p, per sequence, on the longest range up to the longest "
+        "length on which the law holds; without an overhead where the information criterion prefers that. Last column: "
+        "the slope of a line through all lengths."
+    )
     columns = [
         "run",
         "origin",
@@ -148,7 +154,9 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
         "95 % interval",
         "S",
         "n",
-        "R²",
+        "overhead",
+        "residual",
+        "all lengths",
     ]
     return Table("Scaling", note, columns, rows)
 

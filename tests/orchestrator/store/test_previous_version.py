@@ -24,6 +24,7 @@ from orchestrator.report import report
 from orchestrator.store import Store, queries, upgrade
 
 FOLDER = Path(__file__).with_name("version_0_1_0")
+SERIES = ("run_id", "implementation", "pass", "workload", "query_heads", "head_dim", "metric")
 VIEWS = {
     **dict.fromkeys(("v_metrics", "v_scaling", "v_throughput", "v_memory"), "point_id, metric"),
     "v_points": "point_id",
@@ -62,14 +63,15 @@ def test_every_row_of_a_view_is_as_it_was(view: str, database: Path, said: dict[
     assert [{name: row[name] for name in expected[0]} for row in rows] == expected
 
 
-def test_every_fit_is_as_it_was(store: Store, said: dict[str, Any]):
-    frame = analysis.fits_frame(analysis.scaling_fits(queries.scaling(store)))
-    fits = [{str(name): _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+def test_every_line_through_all_lengths_is_as_it_was(store: Store, said: dict[str, Any]):
+    fits = analysis.scaling_fits(queries.scaling(store))
     assert len(fits) == len(said["fits"])
-    named = {(fit["run_id"], *fit["point_ids"], fit["metric"]): fit for fit in fits}
+    named = {tuple(fit.series[name] for name in SERIES): fit for fit in fits}
     for before in said["fits"]:
-        now = named[before["run_id"], *before["point_ids"], before["metric"]]
-        assert {name: _rounded(now[name]) for name in before} == {name: _rounded(before[name]) for name in before}
+        fit = named[tuple(before[name] for name in SERIES)]
+        assert set(fit.point_ids) <= set(before["point_ids"])
+        now = {name: _plain(value) for name, value in vars(fit.plain).items()}
+        assert {name: _rounded(value) for name, value in now.items()} == {name: _rounded(before[name]) for name in now}
 
 
 def test_every_rule_of_the_same_name_judges_as_it_did(store: Store, said: dict[str, Any]):
@@ -78,9 +80,13 @@ def test_every_rule_of_the_same_name_judges_as_it_did(store: Store, said: dict[s
     for target in said["verdicts"]:
         for name, result, value, bound, evidence in target["rules"]:
             rule = judged[target["target"]][name]
-            assert (rule.result, rule.bound, rule.evidence) == (result, bound, evidence)
-            assert rule.value == pytest.approx(value)
+            assert rule.bound == bound
             compared += 1
+            if "exponent" in name or "contrast" in name:  # asymptotic since, over the lengths that hold
+                assert set(rule.evidence) <= set(evidence)
+                continue
+            assert (rule.result, rule.evidence) == (result, evidence)
+            assert rule.value == pytest.approx(value)
     assert compared > 10
 
 

@@ -1,0 +1,247 @@
+"""Laws of growth with the sequence length, fitted to one series of values.
+
+The plain law is value = c · S^p, a line on log-log axes. At short lengths, however, launches cost more than the work:
+value = overhead + c · S^p sees through a constant part, and lengths below which neither law holds are left out. The
+exponent that is left is the asymptotic one, quoted with the lengths that it rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+MIN_LENGTHS = 3
+_MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
+_HOLDS = 0.05  # relative residual up to which a law describes its values
+_NOISE = 0.01  # relative noise that a value has at least, whatever the spread of its own samples
+_LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
+_EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
+_EXPONENTS = np.linspace(-1, 4, 2001)
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """value = 10**coefficient · S**exponent.
+
+    Attributes:
+        exponent: the slope on log-log axes: 1 is linear, 2 quadratic.
+        ci_low, ci_high: its 95 % confidence interval.
+        coefficient: log10 of the value at S = 1.
+        n: points fitted.
+        r2: share of the variance of log10(value) explained by the line.
+        lengths: the distinct lengths fitted, ascending.
+    """
+
+    exponent: float
+    ci_low: float
+    ci_high: float
+    coefficient: float
+    n: int
+    r2: float
+    lengths: tuple[int, ...]
+
+    def at(self, seq_len: float) -> float:
+        """Fitted value at a length."""
+        return 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds.
+
+    Attributes:
+        exponent: the asymptotic exponent: 1 is linear, 2 quadratic.
+        ci_low, ci_high: its 95 % confidence interval, within -1 to 4.
+        coefficient: log10 of the growing part at S = 1.
+        overhead: the constant part, in the values' unit; 0 where the plain law explains the values as well.
+        residual: root mean square of the relative residuals.
+        n: points fitted.
+        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
+    """
+
+    exponent: float
+    ci_low: float
+    ci_high: float
+    coefficient: float
+    overhead: float
+    residual: float
+    n: int
+    lengths: tuple[int, ...]
+
+    def at(self, seq_len: float) -> float:
+        """Fitted value at a length."""
+        return self.overhead + 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
+
+    @property
+    def formula(self) -> str:
+        """The law in short: "S^1.93", or "0.07 + c S^1.93" with an overhead."""
+        return f"{self.overhead:.3g} + c S^{self.exponent:.2f}" if self.overhead else f"S^{self.exponent:.2f}"
+
+
+def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
+    """Fit value = c · S^p to all values by least squares on log10, with Student's interval.
+
+    Returns:
+        None with fewer than three distinct lengths, which cannot contradict a line.
+
+    Raises:
+        ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
+            state, not a zero).
+    """
+    x, y = _checked(lengths, values)
+    distinct = _distinct(x)
+    if len(distinct) < MIN_LENGTHS:
+        return None
+    line: Any = stats.linregress(np.log10(x), np.log10(y))
+    if np.ptp(y) == 0:  # constant values have no variance, and scipy gives NaN
+        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), 1.0, distinct)
+    half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr)
+    slope = float(line.slope)
+    return PowerLaw(
+        exponent=slope,
+        ci_low=slope - half,
+        ci_high=slope + half,
+        coefficient=float(line.intercept),
+        n=len(x),
+        r2=float(line.rvalue) ** 2,
+        lengths=distinct,
+    )
+
+
+def fit_growth(
+    lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None = None
+) -> Growth | None:
+    """Fit the law of growth on the longest range, up to the longest length, on which one holds.
+
+    Both laws are fitted by least squares of the relative residuals, weighted by the values' spread; the law is chosen
+    by Akaike's information criterion with its correction for few points (Hurvich and Tsai, 1989). The interval is the
+    profile of the sum of squares (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1). Where no range of
+    four lengths or more fits, the last four stay, with the wide interval that they give.
+
+    Args:
+        spreads: relative standard error of each value; None: alike.
+
+    Returns:
+        None with fewer than three distinct lengths.
+
+    Raises:
+        ValueError: as in `fit_power_law`.
+    """
+    x, y = _checked(lengths, values)
+    distinct = _distinct(x)
+    if len(distinct) < MIN_LENGTHS:
+        return None
+    noise = np.full(len(x), _NOISE) if spreads is None else np.maximum(np.asarray(spreads, dtype=float), _NOISE)
+    last = max(0, len(distinct) - _MIN_RANGE)
+    for first in distinct[: last + 1]:
+        kept = x >= first
+        law = _best_law(x[kept], y[kept], noise[kept])
+        if law.residual <= _HOLDS or first == distinct[last]:
+            return law
+    raise AssertionError("the last range returns")
+
+
+def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
+    """Slopes between neighbouring lengths, as (longer length, slope); they show bends that a single fit hides.
+
+    Several values at one length are replaced by their geometric mean. Two lengths a factor 2 apart with values of ratio
+    r give log2(r).
+    """
+    logs: dict[int, list[float]] = defaultdict(list)
+    for length, value in zip(lengths, values, strict=True):
+        logs[int(length)].append(math.log2(value))
+    means = [(length, fmean(logs[length])) for length in sorted(logs)]
+    return [(b, (high - low) / math.log2(b / a)) for (a, low), (b, high) in pairwise(means)]
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Weighted sums of squared relative residuals over exponents, each with its best overhead and scale."""
+
+    total: np.ndarray
+    overhead: np.ndarray
+    scale: np.ndarray
+
+
+def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
+    """The law of lower information criterion; the overhead needs more points than parameters."""
+    weights = noise**-2 / np.mean(noise**-2)
+    plain, criterion = _law(x, y, weights, with_overhead=False)
+    if len(_distinct(x)) <= _MIN_RANGE:
+        return plain
+    other, others = _law(x, y, weights, with_overhead=True)
+    return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
+
+
+def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bool) -> tuple[Growth, float]:
+    """The best law of one form and its information criterion."""
+    n, parameters = len(x), 2 + with_overhead
+    squares = _squares(x, y, weights, _EXPONENTS, with_overhead)
+    place = int(squares.total.argmin())
+    near = _EXPONENTS[max(place - 1, 0)], _EXPONENTS[min(place + 1, len(_EXPONENTS) - 1)]
+    exponents = np.linspace(*near, 2001)
+    fine = _squares(x, y, weights, exponents, with_overhead)
+    best = int(fine.total.argmin())
+    least = float(fine.total[best])
+    seen = least / (n - parameters) * float(stats.f.ppf(_LEVEL, 1, n - parameters))
+    bound = least + max(seen, _NOISE**2 * float(stats.chi2.ppf(_LEVEL, 1)))
+    inside = [*_EXPONENTS[squares.total <= bound], exponents[best]]
+    law = Growth(
+        exponent=float(exponents[best]),
+        ci_low=float(min(inside)),
+        ci_high=float(max(inside)),
+        coefficient=float(np.log10(fine.scale[best]) - exponents[best] * np.log10(x.max())),
+        overhead=float(fine.overhead[best]),
+        residual=math.sqrt(least / (n - parameters)),
+        n=n,
+        lengths=_distinct(x),
+    )
+    return law, _criterion(least, n, parameters + 1)
+
+
+def _squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.ndarray, with_overhead: bool) -> _Squares:
+    """For each exponent, the least sum over weights · (1 - (a + b (x / x_max)^p) / y)² with a >= 0, which is linear."""
+    root = np.sqrt(weights)
+    grown = np.exp(np.outer(exponents, np.log(x / x.max()))) * (root / y)
+    constant = root / y
+    gg, go = np.einsum("pn,pn->p", grown, grown), grown @ root
+    overhead, scale = np.zeros(len(exponents)), go / gg
+    if with_overhead:
+        cc, co, gc = constant @ constant, constant @ root, grown @ constant
+        determinant = gg * cc - gc**2
+        solvable = determinant > 1e-12 * gg * cc  # not at exponent 0, where both parts are constant
+        determinant = np.where(solvable, determinant, 1.0)
+        a, b = (gg * co - gc * go) / determinant, (cc * go - gc * co) / determinant
+        real = solvable & (a > 0) & (b > 0)
+        overhead, scale = np.where(real, a, overhead), np.where(real, b, scale)
+    residuals = root - overhead[:, None] * constant - scale[:, None] * grown
+    return _Squares(np.einsum("pn,pn->p", residuals, residuals), overhead, scale)
+
+
+def _criterion(squares: float, n: int, parameters: int) -> float:
+    """Akaike's criterion, corrected for few points; `parameters` counts the noise. Infinite with too few points."""
+    if n <= parameters + 1:
+        return math.inf
+    exact = n * 1e-12  # values without noise: the simpler law is as good
+    return n * math.log((squares + exact) / n) + 2 * parameters * n / (n - parameters - 1)
+
+
+def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
+    if len(x) != len(y):
+        raise ValueError(f"lengths and values differ in number: {len(x)} and {len(y)}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
+        raise ValueError("lengths and values must be positive and finite; leave out what was not measured")
+    return x, y
+
+
+def _distinct(x: np.ndarray) -> tuple[int, ...]:
+    return tuple(sorted({int(length) for length in x}))

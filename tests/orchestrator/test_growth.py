@@ -1,0 +1,113 @@
+"""Laws of growth recover known exponents through launch overhead and noise, and say which lengths they rest on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orchestrator.growth import fit_growth, fit_power_law, local_slopes
+
+LENGTHS = (512, 1024, 2048, 4096)
+OCTAVES = np.array([512 * 2**n for n in range(8)])  # 512 to 65,536
+SWEEP = np.array([*OCTAVES[:-1], 46_336, 65_536, 92_672, 131_072, 185_344, 262_144])
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_an_exact_power_law_is_recovered(exponent: float):
+    law = fit_power_law(LENGTHS, [3.0 * s**exponent for s in LENGTHS])
+    assert law is not None
+    assert law.exponent == pytest.approx(exponent, abs=1e-9)
+    assert 10**law.coefficient == pytest.approx(3.0)
+    assert (law.ci_low, law.ci_high) == pytest.approx((exponent, exponent), abs=1e-6)
+    assert law.at(1000) == pytest.approx(3.0 * 1000**exponent)
+    assert law.lengths == LENGTHS
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    x = np.array(LENGTHS * 2)
+    laws = [fit_power_law(x, 2 * x**1.2 * np.exp(rng.normal(0, 0.1, len(x)))) for _ in range(400)]
+    covered = [law.ci_low <= 1.2 <= law.ci_high for law in laws if law]
+    assert 0.91 < np.mean(covered) < 0.99
+
+
+def test_two_lengths_are_not_fitted_even_if_measured_often():
+    assert fit_power_law([512, 512, 1024, 1024], [1.0, 1.1, 2.0, 2.1]) is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_values_that_are_not_measurements_are_refused(bad: float):
+    with pytest.raises(ValueError, match="positive and finite"):
+        fit_power_law(LENGTHS, [1.0, 2.0, 3.0, bad])
+
+
+def test_slopes_between_neighbours_show_a_bend():
+    assert local_slopes([512, 1024, 2048, 512], [1, 2, 8, 1]) == [(1024, pytest.approx(1)), (2048, pytest.approx(2))]
+    assert local_slopes([512], [1.0]) == []
+
+
+@pytest.mark.parametrize("lengths", [OCTAVES, SWEEP], ids=["octaves", "half octaves at the top"])
+@pytest.mark.parametrize("equal_at", [600, 2048, 8192])
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_an_overhead_is_told_from_growth(exponent: float, equal_at: int, lengths: np.ndarray):
+    """In 95 of 100 draws, with 3 % noise and an overhead that equals the work at `equal_at`."""
+    rng = np.random.default_rng(7)
+    true = (equal_at / lengths[-1]) ** exponent + (lengths / lengths[-1]) ** exponent
+    laws = [fit_growth(lengths, true * np.exp(rng.normal(0, 0.03, len(lengths)))) for _ in range(100)]
+    assert sum(law.ci_low <= exponent <= law.ci_high for law in laws if law) >= 95
+    assert sum(law.overhead > 0 for law in laws if law) >= 95
+    assert np.median([law.ci_high - law.ci_low for law in laws if law]) < 0.3
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_without_an_overhead_the_plain_law_is_chosen(exponent: float):
+    rng = np.random.default_rng(8)
+    laws = [fit_growth(SWEEP, SWEEP**exponent * np.exp(rng.normal(0, 0.03, len(SWEEP)))) for _ in range(100)]
+    assert sum(law.ci_low <= exponent <= law.ci_high for law in laws if law) >= 95
+    assert sum(law.overhead == 0 for law in laws if law) >= 95
+
+
+def test_an_exact_law_with_an_overhead_is_recovered():
+    law = fit_growth(OCTAVES, 5 + 3e-6 * OCTAVES**1.7)
+    assert law is not None
+    assert law.exponent == pytest.approx(1.7, abs=1e-3)
+    assert law.overhead == pytest.approx(5, rel=0.01)
+    assert law.at(10_000) == pytest.approx(5 + 3e-6 * 10_000**1.7, rel=1e-3)
+    assert law.lengths == tuple(OCTAVES)
+
+
+def test_lengths_at_which_another_law_holds_are_left_out():
+    """A launch hides the work behind it: the greater of the two is seen, and the sum of both is no law of that."""
+    law = fit_growth(SWEEP, np.maximum(0.09, 3.4e-9 * SWEEP**2.0))
+    assert law is not None
+    assert 1.85 <= law.ci_low <= law.exponent <= law.ci_high <= 2.15
+    assert 2048 < law.lengths[0] <= 8192
+    assert law.lengths[-1] == 262_144
+
+
+def test_dense_attention_measured_on_an_h200_is_quadratic():
+    """Milliseconds of docs/results/h200.md, forward, 12/2 heads: flat to 4,096 tokens, and S^1.11 through all."""
+    values = [0.06813, 0.08406, 0.08435, 0.09221, 0.2689, 0.9446, 3.649, 14.34]
+    law, plain = fit_growth(OCTAVES, values), fit_power_law(OCTAVES, values)
+    assert law is not None
+    assert plain is not None
+    assert plain.exponent < 1.2
+    assert law.ci_low <= 2.0 <= law.ci_high
+    assert law.exponent == pytest.approx(1.92, abs=0.03)
+
+
+def test_no_law_gives_a_wide_interval():
+    law = fit_growth(OCTAVES, [1, 3, 2, 9, 1, 30, 2, 60])
+    assert law is not None
+    assert law.ci_high - law.ci_low > 2
+    assert len(law.lengths) == 4
+
+
+def test_a_value_of_wide_spread_weighs_less():
+    values = 1e-3 * OCTAVES.astype(float)
+    values[-1] *= 1.3
+    spread = [0.0] * 7 + [0.3]
+    law, alike = fit_growth(OCTAVES, values, spread), fit_growth(OCTAVES, values)
+    assert law is not None
+    assert alike is not None
+    assert abs(law.exponent - 1) < 0.01 < abs(alike.exponent - 1)
