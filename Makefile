@@ -36,7 +36,7 @@ $(DEV): $(RUN)
 demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, reported results beside it, verdict, dashboard
 	@$(BIN)/nsa up
 	@$(BIN)/ray job submit --address $(RAY_DASHBOARD) --working-dir . -- python -m jobs jobs/configs/demo.yaml
-	@$(BIN)/nsa import orchestrator/reference_data/*.csv
+	@$(BIN)/nsa import --reference
 	@$(BIN)/nsa report last
 	@$(BIN)/nsa report last --out var/demo-report.html
 	@echo
@@ -48,7 +48,7 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, reported results be
 bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded peers, by length and stage
 	@$(NEED_GPU)
 	@$(BIN)/nsa up
-	@$(BIN)/nsa import orchestrator/reference_data/*.csv
+	@$(BIN)/nsa import --reference
 	@job=bench-$$(date -u +%Y%m%d-%H%M%S); status=0; \
 	  $(BIN)/ray job submit --address $(RAY_DASHBOARD) --submission-id $$job --working-dir . \
 	    -- python -m jobs jobs/configs/bench.yaml || status=$$?; \

@@ -7,12 +7,12 @@ import streamlit as st
 from dashboard import parts
 from orchestrator.errors import UserError
 from orchestrator.gates.verdicts import GatesError
-from orchestrator.settings import SettingsError
+from orchestrator.settings import SettingsError, example_spec
 from orchestrator.store import StoreError, StoreUnavailable
 
 START = "nsa up"
-SUBMIT = "nsa submit jobs/configs/demo.yaml"
-IMPORT = "nsa import orchestrator/reference_data/*.csv"
+SUBMIT = f"nsa submit {example_spec()}"
+IMPORT = "nsa import --reference"
 UPGRADE = "nsa db upgrade"
 RETRY_SECONDS = 5.0
 

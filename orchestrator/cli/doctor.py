@@ -13,7 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from orchestrator.database_url import hide_password
-from orchestrator.settings import Settings
+from orchestrator.settings import Installation, Settings, installation
+
+_FROM_CHECKOUT = installation() is Installation.CHECKOUT
+_INSTALL = "make env" if _FROM_CHECKOUT else "pip install nsa-bench"
+_INSTALL_GPU = "pip install '.[gpu]'" if _FROM_CHECKOUT else "pip install 'nsa-bench[gpu]'"
 
 
 class Health(StrEnum):
@@ -85,7 +89,7 @@ def _python(_: Settings) -> Finding:
 def _torch(_: Settings) -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("torch", Health.BROKEN, "not installed", "make env")
+        return Finding("torch", Health.BROKEN, "not installed", _INSTALL)
     try:
         from nsa_core.backends import TORCH
     except (ImportError, OSError):  # PyTorch is broken: the GPU's finding says how
@@ -116,12 +120,10 @@ def _triton(_: Settings) -> Finding:
     try:
         from nsa_core.backends import TRITON, triton_problem, triton_version
     except (ImportError, OSError):  # no PyTorch, which has its own finding
-        return _optional("triton", "pip install '.[gpu]'")
+        return _optional("triton", _INSTALL_GPU)
     version, reason = triton_version(), triton_problem()
     if version is None:
-        return Finding(
-            "triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", "pip install '.[gpu]'"
-        )
+        return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
     if reason is not None:
         return Finding("triton", Health.MISSING, f"{version}; tested: {TRITON}; auto takes chunked instead: {reason}")
     return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
@@ -130,7 +132,7 @@ def _triton(_: Settings) -> Finding:
 def _dense(_: Settings) -> Finding:
     usable = [name for name, reason in _dense_kernels().items() if reason is None]
     if not usable:
-        return Finding("dense", Health.MISSING, "no fused kernel for half precision here", "make env")
+        return Finding("dense", Health.MISSING, "no fused kernel for half precision here", _INSTALL)
     return Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")
 
 
@@ -196,7 +198,7 @@ def _ray(settings: Settings) -> Finding:
 
     version, url = _version("ray"), settings.ray_dashboard
     if version is None:
-        return Finding("ray", Health.BROKEN, "not installed", "make env")
+        return Finding("ray", Health.BROKEN, "not installed", _INSTALL)
     if not answers(f"{url.rstrip('/')}/api/version"):
         return Finding(
             "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
@@ -239,7 +241,7 @@ def _dashboard(settings: Settings) -> Finding:
 
     url = f"http://127.0.0.1:{settings.dashboard_port}"
     if importlib.util.find_spec("streamlit") is None:
-        return Finding("dashboard", Health.BROKEN, "streamlit is not installed", "make env")
+        return Finding("dashboard", Health.BROKEN, "streamlit is not installed", _INSTALL)
     if not answers(f"{url}/_stcore/health"):
         return Finding("dashboard", Health.MISSING, f"not running at {url}", "nsa up")
     return Finding("dashboard", Health.OK, url)

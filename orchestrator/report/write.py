@@ -10,6 +10,7 @@ from jobs.quantities import Plot, Quantity
 from orchestrator.errors import UserError
 from orchestrator.report.content import Content, collect
 from orchestrator.report.text import to_html, to_markdown
+from orchestrator.settings import example_spec
 from orchestrator.store import Store
 from orchestrator.store.exporter import to_csv, to_json
 
@@ -73,7 +74,7 @@ def _exported(store: Store, run_ids: Sequence[str], format: str) -> str:
 
 def _some(run_ids: Sequence[str]) -> Sequence[str]:
     if not run_ids:
-        raise ReportError("RUN: no runs are stored; submit one: nsa submit jobs/configs/demo.yaml")
+        raise ReportError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
     return run_ids
 
 

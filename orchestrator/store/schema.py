@@ -74,7 +74,7 @@ def _known(config: Config, revision: str | None, engine: Engine) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if revision is not None and revision not in known:
         raise StoreError(
-            f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a newer version; update this checkout"
+            f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a newer version; update nsa-bench here"
         )
 
 

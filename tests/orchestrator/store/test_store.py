@@ -270,7 +270,7 @@ def test_other_schema_versions_are_rejected_by_name(store: Store, database_url: 
         Store.open(database_url, create=False)
     with store.session(writes=True) as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(StoreError, match="9999 of a newer version; update this checkout"):
+    with pytest.raises(StoreError, match="9999 of a newer version; update nsa-bench here"):
         Store.open(database_url)
     with pytest.raises(StoreError, match="9999 of a newer version"):
         upgrade(database_url)
