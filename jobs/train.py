@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from jobs._corpus import load_corpus
 from jobs._fields import NSA, Count, Preset, Unique
@@ -60,13 +60,6 @@ class DataSpec(Strict):
     heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
-    @field_validator("path")
-    @classmethod
-    def _exists(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.exists():
-            raise ValueError("there is no such file; give an existing file or folder")
-        return path
-
 
 class Spec(JobSpec):
     """A short training for each kind of attention."""
@@ -98,6 +91,10 @@ class Spec(JobSpec):
                 f"{self.steps} steps; use at most {self.steps - 1}"
             )
         return self
+
+    def paths(self) -> Mapping[str, Path]:
+        """Files and folders that the points read, by field name."""
+        return {} if self.data.path is None else {"data.path": self.data.path}
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """One point for each kind of attention.
