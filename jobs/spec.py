@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from jobs._environments import Environments, Interpreters, env_text, suffix
 from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
@@ -103,6 +111,15 @@ class JobSpec(Strict):
     )
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `env` and `python` that add nothing: specs of runs from before they existed stay equal."""
+        data = handler(self)
+        for name, default in (("env", [{}]), ("python", [None])):
+            if data.get(name) == default:
+                del data[name]
+        return data
 
     @property
     def settings(self) -> list[str]:

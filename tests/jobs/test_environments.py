@@ -25,6 +25,17 @@ def test_a_spec_without_environments_has_its_points_as_they_are() -> None:
     assert spec.settings == []
 
 
+def test_a_spec_is_kept_as_before_unless_it_names_environments_or_interpreters() -> None:
+    plain = parse_spec(SPEC)
+    assert plain.model_dump(mode="json").keys() & {"env", "python"} == set()
+    assert parse_spec({**SPEC, "env": {}, "python": None}) == plain
+    under = parse_spec({**SPEC, "env": {"TORCH_LOGS": "x"}, "python": "/b"})
+    kept = under.model_dump(mode="json")
+    assert (kept["env"], kept["python"]) == ([{"TORCH_LOGS": "x"}], ["/b"])
+    assert parse_spec(kept) == under
+    assert under.model_dump(include={"seed"}) == {"seed": 0}
+
+
 def test_every_point_is_planned_under_each_interpreter_and_environment() -> None:
     long = {"TORCH_LOGS": "x" * 80}
     spec = parse_spec({**SPEC, "python": [None, "/opt/b/python"], "env": [{}, {"TRITON_B": "1", "OMP_A": "2 3"}, long]})
