@@ -128,10 +128,11 @@ def _allocator() -> str:
     import torch
 
     torch.cuda.init()
-    snapshot: Any = torch.cuda.memory._snapshot()
-    shown = {name: _plain(value) for name, value in snapshot["allocator_settings"].items() if name not in _ALLOCATOR}
-    shown["backend"] = torch.cuda.get_allocator_backend()
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    backend = torch.cuda.get_allocator_backend()
+    snapshot: Any = torch.cuda.memory._snapshot() if backend == "native" else {}  # CUDA's own allocator has none
+    parsed = snapshot.get("allocator_settings", {})
+    shown = {name: _plain(value) for name, value in parsed.items() if name not in _ALLOCATOR} | {"backend": backend}
+    text = parsed.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))  # under either name
     for option in re.split(r",(?![^\[]*\])", text):
         name, _, value = option.strip().partition(":")
         if name and _IN_SNAPSHOT.get(name, name) not in shown:

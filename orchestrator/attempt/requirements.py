@@ -81,9 +81,10 @@ class _Interpreter:
             answer = self._probe(env, tuple(env))
         except ProbeError as err:
             if not env:
-                raise
-            self._probe({}, ())  # if this fails as well, it is not the environment's fault
-            name, value = (f"env.{next(iter(env))}", next(iter(env.values()))) if len(env) == 1 else ("env", str(env))
+                raise ProbeError(self._explained(str(err))) from None
+            self._must_answer({}, ())  # else it is not the environment's fault
+            (name, value), *others = env.items()
+            name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
             self.faults.append(f"{name}: {value!r}: a process with it fails on {self._where()} ({err}); mend it")
             return
         for name, value in env.items():
@@ -96,18 +97,25 @@ class _Interpreter:
         others = {other: value for other, value in env.items() if other != name}
         key = (name, env_text(others))
         if key not in self._without:
-            self._without[key] = self._probe({**others, name: None}, (name,)).settings[name]
+            self._without[key] = self._must_answer({**others, name: None}, (name,)).settings[name]
         if answer.settings[name] != self._without[key]:
             return None
         return f"without it, {self._without[key]} is in effect as well"
 
+    def _must_answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> protocol.Machine:
+        try:
+            return self._probe(env, names)
+        except ProbeError as err:
+            raise ProbeError(self._explained(str(err))) from None
+
     def _probe(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> protocol.Machine:
+        """The answer of a child with this environment. Raises ProbeError with the bare reason."""
         kind = None if self.python is None else self.wanted.kind
         asked = protocol.Probe(self.device, kind, names, self.wanted.gpus)
         try:
             answer = probe(asked, self.gpus, env=env, python=self.python)
         except (ProbeError, OSError) as err:
-            raise ProbeError(self._explained(str(err).strip().splitlines()[-1])) from None
+            raise ProbeError(str(err).strip().splitlines()[-1]) from None
         self.machine = self.machine or answer.machine
         return answer
 

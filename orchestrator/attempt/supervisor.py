@@ -124,7 +124,8 @@ class _Slot:
         for card in map(gpu_release.card_name, self.gpu_ids if planned else []):
             if card not in (planned, None):
                 node = socket.gethostname()
-                return f"planned for {planned}, node {node} has {card}; name one type in resources.accelerator_type"
+                fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+                return f"planned for {planned}, node {node} has {card}; {fix}"
         return None
 
     def serves_another(self, point: Point) -> bool:

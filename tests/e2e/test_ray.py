@@ -260,11 +260,11 @@ except ExecutorError as err:
 
 def test_a_sweep_stays_on_the_type_of_card_that_was_probed(cluster: Cluster, home: Path, typed_nodes: None) -> None:
     asked = "resources={num_gpus: 1, num_cpus: 3}"
-    done = drive(cluster, home, DRILL, *settings("[ok, ok, ok]", asked))
+    done = drive(cluster, home, DRILL, *settings("[ok, ok]", asked))
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 1 at a time" in done.stdout  # the node of the other type has room as well
     cards = [outcome.environment["variables"]["CUDA_VISIBLE_DEVICES"] for outcome in outcomes(home)]
-    assert cards in (["4"] * 3, ["5"] * 3)
+    assert cards in (["4"] * 2, ["5"] * 2)
     checked = subprocess.run(
         [sys.executable, "-c", CHECK], cwd=ROOT, env=cluster.env(home), capture_output=True, text=True
     )
@@ -279,9 +279,6 @@ def test_what_a_node_lacks_is_found_before_anything_is_measured(cluster: Cluster
     assert done.returncode == 2, done.stdout + done.stderr
     lines = [line.partition(" on node ")[0] for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert lines == ["error: data.path: '/no/data': does not exist", "error: python: '/no/python': does not exist"]
-    done = drive(cluster, home, DRILL, *settings("[ok]", "env={TORCH_LOGGS: x}"))
-    assert done.returncode == 2
-    assert "error: env.TORCH_LOGGS: 'x': has no effect on node " in done.stderr
     assert not (home / "artifacts").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -134,6 +135,14 @@ def test_settings_without_effect_are_refused_by_name() -> None:
     assert misspelt.startswith("env.ATEN_CPU_CAPABILTY: 'avx2': has no effect on node ")
     assert "nothing in the installed PyTorch, Triton and NVIDIA libraries reads a variable" in misspelt
     assert "it concerns GPUs, and the points run on the CPU; remove it" in allocator
+
+
+def test_a_value_that_pytorch_rejects_is_named() -> None:
+    with pytest.raises(ProbeError) as caught:
+        requirements.check(wants(envs=[{}, {"TORCH_LOGS": "no-such-log"}]))
+    assert re.fullmatch(
+        r"env\.TORCH_LOGS: 'no-such-log': a process with it fails on node \S+ \(.+\); mend it", str(caught.value)
+    )
 
 
 def test_each_interpreter_describes_the_machine_with_its_own_packages(other: str) -> None:
