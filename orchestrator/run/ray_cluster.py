@@ -66,6 +66,7 @@ class RayExecutor:
                 node, machines = ray.get(answer)
         except ProbeError as err:
             raise ExecutorError(str(err)) from None
+        gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
         if gpus and self._type is None:
             self._type = _card_type(self._by_id.get(node, {}))
         self._check_nodes(wanted, gpus, checked=node)
