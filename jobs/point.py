@@ -45,6 +45,8 @@ class Point:
         axes: coordinates for comparison.
         estimate_bytes: predicted peak memory; None without a prediction.
         skip_reason: reason not to run it, e.g. that it will not fit; None to run it.
+        env: environment variables that are set for its process; the spec's, not the kind's.
+        python: path of the interpreter that measures it; None: the orchestrator's own.
     """
 
     kind: str
@@ -53,10 +55,13 @@ class Point:
     axes: Axes = field(default_factory=Axes)
     estimate_bytes: int | None = None
     skip_reason: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    python: str | None = None
 
     def key(self, code_hash: str, machine: Machine) -> str:
         """Key for resuming, 16 hex digits; equal for the same configuration, code and environment."""
-        material = [self.kind, self.config, code_hash, machine.device, machine.name, dict(machine.fingerprint)]
+        where = [machine.device, machine.name, dict(machine.fingerprint), dict(self.env), self.python]
+        material = [self.kind, self.config, code_hash, *where]
         return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
 
 

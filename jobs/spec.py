@@ -8,13 +8,23 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
+from jobs._environments import Environments, Interpreters, env_text, suffix
 from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.point import Machine, Point
 from jobs.validation import describe
@@ -93,8 +103,48 @@ class JobSpec(Strict):
         description="process: a new one for each point; warm: one serves many until a point is not ok",
     )
     retries: int = Field(default=1, ge=0, le=10, description="how often a lost point is handed out again")
+    env: Environments = Field(
+        default=[{}], description="environment variables, or a list of such sets: every point is measured under each"
+    )
+    python: Interpreters = Field(
+        default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own"
+    )
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `env` and `python` that add nothing: specs of runs from before they existed stay equal."""
+        data = handler(self)
+        for name, default in (("env", [{}]), ("python", [None])):
+            if data.get(name) == default:
+                del data[name]
+        return data
+
+    @property
+    def settings(self) -> list[str]:
+        """Names of all environment variables that the spec sets, sorted: each point reads all of them back."""
+        return sorted({name for env in self.env for name in env})
+
+    def all_points(self, machines: Mapping[str | None, Machine]) -> list[Point]:
+        """Points under every interpreter and environment, in the order to measure them.
+
+        All points of one interpreter and environment follow each other, so that a warm process serves them all.
+
+        Args:
+            machines: the machine as each interpreter of the spec finds it.
+        """
+        found = []
+        for number, python in enumerate(self.python):
+            points = self.points(machines[python])
+            for index, env in enumerate(self.env):
+                text = env_text(env)
+                ending = suffix(python, number, "python") if len(self.python) > 1 else ""
+                ending += suffix(text, index, "env") if len(self.env) > 1 else ""
+                for point in points:
+                    axes = replace(point.axes, env=text, python=python)
+                    found.append(replace(point, label=point.label + ending, axes=axes, env=env, python=python))
+        return found
 
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from jobs._corpus import load_corpus
 from jobs._fields import NSA, Count, Preset, Unique
@@ -60,13 +60,6 @@ class DataSpec(Strict):
     heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
-    @field_validator("path")
-    @classmethod
-    def _exists(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.exists():
-            raise ValueError("there is no such file; give an existing file or folder")
-        return path
-
 
 class Spec(JobSpec):
     """A short training for each kind of attention."""
@@ -99,6 +92,10 @@ class Spec(JobSpec):
             )
         return self
 
+    def paths(self) -> Mapping[str, Path]:
+        """Files and folders that the points read, by field name."""
+        return {} if self.data.path is None else {"data.path": self.data.path}
+
     def points(self, machine: Machine) -> Sequence[Point]:
         """One point for each kind of attention.
 
@@ -111,9 +108,6 @@ class Spec(JobSpec):
             usable = [name for name, why in reasons.items() if why is None]
             raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join(usable)}")
         return [self._point(machine, attention) for attention in self.attention]
-
-    def paths(self) -> Mapping[str, Path]:
-        return {} if self.data.path is None else {"data.path": self.data.path}
 
     def _backend(self, machine: Machine) -> str:
         """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""

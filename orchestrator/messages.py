@@ -5,12 +5,12 @@ The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from jobs.point import Device, Point
-from jobs.spec import Deadlines
+from jobs.spec import Deadlines, JobSpec
 from orchestrator.records import EventRecord, OutcomeRecord, StartRecord
 
 
@@ -32,7 +32,9 @@ class Conditions:
         device: the device of the points.
         memory_bytes: limit of a point's memory beyond its start, enforced in the child; None: no limit.
         threads: CPU threads of a child.
-        warm: whether one child serves many points, until one is not ok.
+        warm: whether one child serves many points, until one is not ok or the next needs another environment.
+        settings: names of environment variables whose effective values are read back in each point's child.
+        card: name of the GPU that the points are planned for; a point that gets another is not measured.
     """
 
     device: Device
@@ -40,6 +42,34 @@ class Conditions:
     memory_bytes: int | None = None
     threads: int = 1
     warm: bool = False
+    settings: tuple[str, ...] = ()
+    card: str | None = None
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Requirements of a spec's points, to be checked where they will run.
+
+    Attributes:
+        device: "auto", "cpu" or "cuda".
+        kind: the job kind.
+        envs: the environments of the points.
+        pythons: paths of their interpreters; None: this process's own.
+        paths: files and folders that they read, by the spec's field; relative ones below the working directory.
+        gpus: GPUs of a point; None: one on a CUDA device.
+    """
+
+    device: str
+    kind: str
+    envs: Sequence[Mapping[str, str]]
+    pythons: Sequence[str | None]
+    paths: Mapping[str, str]
+    gpus: float | None
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Requirements:
+        paths = {field: str(path) for field, path in spec.paths().items()}
+        return cls(spec.device, spec.kind, spec.env, spec.python, paths, spec.resources.num_gpus)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from orchestrator.errors import UserError
 SOURCES = Path(__file__).resolve().parents[1]
 """The folder that the packages are imported from; `installation` tells of which sort it is."""
 
-CHECKOUT = SOURCES  # the name by which orchestrator.attempt.child imports it
-
 
 class Installation(Enum):
     """The sorts of places that the packages can be imported from."""

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import socket
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from jobs.measure.machine import cpu_name, installed
 
 _PACKAGES = ("torch", "triton", "numpy", "flash-attn", "flash-attn-4", "ray", "nvidia-ml-py")
 _VARIABLES = re.compile(
-    r"^(NSA|CUDA|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|NCCL|OMP|MKL|CUBLAS)_|^NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)$"
+    r"^(NSA|ATEN|CUDA|CUDNN|PYTORCH|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON|NCCL|OMP|MKL|KMP|GOMP|MALLOC|CUBLAS|CUBLASLT)_"
+    r"|^NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)$"
 )
 _SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|URL|CREDENTIAL", re.IGNORECASE)
 
@@ -26,6 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "interpreter": sys.executable,
         "packages": {name: version for name in _PACKAGES if (version := installed(name))},
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

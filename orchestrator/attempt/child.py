@@ -11,16 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from orchestrator.attempt import protocol
-from orchestrator.settings import CHECKOUT
+from orchestrator.settings import SOURCES, Installation, installation
 
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
+_SOURCES = ("nsa_core", "jobs", "orchestrator")  # that a worker imports
 OUTPUT_LIMIT = 1 << 20  # bytes kept of a point's stdout and of its stderr: the last ones
 
 
@@ -34,30 +36,55 @@ class Violation:
 class Child:
     """A worker process in its own session."""
 
-    def __init__(self, *, threads: int, gpus: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int,
+        gpus: str | None = None,
+        env: Mapping[str, str | None] | None = None,
+        python: str | None = None,
+    ) -> None:
         """Start the worker.
 
         Args:
             threads: CPU threads of its numerical libraries.
             gpus: its CUDA_VISIBLE_DEVICES; None keeps this process's (Ray sets it for a task).
+            env: environment variables to set; a value of None unsets one.
+            python: path of its interpreter, which has packages of its own; None: this process's.
+
+        Raises:
+            OSError: the interpreter cannot be started.
         """
+        self._python = python or sys.executable
         self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
         self._buffer = b""
         self._ready = False
         self._offsets = {"stdout": 0, "stderr": 0}
         self._events, events = os.pipe()
         os.set_blocking(self._events, False)
-        with open(self._folder / "stdout", "wb") as out, open(self._folder / "stderr", "wb") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.attempt.worker", str(events)],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                env=_environment(threads, gpus),
-                pass_fds=(events,),
-                start_new_session=True,
-            )
-        os.close(events)
+        variables = _environment(threads, gpus)
+        if python is not None:
+            variables = _for_another_interpreter(variables, self._folder / "sources")
+        variables |= {name: value for name, value in (env or {}).items() if value is not None}
+        for name in [name for name, value in (env or {}).items() if value is None]:
+            variables.pop(name, None)
+        try:
+            with open(self._folder / "stdout", "wb") as out, open(self._folder / "stderr", "wb") as err:
+                self._process = subprocess.Popen(
+                    [self._python, "-m", "orchestrator.attempt.worker", str(events)],
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=err,
+                    env=variables,
+                    pass_fds=(events,),
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(self._events)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(events)
         # If this process dies, the guard reads end of file and kills the worker's group, even a stopped one.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", f"read -r _; kill -9 -{self.pid}"],
@@ -157,7 +184,7 @@ class Child:
         match event:
             case protocol.Ready(version=version) if version != protocol.VERSION:
                 return Violation(
-                    f"the worker ({sys.executable}) speaks version {version} of the protocol, its supervisor version "
+                    f"the worker ({self._python}) speaks version {version} of the protocol, its supervisor version "
                     f"{protocol.VERSION}; both must run the same sources"
                 )
             case protocol.Ready():
@@ -188,10 +215,24 @@ def _runs(process: psutil.Process) -> bool:
 
 def _environment(threads: int, gpus: str | None) -> dict[str, str]:
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH")]))
+    if installation() is not Installation.INSTALLED:  # an environment's own packages must not precede its library
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), env.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, so that telemetry samples the child's GPU
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
     return env
+
+
+def _for_another_interpreter(variables: Mapping[str, str], sources: Path) -> dict[str, str]:
+    """Environment in which another interpreter imports our sources but none of this interpreter's packages.
+
+    Our sources may lie in this interpreter's site-packages, so a folder of links to them alone is its search path,
+    without the working directory (PYTHONSAFEPATH), where other sources may lie.
+    """
+    sources.mkdir()
+    for package in _SOURCES:
+        (sources / package).symlink_to(SOURCES / package)
+    kept = {name: value for name, value in variables.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+    return kept | {"PYTHONPATH": str(sources), "PYTHONSAFEPATH": "1"}

@@ -21,6 +21,14 @@ def visible(gpus: str | None) -> list[str]:
     return [part.strip() for part in gpus.split(",") if part.strip()]
 
 
+def card_name(gpu: str) -> str | None:
+    """Name of a GPU, as the probe names the machine; None where NVML cannot say."""
+    try:
+        return nvml.describe(gpu).get("name")
+    except (nvml.NvmlError, pynvml.NVMLError):
+        return None
+
+
 @dataclass(frozen=True)
 class Baseline:
     """Bytes in use on each GPU before a child was started; None where NVML cannot say."""

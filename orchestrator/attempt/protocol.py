@@ -17,7 +17,7 @@ import json
 import numbers
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 1
+VERSION = 2
 
 
 class ProtocolError(ValueError):
@@ -34,9 +34,19 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Describe the machine. `device`: "auto", "cpu" or "cuda"."""
+    """Describe the machine, and read the effects of environment variables.
+
+    Attributes:
+        device: "auto", "cpu" or "cuda".
+        kind: the job kind, to be imported; None: none.
+        settings: names of the variables.
+        gpus: GPUs of a point; None: one on a CUDA device.
+    """
 
     device: str
+    kind: str | None = None
+    settings: tuple[str, ...] = ()
+    gpus: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +57,14 @@ class Run:
         kind: the job kind, a module of `jobs`.
         config: the point's configuration.
         memory_bytes: most that the point may use beyond its start; None: no limit.
+        settings: names of environment variables whose effective values its environment shows.
     """
 
     kind: str
     config: Mapping[str, Any]
     device: point.Device
     memory_bytes: int | None
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,9 +101,16 @@ class Environment:
 
 @dataclass(frozen=True)
 class Machine:
-    """The answer to Probe."""
+    """The answer to Probe.
+
+    Attributes:
+        settings: effective value of each variable that was asked for and may have an effect.
+        refused: for each other one, the reason why it has none.
+    """
 
     machine: point.Machine
+    settings: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.measure.telemetry import Telemetry
-from jobs.point import Machine, Measurement
+from jobs.point import Measurement, Point
 from orchestrator.attempt import diagnostics, gpu_release, protocol
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
@@ -45,13 +45,22 @@ def supervise(
         for assignment in assignments:
             if stopped():
                 return
-            child = slot.child()
             yield StartRecord(
                 run_id=assignment.run_id,
                 point_id=assignment.point_id,
                 attempt=assignment.attempt,
                 node=socket.gethostname(),
             )
+            if (problem := slot.unfit()) is not None:
+                yield _not_measured(assignment, problem)
+                continue
+            if slot.serves_another(assignment.point) and (warning := slot.clear()):
+                yield _warning(assignment, warning)
+            try:
+                child = slot.child(assignment.point)
+            except OSError as err:
+                yield _not_measured(assignment, f"python: {assignment.point.python!r}: cannot be started ({err})")
+                continue
             ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped)
             if ended is None:
                 return
@@ -62,22 +71,33 @@ def supervise(
         slot.clear()
 
 
-def probe(device: str, gpus: str | None = None, timeout_s: float = 300) -> Machine:
+def probe(
+    wanted: protocol.Probe,
+    gpus: str | None = None,
+    timeout_s: float = 300,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    python: str | None = None,
+) -> protocol.Machine:
     """The machine as a point's process sees it (jobs.measure.machine.probe, run in a child).
+
+    Args:
+        gpus, env, python: the child's (orchestrator.attempt.child.Child).
 
     Raises:
         ProbeError: the probe failed in the child, or the child died or did not answer.
+        OSError: the interpreter cannot be started.
     """
-    child = Child(threads=1, gpus=gpus)
+    child = Child(threads=1, gpus=gpus, env=env, python=python)
     try:
-        child.send(protocol.Probe(device))
+        child.send(wanted)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             alive = child.alive()
             for event in child.events(_POLL_S):
                 match event:
-                    case protocol.Machine(machine):
-                        return machine
+                    case protocol.Machine() as answer:
+                        return answer
                     case protocol.Failure(reason=reason) | Violation(reason):
                         raise ProbeError(reason.removeprefix("ValueError: "))
             if not alive:
@@ -94,16 +114,33 @@ class _Slot:
         self._conditions = conditions
         self._gpus = gpus
         self._child: Child | None = None
+        self._serves: tuple[Mapping[str, str], str | None] = ({}, None)  # environment and interpreter of the child
         self.gpu_ids = gpu_release.visible(gpus) if conditions.device == "cuda" else []
         self._baseline = gpu_release.Baseline(None)
 
-    def child(self) -> Child:
-        """A living child: the warm one, else a new one."""
+    def unfit(self) -> str | None:
+        """Reason why no point may be measured here: a GPU that the run is not planned for; None if there is none."""
+        planned = self._conditions.card
+        for card in map(gpu_release.card_name, self.gpu_ids if planned else []):
+            if card not in (planned, None):
+                node = socket.gethostname()
+                fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+                return f"planned for {planned}, node {node} has {card}; {fix}"
+        return None
+
+    def serves_another(self, point: Point) -> bool:
+        """Whether the child has another environment or interpreter than the point's."""
+        return self._child is not None and self._serves != (point.env, point.python)
+
+    def child(self, point: Point) -> Child:
+        """A living child for a point: the warm one, else a new one. Raises OSError if its interpreter cannot start."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
             self._baseline = gpu_release.Baseline.take(self.gpu_ids)
-            self._child = Child(threads=self._conditions.threads, gpus=self._gpus)
+            threads, gpus = self._conditions.threads, self._gpus
+            self._child = Child(threads=threads, gpus=gpus, env=point.env, python=point.python)
+            self._serves = (point.env, point.python)
         return self._child
 
     def clear(self) -> str | None:
@@ -165,7 +202,8 @@ class _Watch:
 
     def command(self) -> protocol.Run:
         point, conditions = self._assignment.point, self._conditions
-        return protocol.Run(point.kind, dict(point.config), conditions.device, conditions.memory_bytes)
+        limit, settings = conditions.memory_bytes, conditions.settings
+        return protocol.Run(point.kind, dict(point.config), conditions.device, limit, settings)
 
     def step(self) -> Ended | None:
         """Handle new events. Returns the outcome, None while the point goes on."""
@@ -251,6 +289,21 @@ class _Watch:
             **found,
         )
         return Ended(outcome, {**files, **self._child.new_output()})
+
+
+def _not_measured(assignment: Assignment, reason: str) -> Ended:
+    """End of a point whose child was not started."""
+    run_id, point_id, attempt = assignment.run_id, assignment.point_id, assignment.attempt
+    return Ended(
+        OutcomeRecord(
+            run_id=run_id,
+            point_id=point_id,
+            attempt=attempt,
+            state=PointState.ERROR,
+            reason=reason,
+            started_at=now(),
+        )
+    )
 
 
 def _warning(assignment: Assignment, message: str) -> EventRecord:

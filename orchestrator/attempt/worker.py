@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> None:
         match commands.get():
             case protocol.Exit():
                 return
-            case protocol.Probe(device):
-                events.send(_probe(device))
+            case protocol.Probe() as probe:
+                events.send(_probe(probe))
             case protocol.Run() as run:
                 events.send(run_point(run, events))
             case protocol.ProtocolError() as err:
@@ -91,7 +91,7 @@ def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.F
     """Measure one point; any exception becomes a Failure."""
     try:
         kind = kind_module(run.kind)
-        events.send(protocol.Environment(_environment(run.device)))
+        events.send(protocol.Environment(_environment(run.device, run.settings)))
         with memory_limit(run.device, run.memory_bytes):
             return _result(kind.measure(run.config, events.beat), Quantities(kind.QUANTITIES))
     except Exception as err:
@@ -165,15 +165,17 @@ def _failure(err: Exception) -> protocol.Failure:
     return protocol.Failure(classify(err), reason, files)
 
 
-def _environment(device: str) -> dict[str, Any]:
-    """The point's environment; {} for a kind without torch."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
+def _environment(device: str, settings: Sequence[str]) -> dict[str, Any]:
+    """The point's environment, with the effective values of `settings`; without these {} for a kind without torch."""
+    found: dict[str, Any] = {}
     try:
-        return importlib.import_module("jobs.measure.environment").environment(torch.device(device))
+        if settings:  # before anything else uses CUDA: the point's process is as it will be measured
+            found["settings"] = importlib.import_module("jobs.measure.settings").effective(settings)
+        if (torch := sys.modules.get("torch")) is not None:
+            found |= importlib.import_module("jobs.measure.environment").environment(torch.device(device))
     except Exception as err:
-        return {"unknown": f"{type(err).__name__}: {err}"}
+        found["unknown"] = f"{type(err).__name__}: {err}"
+    return found
 
 
 def _cuda_memory() -> dict[str, str]:
@@ -189,9 +191,18 @@ def _cuda_memory() -> dict[str, str]:
     return {}
 
 
-def _probe(device: str) -> protocol.Machine | protocol.Failure:
+def _probe(probe: protocol.Probe) -> protocol.Machine | protocol.Failure:
     try:
-        return protocol.Machine(importlib.import_module("jobs.measure.machine").probe(device))
+        machine = importlib.import_module("jobs.measure.machine").probe(probe.device)
+        if probe.kind is not None:
+            kind_module(probe.kind)
+        if not probe.settings:
+            return protocol.Machine(machine)
+        settings = importlib.import_module("jobs.measure.settings")
+        gpus = float(machine.device == "cuda") if probe.gpus is None else probe.gpus
+        reasons = {name: settings.refusal(name, machine.device, gpus) for name in probe.settings}
+        effective = settings.effective([name for name, reason in reasons.items() if reason is None])
+        return protocol.Machine(machine, effective, {name: reason for name, reason in reasons.items() if reason})
     except Exception as err:
         return _failure(err)
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ def check(argv: Sequence[str]) -> None:
 
     order = read_order(argv)
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
-        _points(order.spec, probe("cpu"))
+        _points(order.spec, dict.fromkeys(order.spec.python, probe("cpu")))
 
 
 def _run(order: Order) -> int:
@@ -80,26 +80,26 @@ def _run(order: Order) -> int:
         resumed = None
         if order.resumed:
             resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
-        machine = executor.probe()
-        points = _points(order.spec, machine)
+        machines = executor.probe()
+        points = _points(order.spec, machines)
         if resumed is None:
             journal = stack.enter_context(Journal(order.folder / NAME))
-            todo = plan.new_plan(_run_record(order), points, machine)
+            todo = plan.new_plan(_run_record(order), points, machines)
         else:
             journal, history = resumed
             run = _run_record(order, resumed=history.run.resumed + 1)
-            todo = plan.resumed_plan(run, points, machine, history, again=order.retry_failed)
+            todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
         stopped = stack.enter_context(_stopping())
-        return _measure(order, executor, store, journal, machine, todo, stopped)
+        return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
 
 
 def _tell(line: str) -> None:
     print(line, flush=True)
 
 
-def _points(spec: JobSpec, machine: Machine) -> Sequence[Point]:
+def _points(spec: JobSpec, machines: Mapping[str | None, Machine]) -> Sequence[Point]:
     """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
-    points, declared = spec.points(machine), own_axes(kind_module(spec.kind))
+    points, declared = spec.all_points(machines), own_axes(kind_module(spec.kind))
     try:
         for point in points:
             check_values(point.axes, declared)

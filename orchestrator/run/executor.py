@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +37,12 @@ class BatchEnded:
 class Executor(Protocol):
     """Runs `supervise` for batches of points, `slots` batches at a time."""
 
-    def probe(self) -> Machine:
-        """The machine that the points will use; waits until a slot is free. Raises ExecutorError."""
+    def probe(self) -> Mapping[str | None, Machine]:
+        """The machine that the points will use, as each interpreter of the spec finds it; waits until a slot is free.
+
+        Raises:
+            ExecutorError: a path, interpreter or environment of the spec cannot be used there.
+        """
         ...
 
     def slots(self, machine: Machine) -> int:

@@ -8,14 +8,14 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jobs.measure import nvml
 from jobs.point import Machine
 from jobs.spec import JobSpec
-from orchestrator.attempt import supervisor
+from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.supervisor import ProbeError
-from orchestrator.messages import Assignment, Conditions, Update
+from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, gpus_per_point
 from orchestrator.states import PointState
 
@@ -37,10 +37,10 @@ class LocalExecutor:
         self._threads: list[threading.Thread] = []
         self._check()
 
-    def probe(self) -> Machine:
-        asked = self._spec.resources.num_gpus
+    def probe(self) -> Mapping[str | None, Machine]:
+        wanted = Requirements.of(self._spec)
         try:
-            return supervisor.probe(self._spec.device, gpus="" if asked == 0 else None)
+            return requirements.check(wanted, gpus="" if wanted.gpus == 0 else None)
         except ProbeError as err:
             raise ExecutorError(str(err)) from None
 

@@ -58,6 +58,8 @@ class Order:
             memory_bytes=limit,
             threads=max(1, int(spec.resources.num_cpus)),
             warm=spec.isolation == "warm",
+            settings=tuple(spec.settings),
+            card=machine.name if machine.device == "cuda" else None,
         )
 
 
@@ -86,6 +88,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
             load_gates(settings.gates)  # the verdict at the end must not fail on them
     with noting():
         spec = load_spec(args.spec, args.set) if args.spec else None
+        _check_uploaded(spec)
     if settings and args.resume:
         with noting():
             spec = _spec_of(args.resume, resume.begun(args.resume, settings), spec)
@@ -100,6 +103,17 @@ def read_order(argv: Sequence[str] | None) -> Order:
         local=args.local,
         dry_run=args.dry_run,
     )
+
+
+def _check_uploaded(spec: JobSpec | None) -> None:
+    """Refuse relative paths that are not here: the cluster gets them from this folder. Raises SpecError.
+
+    Absolute ones are looked for on the nodes.
+    """
+    gone = [item for item in (spec.paths() if spec else {}).items() if not (item[1].is_absolute() or item[1].exists())]
+    lines = [f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}" for field, path in gone]
+    if lines:
+        raise SpecError("\n".join(f"{line}; give an existing one, or an absolute path on the nodes" for line in lines))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jobs.point import Machine, Point
@@ -59,18 +59,21 @@ def new_run_id(name: str) -> str:
     return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
-def new_plan(run: RunRecord, points: Sequence[Point], machine: Machine) -> Plan:
-    """The plan of a new run."""
+def new_plan(run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine]) -> Plan:
+    """The plan of a new run. `machines`: the machine as each interpreter of the points finds it."""
     plan = Plan(run, [run], [], Counter(), _labels(run, points))
     for index, point in enumerate(points):
-        _add(plan, index, point, point.key(run.code_hash or "", machine), attempt=1)
+        _add(plan, index, point, point.key(run.code_hash or "", machines[point.python]), attempt=1)
     return plan
 
 
-def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old: History, *, again: bool) -> Plan:
+def resumed_plan(
+    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], old: History, *, again: bool
+) -> Plan:
     """The plan of a resumed run: points that ended under the same key are not measured again.
 
     Args:
+        machines: the machine as each interpreter of the points finds it.
         again: measure failed points again, too.
 
     Raises:
@@ -83,7 +86,7 @@ def resumed_plan(run: RunRecord, points: Sequence[Point], machine: Machine, old:
         )
     plan = Plan(run, [run], [], Counter(), labels)
     for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
-        before, key = old.points[point_id], point.key(run.code_hash or "", machine)
+        before, key = old.points[point_id], point.key(run.code_hash or "", machines[point.python])
         if before.key == key and _settled(before.state, point, again):
             plan.settled[before.state] += 1
             continue

@@ -16,9 +16,9 @@ from typing import Any
 
 from jobs.point import Machine
 from jobs.spec import JobSpec, Resources
-from orchestrator.attempt import supervisor
+from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.supervisor import ProbeError
-from orchestrator.messages import Assignment, Conditions, Update
+from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.run.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
@@ -27,6 +27,7 @@ from orchestrator.states import PointState
 _REACH_S = 5.0
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
+_CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
 _PULSE_S = 5.0
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
 _ACCELERATOR = "accelerator_type:"
@@ -43,28 +44,63 @@ class RayExecutor:
         """
         self._spec = spec
         _connect(spec, settings)
-        self._nodes = _nodes()
+        self._by_id = _nodes()
+        self._nodes = list(self._by_id.values())
         check_resources(spec, self._nodes)
+        self._type = spec.resources.accelerator_type  # of all points: the one asked for, else the one probed
         self._task: Any = None
         self._gpus: str | None = None
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         self._pulse = _Pulse()
 
-    def probe(self) -> Machine:
+    def probe(self) -> Mapping[str | None, Machine]:
+        """As the interface says; also pins the points to the type of the card that was probed."""
         import ray
 
-        asked = self._spec.resources.num_gpus
+        wanted = Requirements.of(self._spec)
         has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
-        gpus = asked if asked is not None else float(has_gpu and self._spec.device != "cpu")
-        task: Any = ray.remote(max_retries=0, max_calls=0)(supervisor.probe)  # pyright: ignore[reportCallIssue]
-        answer = task.options(**self._placement(gpus)).remote(self._spec.device, None if gpus else "")
+        gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
+        task: Any = ray.remote(max_retries=0, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
+        answer = task.options(**self._placement(gpus)).remote(wanted, None if gpus else "")
         try:
             with _gone():
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
                     print("waiting for the cluster to have room for a point", file=sys.stderr, flush=True)
-                return ray.get(answer)
+                node, machines = ray.get(answer)
         except ProbeError as err:
-            raise ExecutorError(str(err).splitlines()[-1]) from None
+            raise ExecutorError(str(err)) from None
+        gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
+        if gpus and self._type is None:
+            self._type = _card_type(self._by_id.get(node, {}))
+        self._check_nodes(wanted, gpus, checked=node)
+        return machines
+
+    def _check_nodes(self, wanted: Requirements, gpus: float, checked: str) -> None:
+        """Check paths and interpreters on every other node that may run a point; waits for no room there."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        asked = self._spec.resources
+        if not wanted.paths and not any(wanted.pythons):
+            return
+        nodes = [node for node, has in self._by_id.items() if node != checked and _room(has, asked, gpus, self._type)]
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.missing)  # pyright: ignore[reportCallIssue]
+        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        answers = [task.options(scheduling_strategy=strategy).remote(wanted) for strategy in there]
+        ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S) if answers else ([], [])
+        faults = []
+        for answer in ready:
+            try:
+                faults += ray.get(answer)
+            except RayTaskError:
+                raise
+            except RayError:  # the node left the cluster: it measures nothing
+                continue
+        if late:
+            print(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have", file=sys.stderr, flush=True)
+        if faults:
+            raise ExecutorError("\n".join(dict.fromkeys(faults)))
 
     def slots(self, machine: Machine) -> int:
         import ray
@@ -74,7 +110,7 @@ class RayExecutor:
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
         self._task = remote(supervisor.supervise).options(**self._placement(gpus))
         self._gpus = None if gpus else ""
-        room = sum(_room(node, asked, gpus) for node in self._nodes)
+        room = sum(_room(node, asked, gpus, self._type) for node in self._nodes)
         return max(1, min(room, asked.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
@@ -120,8 +156,8 @@ class RayExecutor:
     def _placement(self, gpus: float) -> dict[str, Any]:
         asked = self._spec.resources
         options: dict[str, Any] = {"num_cpus": asked.num_cpus, "num_gpus": gpus}
-        if asked.accelerator_type:
-            options["accelerator_type"] = asked.accelerator_type
+        if self._type:
+            options["accelerator_type"] = self._type
         return options
 
 
@@ -170,7 +206,7 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
         most = max((node.get(resource, 0) for node in nodes), default=0)
         if need > most:
             errors.append(f"resources.{field}: {need:g}: no node of the cluster has more than {most:g}; {fixes[field]}")
-    if not errors and not any(_room(node, asked, gpus) for node in nodes):
+    if not errors and not any(_room(node, asked, gpus, asked.accelerator_type) for node in nodes):
         errors.append(
             f"resources: {gpus:g} GPUs of type {asked.accelerator_type or 'any'} with {asked.num_cpus:g} CPU cores: "
             "no single node has them all; ask for less"
@@ -232,15 +268,28 @@ def _listens(address: str) -> bool:
     return True
 
 
-def _nodes() -> list[dict[str, float]]:
+def _probe(wanted: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
+    """The id of the node where this task runs, and the machine there. Raises ProbeError."""
     import ray
 
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return ray.get_runtime_context().get_node_id(), requirements.check(wanted, gpus)
 
 
-def _room(node: Mapping[str, float], asked: Resources, gpus: float) -> int:
-    """The number of points that fit on a node at a time."""
-    if asked.accelerator_type and not node.get(_ACCELERATOR + asked.accelerator_type):
+def _nodes() -> dict[str, dict[str, float]]:
+    """Resources of the living nodes, by node id."""
+    import ray
+
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _card_type(node: Mapping[str, float]) -> str | None:
+    """Ray's type of a node's accelerators; None where Ray does not know it."""
+    return next((name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)), None)
+
+
+def _room(node: Mapping[str, float], asked: Resources, gpus: float, card_type: str | None) -> int:
+    """The number of points that fit on a node at a time. `card_type`: Ray's type of their accelerators; None: any."""
+    if card_type and not node.get(_ACCELERATOR + card_type):
         return 0
     room = node.get("CPU", 0) / asked.num_cpus
     return int(min(room, node.get("GPU", 0) / gpus) + 1e-9) if gpus else int(room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,16 +47,13 @@ class Cluster:
         return clean | {"PATH": path, "NSA_RAY_ADDRESS": self.address, "NSA_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
 
+NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
-    names = [
-        "port",
-        "dashboard-port",
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "metrics-export-port",
-    ]
+    names = ["port", "dashboard-port", *NODE_PORTS]
     ports = dict(zip(names, _free_ports(len(names)), strict=True))
     command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000"]
@@ -67,12 +65,38 @@ def cluster() -> Iterator[Cluster]:
         _wait_for(lambda: _jobs_answer(found), 60, lambda: (folder / "head.log").read_text())
         yield found
     finally:
-        family = psutil.Process(head.pid).children(recursive=True)
-        head.terminate()  # with --block this stops what it started; `ray stop` would stop every cluster of the host
-        for process in psutil.wait_procs(family, timeout=20)[1]:
-            process.kill()
-        head.wait(timeout=20)
+        _stop(head)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(node: subprocess.Popen[bytes]) -> None:
+    """End what `ray start --block` started: it stops its own; `ray stop` would stop every cluster of the host."""
+    family = psutil.Process(node.pid).children(recursive=True)
+    node.terminate()
+    for process in psutil.wait_procs(family, timeout=20)[1]:
+        process.kill()
+    node.wait(timeout=20)
+
+
+@pytest.fixture
+def typed_nodes(cluster: Cluster) -> Iterator[None]:
+    """Two more nodes of three CPUs and one pretended GPU each, number 4 of type A100 and number 5 of type H100."""
+    nodes = []
+    try:
+        for gpu, card in (("4", "A100"), ("5", "H100")):
+            command = ["ray", "start", "--block", f"--address={cluster.address}", "--num-cpus=3", "--num-gpus=1"]
+            command += ["--object-store-memory=100000000", f'--resources={{"accelerator_type:{card}": 1}}']
+            ports = zip(NODE_PORTS, _free_ports(len(NODE_PORTS)), strict=True)
+            command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports)]
+            env, log = cluster.env(cluster.folder) | {"CUDA_VISIBLE_DEVICES": gpu}, cluster.folder / f"{card}.log"
+            with log.open("w") as out:
+                nodes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True))
+            _wait_for(lambda: _living_nodes(cluster) == 1 + len(nodes), 60, log.read_text)
+        yield
+    finally:
+        for node in nodes:
+            _stop(node)
+        _wait_for(lambda: _living_nodes(cluster) == 1, 60)
 
 
 @pytest.fixture
@@ -215,6 +239,49 @@ def test_a_killed_driver_is_resumed_on_the_cluster(cluster: Cluster, home: Path)
     assert len(pids) == 5
 
 
+CHECK = """
+from dataclasses import replace
+from pathlib import Path
+from jobs.spec import load_spec
+from orchestrator.messages import Requirements
+from orchestrator.run.executor import ExecutorError
+from orchestrator.run.ray_cluster import RayExecutor
+from orchestrator.settings import load_settings
+spec = load_spec(Path("jobs/configs/drill.yaml"), ["resources={num_gpus: 1, num_cpus: 3}"])
+executor = RayExecutor(spec, load_settings())
+wanted = replace(Requirements.of(spec), paths={"data.path": "jobs"})
+executor._check_nodes(wanted, 1, checked="none of them")  # the working directory of the nodes has it
+try:
+    executor._check_nodes(replace(wanted, paths={"data.path": "/no/data"}), 1, checked="none of them")
+except ExecutorError as err:
+    print(err)
+"""
+
+
+def test_a_sweep_stays_on_the_type_of_card_that_was_probed(cluster: Cluster, home: Path, typed_nodes: None) -> None:
+    asked = "resources={num_gpus: 1, num_cpus: 3}"
+    done = drive(cluster, home, DRILL, *settings("[ok, ok]", asked))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 1 at a time" in done.stdout  # the node of the other type has room as well
+    cards = [outcome.environment["variables"]["CUDA_VISIBLE_DEVICES"] for outcome in outcomes(home)]
+    assert cards in (["4"] * 2, ["5"] * 2)
+    checked = subprocess.run(
+        [sys.executable, "-c", CHECK], cwd=ROOT, env=cluster.env(home), capture_output=True, text=True
+    )
+    assert re.fullmatch(r"data\.path: '/no/data': does not exist on node .*\n", checked.stdout), checked.stderr
+
+
+def test_what_a_node_lacks_is_found_before_anything_is_measured(cluster: Cluster, home: Path, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("kind: train\nname: t\ndevice: cpu\nseq_len: 32\nsteps: 5\noptimizer: {warmup_steps: 2}\n")
+    lacking = ["data.path=/no/data", "python=[/no/python, null]"]
+    done = drive(cluster, home, str(spec), *(item for change in lacking for item in ("--set", change)))
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line.partition(" on node ")[0] for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert lines == ["error: data.path: '/no/data': does not exist", "error: python: '/no/python': does not exist"]
+    assert not (home / "artifacts").exists()
+
+
 def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
     """Child process of the point that is measured once `after` outcomes are in the journal."""
 
@@ -245,6 +312,15 @@ def _children_of_workers(cluster: Cluster) -> list[psutil.Process]:
 def _jobs_answer(cluster: Cluster) -> bool:
     command = ["ray", "job", "list", "--address", cluster.dashboard]
     return subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, timeout=60).returncode == 0
+
+
+def _living_nodes(cluster: Cluster) -> int:
+    code = (
+        f"import ray; ray.init({cluster.address!r}, log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, text=True, timeout=60)
+    return int(done.stdout or 0)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:

@@ -111,7 +111,25 @@ MISTAKES = [
         r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*1,138 h; set .*2371",
     ),
     (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
-    (TRAIN, {"data": {"path": "/no/such/place"}}, r"data\.path: '/no/such/place': there is no such file; give"),
+    (SCALING, {"env": {"PATH": "/bin"}}, r"env\.PATH: 'PATH': is no variable of the field; use ATEN_\*, .*NVIDIA_TF32"),
+    (SCALING, {"env": [{}, {"torch_x": "1"}]}, r"env\.1\.torch_x: 'torch_x': is no variable of the field"),
+    (
+        SCALING,
+        {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
+        r"env\.CUDA_VISIBLE_DEVICES: .*: is set for each point by .*; ask for GPUs with resources\.num_gpus",
+    ),
+    (SCALING, {"env": {"OMP_NUM_THREADS": "2"}}, r"env\.OMP_NUM_THREADS: .*orchestrator; set resources\.num_cpus"),
+    (SCALING, {"env": {"CUDA_LAUNCH_BLOCKING": 1}}, r"env\.CUDA_LAUNCH_BLOCKING: 1: .*; write a text, in quotes"),
+    (SCALING, {"env": {"TORCH_LOGS": True}}, r"env\.TORCH_LOGS: True: .*; write a text, in quotes"),
+    (SCALING, {"env": {"TORCH_LOGS": "a\nb"}}, r"env\.TORCH_LOGS: 'a\\nb': has characters that cannot be printed"),
+    (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
+    (SCALING, {"env": [{"TORCH_LOGS": "x"}] * 2}, r"env: .*TORCH_LOGS=x appears more than once; name each once"),
+    (SCALING, {"env": []}, r"env: \[\]: .*at least 1"),
+    (SCALING, {"env": 3}, r"env(\.0)?: 3: .*dictionary"),
+    (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
+    (SCALING, {"python": [None, "python"]}, r"python\.1: 'python': is not an absolute path; give"),
+    (SCALING, {"python": ["/a", "/a"]}, r"python: .*: /a appears more than once; name each once"),
+    (SCALING, {"python": "/" + "x" * 400}, r"python: '/x+': .*at most 400"),
     (TRAIN, {"attention": ["nsa", "nsa"]}, r"attention: .*nsa appears more than once"),
     (TRAIN, {"steps": "many"}, r"steps: 'many': .*integer"),
     ({"kind": "drill", "name": "t", "behaviours": ["ok"]}, {"behaviours": ["explode"]}, r"behaviours\.0: 'explode': "),
@@ -292,7 +310,7 @@ def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Mach
     spec = load_spec(path)
     if spec.device not in ("auto", machine.device):
         pytest.skip(f"it asks for {spec.device}")
-    points = spec.points(machine)
+    points = spec.all_points({None: machine})
     assert points
     assert len({point.label for point in points}) == len(points)
     assert {point.axes.device for point in points} == {machine.device}

@@ -109,7 +109,7 @@ def test_a_worker_of_another_version_ends_the_point_with_the_reason(snippet_kind
     assert outcome.state is PointState.ERROR
     assert f"speaks version {protocol.VERSION - 1} of the protocol" in str(outcome.reason)
     with pytest.raises(supervisor.ProbeError, match="of the protocol"):
-        supervisor.probe("cpu")
+        supervisor.probe(protocol.Probe("cpu"))
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -14,7 +14,7 @@ import pytest
 from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric
 from jobs.spec import Deadlines
-from orchestrator.attempt import diagnostics, gpu_release, supervisor
+from orchestrator.attempt import diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.supervisor import probe, supervise
 from orchestrator.messages import Assignment, Conditions, Ended, Progress
@@ -244,7 +244,7 @@ def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch)
 
 
 def test_the_probe_runs_in_a_child() -> None:
-    machine = probe("cpu")
+    machine = probe(protocol.Probe("cpu")).machine
     assert machine.device == "cpu"
     assert machine.memory_bytes > 0
     assert "torch" in machine.fingerprint
@@ -252,7 +252,7 @@ def test_the_probe_runs_in_a_child() -> None:
 
 def test_probing_for_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
-        probe("cuda", gpus="")
+        probe(protocol.Probe("cuda"), gpus="")
 
 
 def _alive(pid: int) -> bool:

@@ -42,4 +42,4 @@ def spec(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the probe, which imports torch in a child for two seconds."""
-    monkeypatch.setattr(LocalExecutor, "probe", lambda self: Machine("cpu", "test", 8 << 30, {"torch": "0"}))
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: Machine("cpu", "test", 8 << 30, {"torch": "0"})})
