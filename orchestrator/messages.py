@@ -1,17 +1,17 @@
 """Messages between a run's driver and the supervisors of its points: plain, picklable data.
 
-The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Update`s.
+The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Update`s: a point's outcome first, then a
+record for each of its files, or an event where a file could not be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from jobs.point import Device, Point
 from jobs.spec import Deadlines
-from orchestrator.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Conditions:
         memory_bytes: limit of a point's memory beyond its start, enforced in the child; None: no limit.
         threads: CPU threads of a child.
         warm: whether one child serves many points, until one is not ok.
+        store: URL of the artifact store; None: no file is kept.
     """
 
     device: Device
@@ -40,6 +41,7 @@ class Conditions:
     memory_bytes: int | None = None
     threads: int = 1
     warm: bool = False
+    store: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,4 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True)
-class Ended:
-    """End of a point's attempt; `files` are its complete artifacts: name -> text."""
-
-    outcome: OutcomeRecord
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
-Update = StartRecord | Progress | Ended | EventRecord
+Update = StartRecord | Progress | OutcomeRecord | ArtifactRecord | EventRecord

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 1
+VERSION = 2
 
 
 class ProtocolError(ValueError):
@@ -47,12 +47,14 @@ class Run:
         kind: the job kind, a module of `jobs`.
         config: the point's configuration.
         memory_bytes: most that the point may use beyond its start; None: no limit.
+        folder: an existing folder for the texts that it leaves; None: the folder of temporary files.
     """
 
     kind: str
     config: Mapping[str, Any]
     device: point.Device
     memory_bytes: int | None
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,26 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class File:
+    """A file that the point leaves.
+
+    Attributes:
+        name: its name as an artifact, as the measurement gave it: anything.
+        path: where it lies; "" where there is none.
+        problem: why it could not be written; "" otherwise.
+    """
+
+    name: str
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
-    """The point was measured."""
+    """The point was measured. `files` are those of the measurement, which has none itself here."""
 
     measurement: point.Measurement
+    files: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,12 +126,12 @@ class Failure:
     Attributes:
         state: OOM or ERROR.
         reason: one line.
-        files: artifacts, name -> text.
+        files: what explains it.
     """
 
     state: PointState
     reason: str
-    files: Mapping[str, str]
+    files: tuple[File, ...] = ()
 
 
 Command = Probe | Run | Exit

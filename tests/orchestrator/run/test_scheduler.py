@@ -12,8 +12,8 @@ from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator import journal
 from orchestrator.journal import Journal
-from orchestrator.messages import Assignment, Conditions, Ended
-from orchestrator.records import EventRecord, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.messages import Assignment, Conditions
+from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
@@ -45,8 +45,10 @@ class Script:
                 return
             if fate == "silent":
                 return
-            outcome = OutcomeRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, state=fate)
-            self._updates.append((batch, Ended(outcome, {"stdout.txt": f"{a.point_id} {a.attempt}"})))
+            about = {"run_id": "r", "point_id": a.point_id, "attempt": a.attempt}
+            self._updates.append((batch, OutcomeRecord.model_validate({**about, "state": fate})))
+            file = ArtifactData(name="stdout.txt", path=f"r/0000/{a.attempt}/stdout.txt", size=0, sha256="")
+            self._updates.append((batch, ArtifactRecord.model_validate({**about, "artifact": file})))
         self._updates.append((batch, BatchEnded()))
 
     def poll(self, timeout: float) -> list:
@@ -77,7 +79,7 @@ def run(tmp_path: Path):
         conditions = Conditions("cpu", Deadlines(), warm=warm)
         with Journal(path) as book:
             recorder = Recorder("r", book, None, print)
-            scheduler = Scheduler(executor, recorder, Silent(), tmp_path, conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
+            scheduler = Scheduler(executor, recorder, Silent(), conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
             state = scheduler.run(
                 "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
             )
@@ -99,13 +101,14 @@ def test_every_point_ends_when_others_fail(run) -> None:
     assert isinstance(records[-1], RunEndRecord)
 
 
-def test_a_lost_point_is_handed_out_again(run, tmp_path) -> None:
+def test_a_lost_point_is_handed_out_again(run) -> None:
     _, states, records = run(Script({"r/0": [LOST, PointState.OK]}), 2)
     assert states == {PointState.OK: 2}
     assert outcomes(records) == [("r/0", 1, "lost"), ("r/1", 1, "ok"), ("r/0", 2, "ok")]
     [event] = [r for r in records if isinstance(r, EventRecord)]
     assert "p0: attempt 1 got lost (the node went away)" in event.message
-    assert (tmp_path / "0000/2/stdout.txt").read_text() == "r/0 2"
+    files = [(r.point_id, r.attempt) for r in records if isinstance(r, ArtifactRecord)]
+    assert files == [("r/1", 1), ("r/0", 2)]
 
 
 def test_a_point_that_stays_lost_ends_as_lost(run) -> None:
@@ -169,7 +172,7 @@ def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> 
         def poll(self, timeout: float) -> list:
             """The signal that ends the point reaches the driver, too, while it waits for updates."""
             updates = super().poll(timeout)
-            signals.extend("SIGTERM" for _, update in updates if isinstance(update, Ended))
+            signals.extend("SIGTERM" for _, update in updates if isinstance(update, OutcomeRecord))
             return updates
 
     fates = {"r/0": [PointState.CRASH]}
