@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fsspec.registry import available_protocols, known_implementations, registry
+from fsspec.registry import known_implementations, registry
 
 _FORMS = "write an absolute path, file:///PATH or s3://BUCKET/PREFIX"
 _EXTRAS = {"s3": "pip install 'nsa-bench[s3]'", "s3a": "pip install 'nsa-bench[s3]'"}
@@ -60,10 +60,10 @@ def _folder(path: str) -> str:
 
 
 def _check_scheme(scheme: str) -> None:
-    if scheme not in available_protocols():
+    if scheme not in known_implementations:
+        if scheme in registry:  # by another package
+            return
         raise ValueError(f"unknown scheme {scheme!r}; {_FORMS}")
-    if scheme in registry:  # registered by another package
-        return
     package = known_implementations[scheme]["class"].partition(".")[0]
     if package == "fsspec" and scheme not in _BUNDLED:
         raise ValueError(f"the scheme {scheme!r} keeps nothing that another process can read; {_FORMS}")

@@ -161,9 +161,7 @@ class ArtifactStore:
             yield _Reporting(out, path, self.url)
             self._attempt(path, out.close)
         except BaseException:
-            with contextlib.suppress(Exception):
-                out.discard()
-            out.closed = True  # else the garbage collector would complete the upload
+            _abandon(out)
             raise
 
     @contextlib.contextmanager
@@ -241,6 +239,17 @@ class _Reporting:
                 view = view[self._file.write(view) :]
         except Exception as err:
             raise ArtifactError(f"{self._path}: the artifact store {self._url} failed: {_line(err)}") from None
+
+
+def _abandon(file: Any) -> None:
+    """Give up a file that is being written to a filesystem of fsspec."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    try:
+        file.closed = True  # else the garbage collector would complete the upload
+    except AttributeError:  # no upload in parts
+        with contextlib.suppress(Exception):
+            file.close()
 
 
 @contextlib.contextmanager

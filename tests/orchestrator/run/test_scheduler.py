@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,9 @@ class Script:
         self.most_at_a_time = max(self.most_at_a_time, len(self._running))
         for a in assignments:
             fate = self.fates.get(a.point_id, [PointState.OK]).pop(0)
-            self._updates.append((batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt)))
+            self._updates.append(
+                (batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, node="bench7"))
+            )
             if isinstance(fate, BatchEnded):
                 self._updates.append((batch, fate))
                 return
@@ -74,9 +77,9 @@ class Silent:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None):
+    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None, store=None):
         path = tmp_path / journal.NAME
-        conditions = Conditions("cpu", Deadlines(), warm=warm)
+        conditions = Conditions("cpu", Deadlines(), warm=warm, store=store)
         with Journal(path) as book:
             recorder = Recorder("r", book, None, print)
             scheduler = Scheduler(executor, recorder, Silent(), conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
@@ -179,3 +182,32 @@ def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> 
     _, states, records = run(Stopped(fates), 1, stopped=lambda: signals[0] if signals else None)
     assert states == {PointState.CANCELLED: 1}
     assert outcomes(records) == [("r/0", 1, "cancelled")]
+
+
+def test_a_store_that_is_another_folder_elsewhere_is_said_once(run, tmp_path) -> None:
+    store = tmp_path / "store"
+    (store / "r/0000/1").mkdir(parents=True)
+    (store / "r/0000/1/stdout.txt").touch()
+    _, states, records = run(Script(), 2, store=f"file://{store}")
+    assert not [r for r in records if isinstance(r, EventRecord)]  # both files are there
+    shutil.rmtree(store)
+    _, states, records = run(Script(), 3, store=f"file://{store}")
+    assert states == {PointState.OK: 3}
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert event.level == "warning"
+    assert event.message == (
+        "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
+    )
+
+
+def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
+    class Lost(Script):
+        def poll(self, timeout: float) -> list:
+            """Between the outcome of a point and its file the node goes away."""
+            updates = super().poll(timeout)
+            return [(batch, LOST if isinstance(update, ArtifactRecord) else update) for batch, update in updates]
+
+    _, states, records = run(Lost(), 1)
+    assert states == {PointState.OK: 1}
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: the node went away")
