@@ -239,7 +239,7 @@ def _artifacts(frame: pd.DataFrame, kept_in: str) -> None:
                 st.caption("Only its end is shown.")
             st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
             _download(row, kept_in)
-            if row["content"]:
+            if not pd.isna(row["content"]) and row["content"]:
                 st.code(
                     row["content"],
                     language=None,

@@ -20,6 +20,7 @@ STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
     "tests/orchestrator/attempt/",
     "tests/orchestrator/cli/test_services.py",
     "tests/orchestrator/run/",
+    "tests/orchestrator/test_artifacts.py",
 )
 GROUPS = (STARTS_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the latter: two tests of one compilation
 

@@ -85,7 +85,8 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
         out.rule(Text(f["name"] + (" (its end)" if f["truncated"] else "")))
-        out.print(f["content"] or f"not stored as text; see {f['path']}", markup=False)
+        text = "" if pd.isna(f["content"]) else f["content"]
+        out.print(text or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
         out.print("this point has no artifacts")
 
