@@ -65,14 +65,17 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
     address = f"127.0.0.1:{ports[0]}"
     common = ["ray", "start", "--block", "--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
     common += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-    head = [*common, "--head", f"--temp-dir={folder}", f"--port={ports[0]}", f"--dashboard-port={ports[1]}"]
-    nodes = [[*head, *_agent_ports(ports[2:4])], [*common, f"--address={address}", *_agent_ports(ports[4:6])]]
+    head = [*common, "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", *_agent_ports(ports[2:4])]
+    nodes = [head, [*common, f"--address={address}", *_agent_ports(ports[4:6])]]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(nodes):
-            with (folder / f"node{number}.log").open("w") as log:
+            place = folder / str(number)  # of its own: nodes unpack the sources there
+            place.mkdir()
+            with (place / "log").open("w") as log:
+                command = [*command, f"--temp-dir={place}"]
                 started.append(subprocess.Popen(command, env=clean, stdout=log, stderr=log, start_new_session=True))
-            _await_port(ports[0])
+            _await_node(place / "log")
         yield clean | {
             "NSA_RAY_ADDRESS": address,
             "NSA_HOME": str(tmp_path / "home"),
@@ -90,6 +93,8 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
 
 def test_a_large_file_reaches_the_store_and_its_readers(env, tmp_path, monkeypatch) -> None:
     records, grown = measure(env, tmp_path, [_LARGE, _SMALL])
+    assert "2 points to measure on cpu" in (told := (tmp_path / "driver.log").read_text())
+    assert "2 at a time" in told  # one on each node
     assert grown < 50 << 20, f"{grown >> 20} MiB"
 
     outcomes = [record for record in records if isinstance(record, OutcomeRecord)]
@@ -111,7 +116,10 @@ def test_a_large_file_reaches_the_store_and_its_readers(env, tmp_path, monkeypat
 
 
 def measure(env: dict[str, str], folder: Path, codes: list[str]) -> tuple[list, int]:
-    """The records of a run of `codes`, and the growth of its driver's memory in bytes after its first outcome."""
+    """The records of a run of `codes`, and the growth of its driver's memory in bytes after its first outcome.
+
+    Up to the run's end: before and after, the driver imports what it needs to connect and to judge.
+    """
     spec = folder / "spec.yaml"
     spec.write_text(_SPEC.format(codes=codes))
     with (folder / "driver.log").open("w") as log:
@@ -123,7 +131,8 @@ def measure(env: dict[str, str], folder: Path, codes: list[str]) -> tuple[list, 
                 rss = watched.memory_info().rss
             except psutil.NoSuchProcess:
                 break
-            if first or any('"type":"outcome"' in path.read_text() for path in _journals(env)):
+            told = "".join(path.read_text() for path in _journals(env))
+            if '"type":"outcome"' in told and '"type":"run_end"' not in told:
                 first, peak = first or rss, max(peak, rss)
             time.sleep(0.05)
     assert driver.wait() == 0, (folder / "driver.log").read_text()
@@ -155,14 +164,11 @@ def _agent_ports(ports: list[int]) -> list[str]:
     return [f"--dashboard-agent-listen-port={ports[0]}", f"--metrics-export-port={ports[1]}"]
 
 
-def _await_port(port: int) -> None:
+def _await_node(log: Path) -> None:
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                return
+    while "Ray runtime started" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
-    raise AssertionError("the head does not answer")
 
 
 def _free_ports(count: int) -> list[int]:
