@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -53,8 +54,8 @@ def _folder(path: str) -> str:
         raise ValueError("names a host or a relative path; write file:///PATH with three slashes")
     if "\0" in path:
         raise ValueError(f"holds a NUL; {_FORMS}")
-    there = next(place for place in (Path(path), *Path(path).parents) if place.exists())
-    if not there.is_dir():
+    there = next(place for place in (Path(path), *Path(path).parents) if os.path.exists(place))
+    if not os.path.isdir(there):
         raise ValueError(f"{str(there)!r} is not a folder; name one")
     return path.rstrip("/") or "/"
 

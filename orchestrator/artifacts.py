@@ -291,7 +291,7 @@ def _unreachable(url: str, err: Exception) -> ArtifactError:
 
 def _line(err: Exception) -> str:
     """An error's kind and the first 200 characters of its text, on one line."""
-    text = " ".join(str(err).split())[:200]
+    text = " ".join(str(err).split())[:200].encode(errors="backslashreplace").decode()
     return f"{type(err).__name__}: {text}" if text else type(err).__name__
 
 

@@ -193,6 +193,7 @@ def _check(measurement: Measurement, declared: Quantities) -> None:
 def _failure(err: Exception, folder: str | None = None) -> protocol.Failure:
     text = str(err).strip().splitlines()
     reason = f"{type(err).__name__}: {text[0]}" if text else type(err).__name__
+    reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
     return protocol.Failure(classify(err), reason, leave(files, folder))
 

@@ -111,7 +111,7 @@ class Scheduler:
             self._watcher.tell(f"{update.level}: {update.message}")
         else:
             if (last := self._keeping.pop(batch, None)) and update.state is not None:
-                self._warn(last, f"some of its files may be missing: {update.reason or 'its supervisor was lost'}")
+                self._recorder.write([_incomplete(last, update.reason)])
             self._batch_ended(self._batches.pop(batch), update)
 
     def _ended(self, outcome: OutcomeRecord) -> None:
@@ -132,11 +132,8 @@ class Scheduler:
         self._unseen = False
         node = self._nodes.get(record.point_id) or "another node"
         advice = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
-        self._warn(record, f"artifacts of node {node} are not visible here: {advice}")
-
-    def _warn(self, about: ArtifactRecord | OutcomeRecord, message: str) -> None:
-        event = EventRecord(run_id=about.run_id, point_id=about.point_id, level="warning", message=message)
-        self._recorder.write([event])
+        message = f"artifacts of node {node} are not visible here: {advice}"
+        self._recorder.write([EventRecord(run_id=record.run_id, level="warning", message=message)])
         self._watcher.tell(f"warning: {message}")
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
@@ -173,7 +170,14 @@ class Scheduler:
             OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)
             for a in left
         ]
-        records: list[Record] = [*outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
+        events = [_incomplete(last, reason) for last in self._keeping.values()]
+        records: list[Record] = [*events, *outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
         self._recorder.write(records)
         self.states[point] += len(left)
         return len(left)
+
+
+def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:
+    """The warning that keeping the files of an ended point was cut short."""
+    message = f"some of its files may be missing: {reason or 'its supervisor was lost'}"
+    return EventRecord(run_id=outcome.run_id, point_id=outcome.point_id, level="warning", message=message)

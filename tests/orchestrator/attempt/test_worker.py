@@ -135,6 +135,13 @@ def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> Non
     assert "Traceback" in Path(file.path).read_text()
 
 
+def test_an_exception_with_a_text_that_is_no_unicode_is_readable(pipe, snippet_kind) -> None:
+    event = run_point(snippet(r"raise ValueError('caf\udcff')"), pipe[1])
+    assert isinstance(event, protocol.Failure)
+    assert event.reason == r"ValueError: caf\udcff"
+    assert r"caf?" in Path(event.files[0].path).read_text()
+
+
 PARENT = """
     import sys, time
     from orchestrator.attempt import protocol
