@@ -12,11 +12,10 @@ import pytest
 
 from nsa_core.backends.dense import Host
 from orchestrator import journal
-from orchestrator.artifacts import ArtifactStore, Source
 from orchestrator.cli import commands, doctor
 from orchestrator.database_url import hide_password
 from orchestrator.journal import Journal
-from orchestrator.records import ArtifactData, ArtifactRecord, RunRecord, StartRecord
+from orchestrator.records import RunRecord, StartRecord
 from orchestrator.run import plan
 from orchestrator.settings import Settings
 from orchestrator.states import PointState
@@ -293,66 +292,3 @@ def test_queries_before_any_run_give_a_fix(nsa: Nsa) -> None:
     done = nsa("runs")
     assert done.code == 2
     assert "nsa db upgrade" in done.err or "run a job" in done.err
-
-
-def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(
-    nsa: Nsa, home: Path, sweep: Callable[..., list]
-) -> None:
-    record = stored_file(home, sweep, "note.txt", "whole text\n")
-    done = nsa("artifacts", RUN, "--point", "1")
-    assert done.code == 0
-    assert "note.txt" in done.out
-    assert record.sha256 in done.out.replace("\n", "")
-    done = nsa("artifacts", RUN, "--out", str(home / "copies"))
-    assert done.code == 1
-    assert (home / "copies" / "0001" / "1" / "note.txt").read_text() == "whole text\n"
-    assert "copied 1 of 9 files" in done.out  # the sweep's own files are on another host
-    missing = done.err.splitlines()
-    assert len(missing) == 8
-    assert all("is not in the artifact store" in line and "(host bench1)" in line for line in missing)
-
-
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])
-def test_a_hostile_path_in_the_database_is_not_opened(
-    nsa: Nsa, home: Path, sweep: Callable[..., list], path: str
-) -> None:
-    (home / "secret").write_text("whole text\n")
-    stored_file(home, sweep, "note.txt", "whole text\n", path=path)
-    done = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
-    assert done.code == 1
-    assert "is no path below the artifact store; it was not opened" in done.err
-    assert not list((home / "copies").rglob("note.txt"))
-
-
-def test_a_hostile_name_in_the_database_writes_no_file(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
-    stored_file(home, sweep, "../../escaped.txt", "whole text\n", path="r/0001/1/note.txt")
-    done = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "a" / "b" / "copies"))
-    assert done.code == 1
-    assert "is no plain file name" in done.err
-    assert not list(home.rglob("escaped.txt"))
-
-
-def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, path: str | None = None) -> ArtifactData:
-    """A file of the second point of a stored sweep, whose row may be hostile."""
-    store = ArtifactStore(f"file://{home / 'artifacts'}")
-    file = store.put(Source("note.txt", text), "r/0001/1/note.txt")
-    file = file.model_copy(update={"name": name, "path": path or file.path})
-    with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
-        opened.apply_many(sweep(RUN))
-        opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file))
-    return file
-
-
-def test_doctor_says_where_the_store_is_and_whether_it_can_be_written(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def looked_at() -> doctor.Finding:
-        return next(finding for finding in doctor.findings(Settings()) if finding.name == "artifact store")
-
-    assert str(home / "artifacts") in looked_at().detail
-    monkeypatch.setenv("NSA_ARTIFACT_STORE", str(home / "store"))
-    assert (looked_at().health, looked_at().detail) == (doctor.Health.OK, f"file://{home}/store, can be written")
-    assert not list((home / "store").iterdir())
-    monkeypatch.setenv("NSA_ARTIFACT_STORE", "ftp://127.0.0.1:1/store")
-    assert looked_at().health is doctor.Health.BROKEN
-    assert "cannot be reached" in looked_at().detail

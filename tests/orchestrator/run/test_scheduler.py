@@ -211,3 +211,16 @@ def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run
     assert states == {PointState.OK: 1}
     [event] = [r for r in records if isinstance(r, EventRecord)]
     assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: the node went away")
+
+
+def test_files_that_a_cancelled_run_did_not_keep_are_said_on_their_point(run) -> None:
+    class Slow(Script):
+        def poll(self, timeout: float) -> list:
+            """The file of the point takes longer than the run."""
+            return [(batch, u) for batch, u in super().poll(timeout) if not isinstance(u, ArtifactRecord | BatchEnded)]
+
+    executor = Slow()
+    _, _, records = run(executor, 1, stopped=lambda: None if executor._updates or not executor.batches else "SIGTERM")
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: SIGTERM")
+    assert [(p, s) for p, _, s in outcomes(records)] == [("r/0", "ok")]
