@@ -16,6 +16,7 @@ import streamlit as st
 
 from dashboard import help_pages
 from orchestrator import analysis
+from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.errors import UserError
 from orchestrator.gates import verdicts as judging
 from orchestrator.settings import Settings, load_settings
@@ -24,6 +25,7 @@ from orchestrator.store import Store, exporter, queries
 CACHE_SECONDS = 2.0
 LIVE_SECONDS = 2.0
 IDLE_SECONDS = 5.0
+DOWNLOAD_BYTES = 1 << 30  # a larger file is not offered: a download passes through this process's memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +66,23 @@ def last_change(store: Store) -> pd.Timestamp | None:
     frame = queries.runs(store, limit=20)
     latest = frame[["created_at", "ended_at", "heartbeat_at"]].max().max()
     return None if pd.isna(latest) else latest
+
+
+def artifact(path: str, size: int, sha256: str, kept_in: str) -> bytes:
+    """The whole content of a point's file, from the artifact store of this dashboard, with size and hash verified.
+
+    Args:
+        path: relative to the store, as the database has it.
+        kept_in: where the run kept it, for the message where it is not there.
+
+    Raises:
+        ArtifactError: a path out of the store, no such file, another content than was kept.
+    """
+    store = ArtifactStore(load_settings().artifact_store_url)
+    try:
+        return b"".join(store.pieces(path, size, sha256))
+    except ArtifactError as err:
+        raise ArtifactError(f"{err}; the run kept it in {kept_in}") from None
 
 
 def open_store() -> Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -120,7 +121,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
 def _provenance(run: dict[str, Any]) -> dict[str, str]:
     dirty = {True: " with uncommitted changes", False: " (clean)"}.get(run["git_dirty"], "")
     commit = f"{parts.code(run['git_commit'])}{dirty}" if run["git_commit"] else "–"
-    texts = ("spec_hash", "code_hash", "submission_id", "artifacts")
+    texts = ("spec_hash", "code_hash", "submission_id", "artifacts", "artifact_store")
     return {
         "Kind": parts.plain(run["kind"]),
         "Source": parts.plain(run["source"] or "–"),
@@ -167,7 +168,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     with config:
         st.json(point["config"], expanded=2)
     with files:
-        _artifacts(data.artifacts(store, point_id))
+        _artifacts(data.artifacts(store, point_id), _kept_in(data.run(store, run_id) or {}, point))
 
 
 @data.part
@@ -228,16 +229,17 @@ def _interval(low: float, high: float) -> str:
     return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} – {parts.number(high)}"
 
 
-def _artifacts(frame: pd.DataFrame) -> None:
+def _artifacts(frame: pd.DataFrame, kept_in: str) -> None:
     if frame.empty:
         st.caption("No files were kept.")
     for row in frame.to_dict("records"):
         title = f"{row['name']} · attempt {row['attempt']} · {parts.size(row['size'])}"
         with st.expander(parts.plain(title), expanded=len(frame) == 1, icon=":material/description:"):
             if row["truncated"]:
-                st.caption("Only its end was kept here; the whole file is on the host that ran it.")
+                st.caption("Only its end is shown.")
             st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
-            if row["content"]:
+            _download(row, kept_in)
+            if not pd.isna(row["content"]) and row["content"]:
                 st.code(
                     row["content"],
                     language=None,
@@ -246,6 +248,27 @@ def _artifacts(frame: pd.DataFrame) -> None:
                 )
             else:
                 st.caption("Empty." if not row["size"] else "Its text is not in the database.")
+
+
+def _download(row: dict[str, Any], kept_in: str) -> None:
+    """Offer the whole file. It is read when the button is clicked, into this process's memory."""
+    if row["size"] > data.DOWNLOAD_BYTES:
+        st.caption("Too large for a browser; copy it with `nsa artifacts RUN --point N --out FOLDER`.")
+        return
+    st.download_button(
+        "Download",
+        data=partial(data.artifact, row["path"], row["size"], row["sha256"], kept_in),
+        file_name=row["name"],
+        mime="application/octet-stream",
+        icon=":material/download:",
+        key=f"download {row['attempt']} {row['name']}",
+        on_click="ignore",
+    )
+
+
+def _kept_in(run: dict[str, Any], point: dict[str, Any]) -> str:
+    folder = run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
+    return f"{folder} (node {point['node'] or run.get('host') or 'unknown'})"
 
 
 def _cell(value: object) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from jobs.axes import Axes
@@ -102,13 +103,14 @@ class Measurement:
         metrics: the numbers.
         route: kernels that really ran, by branch, e.g. {"cmp": "chunked", "slc": "chunked", "win": "sdpa-flash"}.
         environment: versions, driver, GPU name and UUID, clocks, host, the effective environment variables.
-        files: text artifacts by file name, e.g. {"memory_summary.txt": "..."}.
+        files: files to keep, by plain file name (letters, digits, "._-"): a text, or the Path of a file of any size
+            that was written, best in a temporary folder, which is removed with the point's process.
     """
 
     metrics: tuple[Metric, ...]
     route: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | Path] = field(default_factory=dict)
 
 
 class Beat(Protocol):

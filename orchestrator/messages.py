@@ -1,17 +1,18 @@
 """Messages between a run's driver and the supervisors of its points: plain, picklable data.
 
-The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Update`s.
+The driver sends `Assignment`s under `Conditions`; a supervisor answers with `Update`s: a point's outcome first, then a
+record for each of its files, or an event where a file could not be kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from jobs.point import Device, Point
 from jobs.spec import Deadlines, JobSpec
-from orchestrator.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Conditions:
         warm: whether one child serves many points, until one is not ok or the next needs another environment.
         settings: names of environment variables whose effective values are read back in each point's child.
         card: name of the GPU that the points are planned for; a point that gets another is not measured.
+        store: URL of the artifact store; None: no file is kept.
     """
 
     device: Device
@@ -44,6 +46,7 @@ class Conditions:
     warm: bool = False
     settings: tuple[str, ...] = ()
     card: str | None = None
+    store: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,4 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True)
-class Ended:
-    """End of a point's attempt; `files` are its complete artifacts: name -> text."""
-
-    outcome: OutcomeRecord
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
-Update = StartRecord | Progress | Ended | EventRecord
+Update = StartRecord | Progress | OutcomeRecord | ArtifactRecord | EventRecord

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from jobs.validation import split
+from orchestrator import artifact_url
 from orchestrator.errors import UserError
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -75,6 +76,9 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
     database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
     artifacts: Path | None = Field(default=None, description="folder of journals and artifacts, a folder a run")
+    artifact_store: str | None = Field(
+        default=None, description="URL of the store of points' files (s3://BUCKET/PREFIX, file:///PATH)"
+    )
     ray_address: str | None = Field(
         default=None, description="Ray cluster to connect to (host:port); None: this machine"
     )
@@ -88,6 +92,11 @@ class Settings(BaseSettings):
         if not value.startswith(("http://", "https://")):
             raise ValueError("is not an HTTP address; write http://HOST:PORT")
         return value
+
+    @field_validator("artifact_store")
+    @classmethod
+    def _is_a_store(cls, value: str | None) -> str | None:
+        return artifact_url.check(value) if value else None
 
     @field_validator("home", "artifacts")
     @classmethod
@@ -111,6 +120,11 @@ class Settings(BaseSettings):
     def artifacts_dir(self) -> Path:
         return self.artifacts or self.home / "artifacts"
 
+    @cached_property
+    def artifact_store_url(self) -> str:
+        """The store of points' files; by default the folder of the journals."""
+        return self.artifact_store or f"file://{self.artifacts_dir.absolute()}"
+
 
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
@@ -122,4 +136,4 @@ def load_settings() -> Settings:
 
 def _mistake(error: ErrorDetails) -> str:
     variable = f"NSA_{str(error['loc'][0]).upper().removeprefix('NSA_')}"
-    return ": ".join(split(error, variable))
+    return artifact_url.hide_credentials(": ".join(split(error, variable)))

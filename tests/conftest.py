@@ -22,6 +22,7 @@ STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
     "tests/orchestrator/cli/test_services.py",
     "tests/orchestrator/run/",
     "tests/orchestrator/store/test_claim.py",
+    "tests/orchestrator/test_artifacts.py",
 )
 GROUPS = (STARTS_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the latter: two tests of one compilation
 

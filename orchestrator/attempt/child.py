@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import select
 import shutil
@@ -17,13 +18,14 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.artifacts import Source
 from orchestrator.attempt import protocol
 from orchestrator.settings import SOURCES, Installation, installation
 
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 _SOURCES = ("nsa_core", "jobs", "orchestrator")  # that a worker imports
-OUTPUT_LIMIT = 1 << 20  # bytes kept of a point's stdout and of its stderr: the last ones
+_LAST_WORDS = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Child:
         """
         self._python = python or sys.executable
         self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
+        self.temporary = self._folder / "tmp"
+        self.temporary.mkdir()
         self._buffer = b""
         self._ready = False
         self._offsets = {"stdout": 0, "stderr": 0}
         self._events, events = os.pipe()
         os.set_blocking(self._events, False)
-        variables = _environment(threads, gpus)
+        variables = _environment(threads, gpus) | _temporary(self.temporary)
         if python is not None:
             variables = _for_another_interpreter(variables, self._folder / "sources")
         variables |= {name: value for name, value in (env or {}).items() if value is not None}
@@ -132,19 +136,22 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
-    def new_output(self) -> dict[str, str]:
-        """Text printed since the last call, as artifacts stdout.txt and stderr.txt; empty ones are left out."""
-        found = {}
+    def new_output(self) -> list[Source]:
+        """Output printed since the last call, as artifacts stdout.txt and stderr.txt; empty ones are left out."""
+        found = []
         for name, offset in self._offsets.items():
             path = self._folder / name
             size = path.stat().st_size
             self._offsets[name] = size
-            with path.open("rb") as file:
-                file.seek(max(offset, size - OUTPUT_LIMIT))
-                text = file.read(OUTPUT_LIMIT).decode(errors="replace")
-            if text:
-                found[f"{name}.txt"] = text
+            if size > offset:
+                found.append(Source(f"{name}.txt", path, offset, size))
         return found
+
+    def last_words(self) -> str:
+        """The end of the text that it printed to stderr."""
+        with (self._folder / "stderr").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS))
+            return file.read().decode(errors="replace")
 
     def close(self) -> int | None:
         """Ask the worker to exit, then kill the rest of its tree. Returns its exit code (minus the signal's number)."""
@@ -211,6 +218,19 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def _temporary(folder: Path) -> dict[str, str]:
+    """Variables for temporary files that end with the child. PyTorch's compiler keeps its cache where it was."""
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser().replace("/", "_")
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid_{os.getuid()}"
 
 
 def _environment(threads: int, gpus: str | None) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Run:
         config: the point's configuration.
         memory_bytes: most that the point may use beyond its start; None: no limit.
         settings: names of environment variables whose effective values its environment shows.
+        folder: an existing folder for the texts that it leaves; None: the folder of temporary files.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Run:
     device: point.Device
     memory_bytes: int | None
     settings: tuple[str, ...] = ()
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,26 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class File:
+    """A file that the point leaves.
+
+    Attributes:
+        name: its name as an artifact, as the measurement gave it: anything.
+        path: where it lies; "" where there is none.
+        problem: why it could not be written; "" otherwise.
+    """
+
+    name: str
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
-    """The point was measured."""
+    """The point was measured. `files` are those of the measurement, which has none itself here."""
 
     measurement: point.Measurement
+    files: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,12 +145,12 @@ class Failure:
     Attributes:
         state: OOM or ERROR.
         reason: one line.
-        files: artifacts, name -> text.
+        files: what explains it.
     """
 
     state: PointState
     reason: str
-    files: Mapping[str, str]
+    files: tuple[File, ...] = ()
 
 
 Command = Probe | Run | Exit

@@ -1,7 +1,7 @@
 """The parent's side of one worker slot: deadlines, diagnosis and classification of its points.
 
 `supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task. It needs neither the
-driver's disk nor its database: outcomes and artifacts travel in the updates.
+driver's disk nor its database: outcomes travel in the updates, and files go from here to the artifact store.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jobs.measure.telemetry import Telemetry
 from jobs.point import Measurement, Point
+from orchestrator.artifacts import Source
 from orchestrator.attempt import diagnostics, gpu_release, protocol
 from orchestrator.attempt.child import Child, Violation
-from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
+from orchestrator.attempt.keeping import keep
+from orchestrator.messages import Assignment, Conditions, Progress, Update
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 from orchestrator.states import PointState
 
@@ -64,7 +68,9 @@ def supervise(
             ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped)
             if ended is None:
                 return
-            yield ended
+            yield ended.outcome
+            if conditions.store is not None:
+                yield from keep(assignment, ended.files, conditions.store, stopped)
             if not (conditions.warm and ended.outcome.state is PointState.OK) and (warning := slot.clear()):
                 yield _warning(assignment, warning)
     finally:
@@ -101,7 +107,7 @@ def probe(
                     case protocol.Failure(reason=reason) | Violation(reason):
                         raise ProbeError(reason.removeprefix("ValueError: "))
             if not alive:
-                raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.new_output().get('stderr.txt')}")
+                raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.last_words()}")
         raise ProbeError(f"no answer within {timeout_s:.0f} s")
     finally:
         child.discard()
@@ -159,7 +165,7 @@ def _watch(
     conditions: Conditions,
     gpu_ids: Sequence[str],
     stopped: Callable[[], bool],
-) -> Generator[Update, None, Ended | None]:
+) -> Generator[Update, None, _Ended | None]:
     """Follow one point to its end. Returns None if stopped before."""
     watch = _Watch(child, assignment, conditions)
     telemetry = Telemetry(gpu_ids)
@@ -174,13 +180,21 @@ def _watch(
         sampled = telemetry.stop()
     if conditions.device != "cuda":
         return ended
-    ended = Ended(ended.outcome, {**ended.files, "telemetry.txt": sampled.text})
+    ended = replace(ended, files=(Source("telemetry.txt", sampled.text), *ended.files))
     if ended.outcome.state is not PointState.OK:
         return ended
     metrics = tuple(MetricData(**vars(metric)) for metric in sampled.metrics)
     known = {metric.name for metric in ended.outcome.metrics}
     added = ended.outcome.metrics + tuple(m for m in metrics if m.name not in known)
-    return Ended(ended.outcome.model_copy(update={"metrics": added}), ended.files)
+    return replace(ended, outcome=ended.outcome.model_copy(update={"metrics": added}))
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """End of an attempt, and the files to keep of it."""
+
+    outcome: OutcomeRecord
+    files: tuple[Source, ...]
 
 
 class _Watch:
@@ -202,10 +216,10 @@ class _Watch:
 
     def command(self) -> protocol.Run:
         point, conditions = self._assignment.point, self._conditions
-        limit, settings = conditions.memory_bytes, conditions.settings
-        return protocol.Run(point.kind, dict(point.config), conditions.device, limit, settings)
+        limit, settings, folder = conditions.memory_bytes, conditions.settings, str(self._child.temporary)
+        return protocol.Run(point.kind, dict(point.config), conditions.device, limit, settings, folder)
 
-    def step(self) -> Ended | None:
+    def step(self) -> _Ended | None:
         """Handle new events. Returns the outcome, None while the point goes on."""
         alive = self._child.alive()  # asked before reading: events of a child that dies now are still read
         for event in self._child.events(_POLL_S if alive else 0):
@@ -214,12 +228,12 @@ class _Watch:
                     self._note(event)
                 case protocol.Environment(environment):
                     self._environment = dict(environment)
-                case protocol.Result(measurement):
-                    return self._measured(measurement)
+                case protocol.Result(measurement, files):
+                    return self._measured(measurement, files)
                 case protocol.Failure(state, reason, files):
-                    return self._ended(state, reason, files)
+                    return self._ended(state, reason, _sources(files))
                 case Violation(reason):
-                    return self._ended(PointState.ERROR, reason, {})
+                    return self._ended(PointState.ERROR, reason)
         if not alive:
             return self._died()
         self._low_memory = diagnostics.memory_exhausted()
@@ -241,19 +255,19 @@ class _Watch:
         run_id, point_id = self._assignment.run_id, self._assignment.point_id
         self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total)
 
-    def _measured(self, measurement: Measurement) -> Ended:
+    def _measured(self, measurement: Measurement, files: Sequence[protocol.File]) -> _Ended:
         metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
         self._environment |= measurement.environment
-        return self._ended(PointState.OK, None, measurement.files, metrics=metrics, route=dict(measurement.route))
+        return self._ended(PointState.OK, None, _sources(files), metrics=metrics, route=dict(measurement.route))
 
-    def _died(self) -> Ended:
+    def _died(self) -> _Ended:
         code = self._child.kill()
         reason = diagnostics.describe_exit(code)
         if code == -9 and (diagnostics.oom_kills() > self._oom_kills or self._low_memory):
-            return self._ended(PointState.OOM, f"{reason} by the kernel, which was out of memory", {})
-        return self._ended(PointState.CRASH, reason, {})
+            return self._ended(PointState.OOM, f"{reason} by the kernel, which was out of memory")
+        return self._ended(PointState.CRASH, reason)
 
-    def _overdue(self) -> Ended | None:
+    def _overdue(self) -> _Ended | None:
         deadlines, clock = self._conditions.deadlines, time.monotonic()
         silent = clock - (self._start if self._last_sign is None else self._last_sign)
         if self._last_sign is None and silent > deadlines.startup_s:
@@ -268,16 +282,16 @@ class _Watch:
     def _whereabouts(self) -> str:
         return f"(last in phase {self._phase!r})"
 
-    def _expired(self, state: PointState, reason: str) -> Ended:
+    def _expired(self, state: PointState, reason: str) -> _Ended:
         tree = self._child.tree()
-        files = diagnostics.snapshot(tree)
+        files = [Source(name, text) for name, text in diagnostics.snapshot(tree).items()]
         if tree:
             diagnostics.request_stacks(tree[0])
         if self._child.kill() is None:
             reason += "; the process is stuck in the kernel and did not die of SIGKILL"
         return self._ended(state, reason, files)
 
-    def _ended(self, state: PointState, reason: str | None, files: Mapping[str, str], **found: Any) -> Ended:
+    def _ended(self, state: PointState, reason: str | None, files: Sequence[Source] = (), **found: Any) -> _Ended:
         outcome = OutcomeRecord(
             run_id=self._assignment.run_id,
             point_id=self._assignment.point_id,
@@ -288,21 +302,18 @@ class _Watch:
             environment=self._environment,
             **found,
         )
-        return Ended(outcome, {**files, **self._child.new_output()})
+        return _Ended(outcome, (*self._child.new_output(), *files))
 
 
-def _not_measured(assignment: Assignment, reason: str) -> Ended:
+def _sources(files: Sequence[protocol.File]) -> list[Source]:
+    return [Source(file.name, Path(file.path), problem=file.problem) for file in files]
+
+
+def _not_measured(assignment: Assignment, reason: str) -> OutcomeRecord:
     """End of a point whose child was not started."""
     run_id, point_id, attempt = assignment.run_id, assignment.point_id, assignment.attempt
-    return Ended(
-        OutcomeRecord(
-            run_id=run_id,
-            point_id=point_id,
-            attempt=attempt,
-            state=PointState.ERROR,
-            reason=reason,
-            started_at=now(),
-        )
+    return OutcomeRecord(
+        run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.ERROR, reason=reason, started_at=now()
     )
 
 

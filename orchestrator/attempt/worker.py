@@ -17,10 +17,12 @@ import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from orchestrator.states import PointState
 
 BEAT_INTERVAL_S = 0.2
 """Beats of one phase that follow sooner are dropped, to keep pipe writes out of timing loops."""
+
+_PIECE = 1 << 20  # characters of a text that are encoded at a time
 
 _OOM_TEXTS = (
     "CUDA out of memory",
@@ -83,7 +87,7 @@ def main(argv: list[str]) -> None:
             case protocol.Run() as run:
                 events.send(run_point(run, events))
             case protocol.ProtocolError() as err:
-                events.send(protocol.Failure(PointState.ERROR, f"the worker cannot read its command: {err}", {}))
+                events.send(protocol.Failure(PointState.ERROR, f"the worker cannot read its command: {err}"))
         _tidy()
 
 
@@ -93,9 +97,37 @@ def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.F
         kind = kind_module(run.kind)
         events.send(protocol.Environment(_environment(run.device, run.settings)))
         with memory_limit(run.device, run.memory_bytes):
-            return _result(kind.measure(run.config, events.beat), Quantities(kind.QUANTITIES))
+            measurement = kind.measure(run.config, events.beat)
+        _check(measurement, Quantities(kind.QUANTITIES))
+        return protocol.Result(replace(measurement, files={}), leave(measurement.files, run.folder))
     except Exception as err:
-        return _failure(err)
+        return _failure(err, run.folder)
+
+
+def leave(files: Mapping[str, str | os.PathLike[str]], folder: str | None) -> tuple[protocol.File, ...]:
+    """The files of a point, for its supervisor to keep. Texts are written to `folder`, under names made here.
+
+    Raises:
+        TypeError: a name that is no text, or something that is neither a text nor a path.
+    """
+    return tuple(_left(name, content, folder) for name, content in files.items())
+
+
+def _left(name: str, content: str | os.PathLike[str], folder: str | None) -> protocol.File:
+    if not isinstance(name, str):
+        raise TypeError(f"files[{name!r}]: the name is not a text")
+    if isinstance(content, os.PathLike):
+        return protocol.File(name, os.path.abspath(os.fsdecode(content)))
+    if not isinstance(content, str):
+        raise TypeError(f"files[{name!r}]: {type(content).__name__} is neither a text nor the Path of a file")
+    try:
+        handle, path = tempfile.mkstemp(dir=folder, prefix="file-")
+        with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
+            for start in range(0, len(content), _PIECE):
+                out.write(content[start : start + _PIECE])
+    except OSError as err:
+        return protocol.File(name, "", f"its text could not be written: {err}")
+    return protocol.File(name, path)
 
 
 def classify(err: BaseException) -> PointState:
@@ -147,7 +179,8 @@ def _data_limit(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
+def _check(measurement: Measurement, declared: Quantities) -> None:
+    """Raise ValueError for a metric that is not as declared, or not finite."""
     for metric in measurement.metrics:
         unit = declared.of(metric.name, "").unit
         if unit != metric.unit:
@@ -155,14 +188,14 @@ def _result(measurement: Measurement, declared: Quantities) -> protocol.Result:
             raise ValueError(f"metric {metric.name} in {metric.unit}: {problem}; mend the kind's QUANTITIES")
         if not all(map(math.isfinite, (metric.value, *metric.samples))):
             raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is not a number")
-    return protocol.Result(measurement)
 
 
-def _failure(err: Exception) -> protocol.Failure:
+def _failure(err: Exception, folder: str | None = None) -> protocol.Failure:
     text = str(err).strip().splitlines()
     reason = f"{type(err).__name__}: {text[0]}" if text else type(err).__name__
+    reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
-    return protocol.Failure(classify(err), reason, files)
+    return protocol.Failure(classify(err), reason, leave(files, folder))
 
 
 def _environment(device: str, settings: Sequence[str]) -> dict[str, Any]:

@@ -211,6 +211,34 @@ def logs(
 
 
 @app.command()
+def artifacts(
+    run: Run,
+    point: Annotated[int | None, typer.Option(help="index of one point; default: all")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
+) -> None:
+    """List the files of a run's points; with --out copy them from the artifact store, verified."""
+    from orchestrator.cli import console, fetching
+    from orchestrator.cli.lookup import find_point, find_run
+    from orchestrator.store import queries
+
+    settings = load_settings()
+    with _store(settings) as store:
+        run_id = find_run(store, run)
+        numbers = list(queries.points(store, run_id)["number"]) if point is None else [point]
+        points = [find_point(store, run_id, int(number)) for number in numbers]
+        files = [file for row in points for file in fetching.files(store, row)]
+        kept_in = fetching.kept_in(queries.run(store, run_id) or {})
+    console.files(files)
+    if out is None:
+        return
+    problems = fetching.fetch(settings.artifact_store_url, files, out)
+    for problem in problems:
+        print(f"error: {problem}; {kept_in}", file=sys.stderr)
+    print(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
 def cancel(run: Run) -> None:
     """Stop a run: its remaining points end as cancelled."""
     from orchestrator.cli.cancel import cancel_run

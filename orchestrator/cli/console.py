@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.doctor import Finding, Health, SettingRow
+from orchestrator.cli.fetching import StoredFile
 from orchestrator.cli.services import ServiceStatus
 from orchestrator.summary import wide_console
 
@@ -56,7 +57,7 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
     if row is None:
         return
     fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_dirty", "code_hash", "submission_id")
-    _fields(row, (*fields, "host", "artifacts"))
+    _fields(row, (*fields, "host", "artifacts", "artifact_store"))
     table = _table("Points", "#", "label", "state", "progress", "reason")
     for p in points.to_dict("records"):
         table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
@@ -84,9 +85,17 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
         out.rule(Text(f["name"] + (" (its end)" if f["truncated"] else "")))
-        out.print(f["content"] or f"not stored as text; see {f['path']}", markup=False)
+        text = "" if pd.isna(f["content"]) else f["content"]
+        out.print(text or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
         out.print("this point has no artifacts")
+
+
+def files(found: Sequence[StoredFile]) -> None:
+    table = _table("Files", "point", "attempt", "name", "bytes", "sha256")
+    for file in found:
+        table.add_row(str(file.point), str(file.attempt), ascii(file.name)[1:-1], str(file.size), file.sha256)
+    out.print(table if found else "no files were kept")
 
 
 class _Plain(Table):

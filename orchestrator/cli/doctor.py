@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import queue
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.database_url import hide_password
 from orchestrator.settings import Installation, Settings, installation
 
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
 _INSTALL = "make env" if _FROM_CHECKOUT else "pip install nsa-bench"
 _INSTALL_GPU = "pip install '.[gpu]'" if _FROM_CHECKOUT else "pip install 'nsa-bench[gpu]'"
+
+_STORE_S = 20.0
 
 
 class Health(StrEnum):
@@ -51,6 +56,7 @@ class SettingRow:
 def setting_rows(settings: Settings) -> list[SettingRow]:
     """All settings, in the order of `Settings`."""
     effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
+    effective["artifact_store"] = settings.artifact_store_url
     return [
         SettingRow(
             variable=f"NSA_{name.upper()}",
@@ -65,7 +71,7 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
 def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
     checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
-    checks += [_ray, _database, _artifacts, _pyspy, _dashboard]
+    checks += [_ray, _database, _artifacts, _artifact_store, _pyspy, _dashboard]
     return [*(check(settings) for check in checks), *_offered()]
 
 
@@ -227,6 +233,29 @@ def _artifacts(settings: Settings) -> Finding:
         )
     free = shutil.disk_usage(existing).free / 2**30
     return Finding("artifacts", Health.OK, f"{folder}, {free:.0f} GiB free")
+
+
+def _artifact_store(settings: Settings) -> Finding:
+    url, name = settings.artifact_store_url, "artifact store"
+    if settings.artifact_store is None:
+        return Finding(name, Health.OK, f"{url}, the folder of the journals")
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def write() -> None:
+        try:
+            ArtifactStore(url).check_writable()
+            answers.put("")
+        except ArtifactError as err:
+            answers.put(str(err))
+
+    threading.Thread(target=write, daemon=True).start()  # a store that hangs must not hang the doctor
+    try:
+        problem = answers.get(timeout=_STORE_S)
+    except queue.Empty:
+        problem = f"{url} did not answer within {_STORE_S:g} s"
+    if problem:
+        return Finding(name, Health.BROKEN, problem, "correct NSA_ARTIFACT_STORE, or the store's credentials")
+    return Finding(name, Health.OK, f"{url}, can be written")
 
 
 def _pyspy(_: Settings) -> Finding:

@@ -100,6 +100,7 @@ def service_env(settings: Settings) -> dict[str, str]:
         "NSA_HOME": str(settings.home.resolve()),
         "NSA_DATABASE_URL": settings.database,
         "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
+        **({"NSA_ARTIFACT_STORE": settings.artifact_store} if settings.artifact_store else {}),
         **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
         **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
     }

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs.axes import check_values
@@ -117,15 +118,15 @@ def _measure(
     todo: plan.Plan,
     stopped: Callable[[], str | None],
 ) -> int:
-    folder, slots = order.folder, executor.slots(machine)
+    slots = executor.slots(machine)
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
     with watcher(todo.labels, todo.settled.total(), headline) as watching:
         _announce(order, machine, todo, slots, store, watching)
         recorder = Recorder(order.run_id, journal, store, watching.tell)
         recorder.write(todo.records)
-        conditions = order.conditions(machine)
+        conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         retries = order.spec.retries
-        scheduler = Scheduler(executor, recorder, watching, folder, conditions, slots=slots, retries=retries)
+        scheduler = Scheduler(executor, recorder, watching, conditions, slots=slots, retries=retries)
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
         except Exception as err:
@@ -183,6 +184,7 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
         submission_id=provenance.submission_id(),
         host=socket.gethostname(),
         artifacts=str(order.folder),
+        artifact_store=order.settings.artifact_store_url,
         resumed=resumed,
         quantities=tuple(kind.QUANTITIES),
         axes=own_axes(kind),
@@ -197,6 +199,8 @@ def _announce(
     watching.tell(f"run {order.run_id}: {where}" + (f"; settled: {settled}" if settled else ""))
     database = hide_password(order.settings.database) if store else "none (SQLAlchemy is not installed)"
     watching.tell(f"results: {database}; journal and artifacts: {order.folder}")
+    if order.settings.artifact_store:
+        watching.tell(f"artifact store: {order.settings.artifact_store_url}")
     for record in todo.records:
         if isinstance(record, PointRecord) and record.state is PointState.SKIPPED:
             watching.tell(f"skipped   {record.label}: {record.reason}")

@@ -6,12 +6,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
-from orchestrator import artifacts
-from orchestrator.messages import Assignment, Conditions, Ended, Progress, Update
-from orchestrator.records import EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
+from orchestrator.artifact_url import is_local
+from orchestrator.artifacts import ArtifactError, ArtifactStore
+from orchestrator.messages import Assignment, Conditions, Progress, Update
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded, Executor
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState, RunState
@@ -32,7 +32,6 @@ class Scheduler:
     """Measures the points of one run.
 
     Args:
-        folder: the run's folder, for artifacts.
         slots: number of batches at a time.
         retries: number of times that a lost point is handed out again.
     """
@@ -42,7 +41,6 @@ class Scheduler:
         executor: Executor,
         recorder: Recorder,
         watcher: Watcher,
-        folder: Path,
         conditions: Conditions,
         *,
         slots: int,
@@ -51,7 +49,6 @@ class Scheduler:
         self._executor = executor
         self._recorder = recorder
         self._watcher = watcher
-        self._folder = folder
         self._conditions = conditions
         self._slots = slots
         self._retries = retries
@@ -59,6 +56,9 @@ class Scheduler:
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
         self._handed_out = 0
         self._lost: Counter[str] = Counter()
+        self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
+        self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
+        self._unseen = conditions.store is not None and is_local(conditions.store)  # not yet looked for a kept file
         self.states: Counter[PointState] = Counter()
 
     def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
@@ -72,7 +72,7 @@ class Scheduler:
                 self._hand_out()
             for batch, update in self._executor.poll(_POLL_S):
                 # A signal to the driver may have hit its children, too: a point that fails then is cancelled.
-                if not stopped() or (isinstance(update, Ended) and update.outcome.state is PointState.OK):
+                if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
         self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
         return RunState.DONE
@@ -93,26 +93,48 @@ class Scheduler:
     def _take(self, batch: int, update: Update | BatchEnded) -> None:
         if isinstance(update, StartRecord):
             self._recorder.write([update])
+            self._keeping.pop(batch, None)
+            self._nodes[update.point_id] = update.node
             self._watcher.started(update)
         elif isinstance(update, Progress):
             self._recorder.progress(update)
             self._watcher.progress(update)
-        elif isinstance(update, Ended):
-            self._ended(update, self._batches[batch].pop(update.outcome.point_id))
+        elif isinstance(update, OutcomeRecord):
+            self._batches[batch].pop(update.point_id)
+            self._keeping[batch] = update
+            self._ended(update)
+        elif isinstance(update, ArtifactRecord):
+            self._recorder.write([update])
+            self._look_for(update)
         elif isinstance(update, EventRecord):
             self._recorder.write([update])
             self._watcher.tell(f"{update.level}: {update.message}")
         else:
+            if (last := self._keeping.pop(batch, None)) and update.state is not None:
+                self._recorder.write([_incomplete(last, update.reason)])
             self._batch_ended(self._batches.pop(batch), update)
 
-    def _ended(self, ended: Ended, assignment: Assignment) -> None:
-        outcome = ended.outcome
-        index = int(assignment.point_id.rpartition("/")[2])
-        files = artifacts.save(self._folder, index, outcome.attempt, ended.files)
-        outcome = outcome.model_copy(update={"artifacts": files})
+    def _ended(self, outcome: OutcomeRecord) -> None:
         self._recorder.write([outcome])
         self.states[outcome.state] += 1
         self._watcher.ended(outcome)
+
+    def _look_for(self, record: ArtifactRecord) -> None:
+        """Warn, once a run, of a folder that is not the same one here and where the point ran."""
+        if not self._unseen or self._conditions.store is None:
+            return
+        try:
+            there = ArtifactStore(self._conditions.store).exists(record.artifact.path)
+        except ArtifactError:
+            there = False
+        if there:
+            return
+        self._unseen = False
+        node = self._nodes.get(record.point_id) or "another node"
+        advice = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
+        message = f"artifacts of node {node} are not visible here: {advice}"
+        self._recorder.write([EventRecord(run_id=record.run_id, level="warning", message=message)])
+        self._watcher.tell(f"warning: {message}")
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
         """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
@@ -126,7 +148,7 @@ class Scheduler:
             run_id=first.run_id, point_id=first.point_id, attempt=first.attempt, state=state, reason=reason
         )
         if state is not PointState.LOST or self._lost[first.point_id] >= self._retries:
-            self._ended(Ended(outcome), first)
+            self._ended(outcome)
             return
         self._lost[first.point_id] += 1
         message = f"{first.point.label}: attempt {first.attempt} got lost ({reason}); handed out again"
@@ -148,7 +170,14 @@ class Scheduler:
             OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)
             for a in left
         ]
-        records: list[Record] = [*outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
+        events = [_incomplete(last, reason) for last in self._keeping.values()]
+        records: list[Record] = [*events, *outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
         self._recorder.write(records)
         self.states[point] += len(left)
         return len(left)
+
+
+def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:
+    """The warning that keeping the files of an ended point was cut short."""
+    message = f"some of its files may be missing: {reason or 'its supervisor was lost'}"
+    return EventRecord(run_id=outcome.run_id, point_id=outcome.point_id, level="warning", message=message)

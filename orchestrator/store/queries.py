@@ -51,7 +51,7 @@ def runs(
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
-    more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts)
+    more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts, Run.artifact_store)
     return _one(store, _runs().add_columns(*more).where(Run.id == run_id))
 
 

@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from orchestrator.records import OutcomeRecord, StartRecord
+from dashboard import data
+from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
+from orchestrator.records import ArtifactRecord, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.store import Store, upgrade
 
@@ -267,3 +269,28 @@ def test_an_ended_point_shows_on_the_next_read(half_finished: str):
     st.cache_data.clear()  # in place of waiting for the time to live
     states: pd.Series = check(app.run()).dataframe[0].value["State"]
     assert states.str.contains("oom").sum() == 1
+
+
+def test_a_file_of_a_point_is_shown_and_can_be_downloaded_whole(complete: str, tmp_path: Path):
+    store = ArtifactStore(f"file://{tmp_path / 'artifacts'}")
+    with Store.open(complete) as opened:
+        for name, content in (("note.txt", "a note\n"), ("trace.bin", "\x00trace")):
+            file = store.put(Source(name, content), f"{RUN}/0000/1/{name}")
+            opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file))
+            assert data.artifact(file.path, file.size, file.sha256, "") == content.encode()
+    app = show("runs", run=RUN, point=f"{RUN}/0")
+    said = text(app)
+    assert "a note" in said
+    assert "Its text is not in the database." in said
+    assert len(app.get("download_button")) == 3  # with the point's stdout
+
+
+@pytest.mark.parametrize("path", ["../nsa.db", "/etc/passwd", "http://127.0.0.1:1/x"])
+def test_a_hostile_path_in_the_database_is_not_downloaded(complete: str, path: str):
+    with pytest.raises(ArtifactError, match="is no path below the artifact store"):
+        data.artifact(path, 1, "", "")
+
+
+def test_a_file_that_is_not_here_says_where_the_run_kept_it(complete: str):
+    with pytest.raises(ArtifactError, match=r"is not in the artifact store .*; the run kept it in s3://b/p \(node n\)"):
+        data.artifact("r/0000/1/a.txt", 1, "", "s3://b/p (node n)")

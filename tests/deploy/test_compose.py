@@ -70,6 +70,13 @@ def test_the_dashboard_connects_as_its_read_only_role() -> None:
     assert "://nsa_dashboard:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
 
 
+def test_every_service_that_writes_or_reads_artifacts_reaches_one_store() -> None:
+    stores = {SERVICES[name]["environment"]["NSA_ARTIFACT_STORE"] for name in ("ray-head", "gpu-worker", "dashboard")}
+    assert stores == {"${NSA_ARTIFACT_STORE:-file:///data/artifacts}"}
+    assert all(SERVICES[name]["volumes"] == ["artifacts:/data"] for name in ("ray-head", "gpu-worker"))
+    assert SERVICES["dashboard"]["volumes"] == ["artifacts:/data:ro"]
+
+
 def test_the_image_copies_only_files_that_exist() -> None:
     for sources in re.findall(
         r"^COPY --chown=\S+ (.+) \S+$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE

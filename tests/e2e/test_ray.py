@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from orchestrator import journal
-from orchestrator.records import OutcomeRecord, Record, RunRecord
+from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
 from orchestrator.store import Store, queries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,8 @@ def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) 
     assert row["submission_id"] in done.stdout
     assert f"journal and artifacts: {home}" in done.stdout
     [hang] = [outcome for outcome in outcomes(home) if outcome.state == "hang"]
-    assert any("_hang" in str(artifact.content) for artifact in hang.artifacts if artifact.name == "stacks.txt")
+    files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
+    assert any("_hang" in str(file.content) for file in files if file.name == "stacks.txt")
     assert _children_of_workers(cluster) == []
 
 

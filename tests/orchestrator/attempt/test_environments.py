@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from other_interpreters import make_interpreter
+from supervised import Ended, supervised
 
 from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator.attempt import gpu_release, requirements
 from orchestrator.attempt.child import Child
-from orchestrator.attempt.supervisor import ProbeError, supervise
-from orchestrator.messages import Assignment, Conditions, Ended, Requirements
-from orchestrator.records import OutcomeRecord
+from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.messages import Conditions, Requirements
 from orchestrator.states import PointState
 
 KINDS = Path(__file__).parents[1] / "kinds"
@@ -39,20 +39,24 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_interpreter(tmp_path_factory.mktemp("bare"))
 
 
-def measured(points: Sequence[Point], conditions: Conditions = WARM, **options: str) -> list[Ended]:
-    assignments = [Assignment("r", f"r/{i}", 1, point) for i, point in enumerate(points)]
-    return [update for update in supervise(assignments, conditions, **options) if isinstance(update, Ended)]
+@pytest.fixture
+def measured(tmp_path: Path) -> Callable[..., list[Ended]]:
+    """Supervises points and returns their ends."""
 
+    def run(points: Sequence[Point], conditions: Conditions = WARM, **options: str) -> list[Ended]:
+        updates = supervised(points, conditions, tmp_path / "store", **options)
+        return [update for update in updates if isinstance(update, Ended)]
 
-def outcomes(points: Sequence[Point], conditions: Conditions = WARM) -> list[OutcomeRecord]:
-    return [end.outcome for end in measured(points, conditions)]
+    return run
 
 
 def wants(**changes: object) -> Requirements:
     return replace(Requirements("cpu", "drill", ({},), (None,), {}, None), **changes)
 
 
-def test_a_warm_child_is_replaced_when_the_environment_or_interpreter_changes(snippet_kind, other: str) -> None:
+def test_a_warm_child_is_replaced_when_the_environment_or_interpreter_changes(
+    snippet_kind, measured, other: str
+) -> None:
     point = snippet_kind.point("print(sys.executable)")
     under = [point, replace(point, env={"TORCH_LOGS": "a"}), replace(point, env={"TORCH_LOGS": "b"})]
     points = [*under, replace(under[2], python=other)]
@@ -66,14 +70,14 @@ def test_a_warm_child_is_replaced_when_the_environment_or_interpreter_changes(sn
     assert [str(end.files["stdout.txt"]).strip() for end in ends[::2]] == [*[sys.executable] * 3, other]
 
 
-def test_three_settings_of_one_variable_have_three_effective_values(snippet_kind) -> None:
+def test_three_settings_of_one_variable_have_three_effective_values(snippet_kind, measured) -> None:
     envs = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         envs.append({"ATEN_CPU_CAPABILITY": "avx2"})
     requirements.check(wants(envs=envs))
     points = [replace(snippet_kind.point("pass"), env=env) for env in envs]
-    ends = outcomes(points, replace(WARM, settings=("ATEN_CPU_CAPABILITY",)))
-    effective = [end.environment["settings"]["ATEN_CPU_CAPABILITY"] for end in ends]
+    ends = measured(points, replace(WARM, settings=("ATEN_CPU_CAPABILITY",)))
+    effective = [end.outcome.environment["settings"]["ATEN_CPU_CAPABILITY"] for end in ends]
     assert effective == [torch.backends.cpu.get_cpu_capability(), "DEFAULT", "AVX2"][: len(envs)]
 
 
@@ -93,7 +97,7 @@ if not os.environ.get('TORCH_LOGS'): stuck_here()
 
 
 def test_another_interpreter_gets_our_sources_and_nothing_of_this_ones_search_path(
-    snippet_kind, other: str, monkeypatch
+    snippet_kind, measured, other: str, monkeypatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/poison")
     monkeypatch.setenv("PYTHONHOME", "/poison")
@@ -106,9 +110,9 @@ def test_another_interpreter_gets_our_sources_and_nothing_of_this_ones_search_pa
     assert "stuck_here" in stuck.files["stacks.txt"]
 
 
-def test_an_interpreter_that_cannot_start_costs_its_point_only(snippet_kind, tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_start_costs_its_point_only(snippet_kind, measured, tmp_path: Path) -> None:
     point = snippet_kind.point("pass")
-    bad, good = outcomes([replace(point, python=str(tmp_path / "no")), point])
+    bad, good = (end.outcome for end in measured([replace(point, python=str(tmp_path / "no")), point]))
     assert (bad.state, good.state) == (PointState.ERROR, PointState.OK)
     assert str(bad.reason).startswith(f"python: '{tmp_path}/no': cannot be started (")
 
@@ -177,7 +181,7 @@ def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monk
         requirements.check(wants(paths={"data.path": "gone"}))
 
 
-def test_a_point_planned_for_another_card_is_not_measured(snippet_kind, monkeypatch) -> None:
+def test_a_point_planned_for_another_card_is_not_measured(snippet_kind, measured, monkeypatch) -> None:
     monkeypatch.setattr(gpu_release.nvml, "describe", lambda gpu: {"name": "NVIDIA A100"})
     cuda = replace(WARM, device="cuda", card="NVIDIA H200")
     [end] = measured([snippet_kind.point("pass")], cuda, gpus="0")

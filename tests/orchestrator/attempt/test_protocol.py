@@ -17,7 +17,7 @@ from jobs.spec import Deadlines
 from orchestrator.attempt import protocol, supervisor
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.protocol import ProtocolError
-from orchestrator.messages import Assignment, Conditions, Ended
+from orchestrator.messages import Assignment, Conditions
 from orchestrator.records import OutcomeRecord
 from orchestrator.states import PointState
 
@@ -35,8 +35,14 @@ EVENTS = [
     protocol.Beat("timing – ü\n", 1, 2),
     protocol.Environment({"gpu": {"uuid": "GPU-1"}, "threads": 2, "cuda": None}),
     protocol.Machine(point.Machine("cuda", "H100", 80 << 30, {"torch": "2.13"})),
-    protocol.Result(point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}, {"stages.txt": "text\n"})),
-    protocol.Failure(PointState.OOM, "OutOfMemoryError: CUDA out of memory", {"traceback.txt": "\udcff"}),
+    protocol.Result(
+        point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (protocol.File("stages.txt", "/tmp/file-1"),)
+    ),
+    protocol.Failure(
+        PointState.OOM,
+        "OutOfMemoryError: CUDA out of memory",
+        (protocol.File("\udcff\0", "/tmp/file-2"), protocol.File("a.txt", "", "the disk is full")),
+    ),
 ]
 
 
@@ -75,8 +81,8 @@ def test_a_jobs_own_types_become_numbers_and_text() -> None:
         (b'{"type": "beat", "phase": "x", "done": 1, "total": 1, "of": 2}', "beat: has unknown fields: of"),
         (b'{"type": "beat", "phase": "x", "done": 1.5, "total": 2}', "beat.done: 1.5 is not of type int"),
         (b'{"type": "beat", "phase": null, "done": 1, "total": 2}', "beat.phase: None is not of type str"),
-        (b'{"type": "failure", "state": "odd", "reason": "", "files": {}}', "failure.state: 'odd' is not of type"),
-        (b'{"type": "failure", "state": "oom", "reason": "", "files": {"a": 1}}', "failure.files['a']: 1 is not"),
+        (b'{"type": "failure", "state": "odd", "reason": "", "files": []}', "failure.state: 'odd' is not of type"),
+        (b'{"type": "failure", "state": "oom", "reason": "", "files": [1]}', "failure.files[0]: 1 is not"),
     ],
 )
 def test_a_malformed_line_is_an_error_that_says_which(line: bytes, message: str) -> None:
@@ -100,7 +106,7 @@ def test_ready_of_a_later_version_can_be_read() -> None:
 def measure(snippet_kind, *codes: str, warm: bool = False) -> list[OutcomeRecord]:
     conditions = Conditions("cpu", CONDITIONS.deadlines, warm=warm)
     assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
-    return [update.outcome for update in supervisor.supervise(assignments, conditions) if isinstance(update, Ended)]
+    return [update for update in supervisor.supervise(assignments, conditions) if isinstance(update, OutcomeRecord)]
 
 
 def test_a_worker_of_another_version_ends_the_point_with_the_reason(snippet_kind, monkeypatch) -> None:
@@ -123,7 +129,7 @@ def test_a_malformed_event_ends_its_point_and_the_next_one_is_measured(snippet_k
 def test_a_result_of_the_wrong_type_ends_its_point(snippet_kind) -> None:
     outcomes = measure(snippet_kind, "files = {'a.txt': 1}", "pass")
     assert [outcome.state for outcome in outcomes] == [PointState.ERROR, PointState.OK]
-    assert str(outcomes[0].reason).endswith("result.measurement.files['a.txt']: 1 is not of type str")
+    assert outcomes[0].reason == "TypeError: files['a.txt']: int is neither a text nor the Path of a file"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from supervised import Ended, supervised
 
 from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric
@@ -17,20 +18,20 @@ from jobs.spec import Deadlines
 from orchestrator.attempt import diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.supervisor import probe, supervise
-from orchestrator.messages import Assignment, Conditions, Ended, Progress
-from orchestrator.records import EventRecord, StartRecord
+from orchestrator.messages import Assignment, Conditions, Progress
+from orchestrator.records import ArtifactRecord, EventRecord, StartRecord
 from orchestrator.states import PointState
 
 STRICT = Conditions("cpu", Deadlines(startup_s=20, heartbeat_s=1, point_s=4))
 
 
 @pytest.fixture
-def measure(snippet_kind) -> Callable[..., list]:
-    """Runs pieces of code as points and returns all updates."""
+def measure(snippet_kind, tmp_path) -> Callable[..., list]:
+    """Runs pieces of code as points and returns all updates, with each outcome as Ended."""
 
     def run(*codes: str, conditions: Conditions = STRICT, **options) -> list:
-        assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
-        return list(supervise(assignments, conditions, **options))
+        points = [snippet_kind.point(code, number) for number, code in enumerate(codes)]
+        return supervised(points, conditions, tmp_path / "store", **options)
 
     return run
 
@@ -46,8 +47,8 @@ def states(updates: list) -> list[PointState]:
 def test_an_ok_point_has_metrics_route_environment_and_files(measure) -> None:
     updates = measure("beat('timing', 1, 2); print('said'); value = 2.5; files = {'a.txt': 'text'}")
     assert isinstance(updates[0], StartRecord)
-    assert isinstance(updates[-1], Ended)
-    outcome, files = updates[-1].outcome, updates[-1].files
+    assert [type(update) for update in updates[-3:]] == [Ended, ArtifactRecord, ArtifactRecord]  # the outcome first
+    outcome, files = updates[-3].outcome, updates[-3].files
     assert (outcome.state, outcome.reason, outcome.attempt) == (PointState.OK, None, 1)
     assert [(m.name, m.value, m.unit) for m in outcome.metrics] == [("time", 2.5, "ms")]
     assert outcome.route == {"all": "snippet"}

@@ -34,7 +34,7 @@ def events_of(read: int) -> list[protocol.Event]:
 
 
 def snippet(code: str) -> protocol.Run:
-    return protocol.Run("snippet", {"code": code}, "cpu", None)
+    return protocol.Run("snippet", {"code": code}, "cpu", None, None)
 
 
 @pytest.fixture
@@ -130,7 +130,16 @@ def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> Non
     event = run_point(snippet("raise KeyError('missing')"), pipe[1])
     assert isinstance(event, protocol.Failure)
     assert (event.state, event.reason) == (PointState.ERROR, "KeyError: 'missing'")
-    assert "Traceback" in event.files["traceback.txt"]
+    [file] = event.files
+    assert file.name == "traceback.txt"
+    assert "Traceback" in Path(file.path).read_text()
+
+
+def test_an_exception_with_a_text_that_is_no_unicode_is_readable(pipe, snippet_kind) -> None:
+    event = run_point(snippet(r"raise ValueError('caf\udcff')"), pipe[1])
+    assert isinstance(event, protocol.Failure)
+    assert event.reason == r"ValueError: caf\udcff"
+    assert r"caf?" in Path(event.files[0].path).read_text()
 
 
 PARENT = """

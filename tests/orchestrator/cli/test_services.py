@@ -65,3 +65,9 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
     assert services.status(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+
+
+def test_services_keep_files_in_the_store_of_this_shell(tmp_path: Path) -> None:
+    assert "NSA_ARTIFACT_STORE" not in services.service_env(Settings(home=tmp_path))
+    named = Settings(home=tmp_path, artifact_store=f"{tmp_path}/store/")
+    assert services.service_env(named)["NSA_ARTIFACT_STORE"] == f"file://{tmp_path}/store"

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator import journal
 from orchestrator.journal import Journal
-from orchestrator.records import OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
+from orchestrator.records import ArtifactRecord, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
 from orchestrator.run import driver
 from orchestrator.run.executor import ExecutorGone
 from orchestrator.run.local import LocalExecutor
@@ -75,9 +75,11 @@ def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) 
     outcomes = [r for r in records(home) if isinstance(r, OutcomeRecord)]
     assert {o.state for o in outcomes if o.metrics} == {PointState.OK}
     [hang] = [o for o in outcomes if o.state is PointState.HANG]
-    stacks = next(a for a in hang.artifacts if a.name == "stacks.txt")
+    files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
+    [stacks] = [file for file in files if file.name == "stacks.txt"]
     assert "_hang" in str(stacks.content)
-    assert (home / "artifacts" / only_run(home) / stacks.path).read_text() == stacks.content
+    assert (home / "artifacts" / stacks.path).read_text() == stacks.content
+    assert stacks.path.startswith(f"{only_run(home)}/0002/1/")
     assert all(o.environment["packages"]["torch"] for o in outcomes)  # also of points whose child died
     assert "run " + only_run(home) in told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator import journal
 from orchestrator.journal import Journal
-from orchestrator.messages import Assignment, Conditions, Ended
-from orchestrator.records import EventRecord, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.messages import Assignment, Conditions
+from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
@@ -39,14 +40,18 @@ class Script:
         self.most_at_a_time = max(self.most_at_a_time, len(self._running))
         for a in assignments:
             fate = self.fates.get(a.point_id, [PointState.OK]).pop(0)
-            self._updates.append((batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt)))
+            self._updates.append(
+                (batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, node="bench7"))
+            )
             if isinstance(fate, BatchEnded):
                 self._updates.append((batch, fate))
                 return
             if fate == "silent":
                 return
-            outcome = OutcomeRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, state=fate)
-            self._updates.append((batch, Ended(outcome, {"stdout.txt": f"{a.point_id} {a.attempt}"})))
+            about = {"run_id": "r", "point_id": a.point_id, "attempt": a.attempt}
+            self._updates.append((batch, OutcomeRecord.model_validate({**about, "state": fate})))
+            file = ArtifactData(name="stdout.txt", path=f"r/0000/{a.attempt}/stdout.txt", size=0, sha256="")
+            self._updates.append((batch, ArtifactRecord.model_validate({**about, "artifact": file})))
         self._updates.append((batch, BatchEnded()))
 
     def poll(self, timeout: float) -> list:
@@ -72,12 +77,12 @@ class Silent:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None):
+    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None, store=None):
         path = tmp_path / journal.NAME
-        conditions = Conditions("cpu", Deadlines(), warm=warm)
+        conditions = Conditions("cpu", Deadlines(), warm=warm, store=store)
         with Journal(path) as book:
             recorder = Recorder("r", book, None, print)
-            scheduler = Scheduler(executor, recorder, Silent(), tmp_path, conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
+            scheduler = Scheduler(executor, recorder, Silent(), conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
             state = scheduler.run(
                 "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
             )
@@ -99,13 +104,14 @@ def test_every_point_ends_when_others_fail(run) -> None:
     assert isinstance(records[-1], RunEndRecord)
 
 
-def test_a_lost_point_is_handed_out_again(run, tmp_path) -> None:
+def test_a_lost_point_is_handed_out_again(run) -> None:
     _, states, records = run(Script({"r/0": [LOST, PointState.OK]}), 2)
     assert states == {PointState.OK: 2}
     assert outcomes(records) == [("r/0", 1, "lost"), ("r/1", 1, "ok"), ("r/0", 2, "ok")]
     [event] = [r for r in records if isinstance(r, EventRecord)]
     assert "p0: attempt 1 got lost (the node went away)" in event.message
-    assert (tmp_path / "0000/2/stdout.txt").read_text() == "r/0 2"
+    files = [(r.point_id, r.attempt) for r in records if isinstance(r, ArtifactRecord)]
+    assert files == [("r/1", 1), ("r/0", 2)]
 
 
 def test_a_point_that_stays_lost_ends_as_lost(run) -> None:
@@ -169,10 +175,52 @@ def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> 
         def poll(self, timeout: float) -> list:
             """The signal that ends the point reaches the driver, too, while it waits for updates."""
             updates = super().poll(timeout)
-            signals.extend("SIGTERM" for _, update in updates if isinstance(update, Ended))
+            signals.extend("SIGTERM" for _, update in updates if isinstance(update, OutcomeRecord))
             return updates
 
     fates = {"r/0": [PointState.CRASH]}
     _, states, records = run(Stopped(fates), 1, stopped=lambda: signals[0] if signals else None)
     assert states == {PointState.CANCELLED: 1}
     assert outcomes(records) == [("r/0", 1, "cancelled")]
+
+
+def test_a_store_that_is_another_folder_elsewhere_is_said_once(run, tmp_path) -> None:
+    store = tmp_path / "store"
+    (store / "r/0000/1").mkdir(parents=True)
+    (store / "r/0000/1/stdout.txt").touch()
+    _, states, records = run(Script(), 2, store=f"file://{store}")
+    assert not [r for r in records if isinstance(r, EventRecord)]  # both files are there
+    shutil.rmtree(store)
+    _, states, records = run(Script(), 3, store=f"file://{store}")
+    assert states == {PointState.OK: 3}
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert event.level == "warning"
+    assert event.message == (
+        "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
+    )
+
+
+def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
+    class Lost(Script):
+        def poll(self, timeout: float) -> list:
+            """Between the outcome of a point and its file the node goes away."""
+            updates = super().poll(timeout)
+            return [(batch, LOST if isinstance(update, ArtifactRecord) else update) for batch, update in updates]
+
+    _, states, records = run(Lost(), 1)
+    assert states == {PointState.OK: 1}
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: the node went away")
+
+
+def test_files_that_a_cancelled_run_did_not_keep_are_said_on_their_point(run) -> None:
+    class Slow(Script):
+        def poll(self, timeout: float) -> list:
+            """The file of the point takes longer than the run."""
+            return [(batch, u) for batch, u in super().poll(timeout) if not isinstance(u, ArtifactRecord | BatchEnded)]
+
+    executor = Slow()
+    _, _, records = run(executor, 1, stopped=lambda: None if executor._updates or not executor.batches else "SIGTERM")
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: SIGTERM")
+    assert [(p, s) for p, _, s in outcomes(records)] == [("r/0", "ok")]

@@ -1,0 +1,82 @@
+"""Validation of the artifact store's URL, without contacting the store or importing its package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fsspec.registry import known_implementations, registry
+
+_FORMS = "write an absolute path, file:///PATH or s3://BUCKET/PREFIX"
+_EXTRAS = {"s3": "pip install 'nsa-bench[s3]'", "s3a": "pip install 'nsa-bench[s3]'"}
+_BUNDLED = ("file", "local", "ftp", "webhdfs", "hdfs", "arrow_hdfs", "dbfs", "sftp", "ssh", "smb")
+
+
+def check(url: str) -> str:
+    """The URL in the form that is stored: with a scheme, without a slash at the end.
+
+    Raises:
+        ValueError: a relative path, an unknown or unfit scheme, a missing package, credentials. The text names the fix
+            and repeats no credentials.
+    """
+    if "://" not in url:
+        if not Path(url).is_absolute():
+            raise ValueError(f"is not absolute; {_FORMS}")
+        url = f"file://{url}"
+    scheme, _, rest = url.partition("://")
+    if scheme in ("file", "local"):
+        return f"file://{_folder(rest)}"
+    if "@" in rest or "?" in rest or "#" in rest:
+        raise ValueError(
+            "may hold credentials, which would be stored with every run; write SCHEME://PLACE/PREFIX alone and give "
+            "credentials in the environment of the workers"
+        )
+    _check_scheme(scheme)
+    _check_place(url)
+    return url.rstrip("/")
+
+
+def is_local(url: str) -> bool:
+    """Whether a checked URL is a folder, which other hosts may not see."""
+    return url.startswith("file://")
+
+
+def hide_credentials(text: str) -> str:
+    """The text with user names and passwords in URLs replaced by ***."""
+    return re.sub(r"(://)\S*@", r"\1***@", text)
+
+
+def _folder(path: str) -> str:
+    if not path.startswith("/"):
+        raise ValueError("names a host or a relative path; write file:///PATH with three slashes")
+    if "\0" in path:
+        raise ValueError(f"holds a NUL; {_FORMS}")
+    there = next(place for place in (Path(path), *Path(path).parents) if os.path.exists(place))
+    if not os.path.isdir(there):
+        raise ValueError(f"{str(there)!r} is not a folder; name one")
+    return path.rstrip("/") or "/"
+
+
+def _check_scheme(scheme: str) -> None:
+    if scheme not in known_implementations:
+        if scheme in registry:  # by another package
+            return
+        raise ValueError(f"unknown scheme {scheme!r}; {_FORMS}")
+    package = known_implementations[scheme]["class"].partition(".")[0]
+    if package == "fsspec" and scheme not in _BUNDLED:
+        raise ValueError(f"the scheme {scheme!r} keeps nothing that another process can read; {_FORMS}")
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"needs the package {package}; {_EXTRAS.get(scheme, f'pip install {package}')}")
+
+
+def _check_place(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as err:
+        raise ValueError(f"{err}; {_FORMS}") from None
+    if not parts.netloc or "::" in url or re.search(r"[\s\x00-\x1f]", url):
+        raise ValueError(f"names no bucket or host; {_FORMS}")

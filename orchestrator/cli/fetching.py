@@ -1,0 +1,78 @@
+"""Copies the files of points from the artifact store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.artifacts import ArtifactError, ArtifactStore, check_name
+from orchestrator.store import Store, queries
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a point, as the database describes it.
+
+    Attributes:
+        point: the point's index.
+        path: relative to the artifact store.
+        size: in bytes.
+    """
+
+    point: int
+    attempt: int
+    name: str
+    path: str
+    size: int
+    sha256: str
+
+
+def files(store: Store, point: Mapping[str, Any]) -> list[StoredFile]:
+    """The files of a point (a row of queries.point), latest attempt first."""
+    return [
+        StoredFile(int(point["number"]), int(f["attempt"]), f["name"], f["path"], int(f["size"]), f["sha256"])
+        for f in queries.artifacts(store, point["point_id"]).to_dict("records")
+    ]
+
+
+def kept_in(run: Mapping[str, Any]) -> str:
+    """Where a run (a row of queries.run) kept its files, in words."""
+    folder = run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
+    return f"the run kept its files in {folder} (host {run.get('host') or 'unknown'})"
+
+
+def fetch(url: str, found: Sequence[StoredFile], out: Path) -> list[str]:
+    """Copy files to `out`/<point>/<attempt>/<name>, each only if its size and hash are right.
+
+    Returns:
+        One line for each file that was not copied.
+
+    Raises:
+        ArtifactError: `out` cannot be written.
+    """
+    store, problems = ArtifactStore(url), []
+    for file in found:
+        try:
+            target = out / f"{file.point:04d}" / str(file.attempt) / check_name(file.name)
+            _copy(store, file, target)
+        except ArtifactError as err:
+            problems.append(str(err))
+        except OSError as err:
+            raise ArtifactError(
+                f"--out: {str(out)!r}: cannot be written ({err.strerror}); name another folder"
+            ) from None
+    return problems
+
+
+def _copy(store: ArtifactStore, file: StoredFile, target: Path) -> None:
+    part = target.with_name(f".{target.name}.part")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("wb") as out:
+            for piece in store.pieces(file.path, file.size, file.sha256):
+                out.write(piece)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

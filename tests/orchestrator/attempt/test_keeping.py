@@ -1,0 +1,172 @@
+"""Files of real points on their way to the store: names, failures that cost only themselves, a store that hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from ftp_server import ftp_server
+
+from jobs.spec import Deadlines
+from orchestrator.artifacts import Source
+from orchestrator.attempt import keeping
+from orchestrator.attempt.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
+
+CONDITIONS = Conditions("cpu", Deadlines(startup_s=20, heartbeat_s=10, point_s=30))
+TASK = Assignment("r", "r/7", 1, None)  # type: ignore[arg-type]  # its point is not looked at
+
+
+@pytest.fixture
+def measure(snippet_kind, tmp_path: Path) -> Callable[..., list]:
+    """Runs pieces of code as points that keep their files in `tmp_path`/store, and returns all updates."""
+
+    def run(*codes: str, **changes: Any) -> list:
+        conditions = dataclasses.replace(CONDITIONS, **{"store": f"file://{tmp_path / 'store'}", **changes})
+        assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
+        return list(supervise(assignments, conditions))
+
+    return run
+
+
+def kept(updates: list) -> dict[str, str]:
+    """Point and name -> text in the database."""
+    files = [update for update in updates if isinstance(update, ArtifactRecord)]
+    return {f"{file.point_id[-1]} {file.artifact.name}": str(file.artifact.content) for file in files}
+
+
+def warnings(updates: list) -> list[str]:
+    return [f"{u.point_id[-1]} {u.message}" for u in updates if isinstance(u, EventRecord) and u.point_id]
+
+
+def states(updates: list) -> list[str]:
+    return [str(update.state) for update in updates if isinstance(update, OutcomeRecord)]
+
+
+def test_texts_and_files_of_a_point_are_kept_after_its_outcome(measure, tmp_path) -> None:
+    code = """import pathlib, tempfile
+path = pathlib.Path(tempfile.mkdtemp()) / 'made.bin'
+path.write_bytes(bytes(range(256)) * 9000)
+print(path)
+files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
+    updates = measure(code)
+    assert [type(update) for update in updates[-4:]] == [OutcomeRecord, *[ArtifactRecord] * 3]
+    files = {update.artifact.name: update.artifact for update in updates[-3:]}
+    assert (tmp_path / "store" / files["trace.bin"].path).read_bytes() == bytes(range(256)) * 9000
+    assert files["note.txt"].content == "caf?"
+    assert files["trace.bin"].content is None
+    assert not Path(str(files["stdout.txt"].content).strip()).exists()  # temporary files end with the point
+
+
+def test_a_file_that_cannot_be_kept_costs_only_itself(measure) -> None:
+    code = """import pathlib
+files = {'..': 'up', 'a/b': 'aside', '': 'none', 'stdout.txt': 'mine', 'gone.bin': pathlib.Path('/nowhere/gone.bin'),
+         'zero\\0.txt': 'nul', 'last.txt': 'kept'}
+print('said')"""
+    updates = measure(code, "files = {'other.txt': 'kept'}")
+    assert states(updates) == ["ok", "ok"]
+    assert kept(updates) == {"0 stdout.txt": "said\n", "0 last.txt": "kept", "1 other.txt": "kept"}
+    told = warnings(updates)
+    assert len(told) == 6
+    assert all(message.startswith("0 file not kept: ") for message in told)
+    for part in ("'..': is no plain", "'a/b': is no plain", "'': is no plain", r"'zero\x00.txt': is no plain"):
+        assert sum(part in message for message in told) == 1
+    assert sum("'stdout.txt': another file of this attempt has this name" in message for message in told) == 1
+    assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in told) == 1
+
+
+def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
+    codes = [f"for _ in range(40000): print({word!r} * 10)" for word in ("first", "second")]  # 2 and 2.4 MB
+    updates = measure(*codes, warm=True)
+    for number, word in enumerate(("first", "second")):
+        text = (tmp_path / f"store/r/{number:04d}/1/stdout.txt").read_text()
+        assert text == (word * 10 + "\n") * 40000
+    [first, second] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
+    assert first.truncated
+    assert len(str(second.content)) == 64 << 10
+
+
+def test_a_long_text_takes_little_time(measure) -> None:
+    begin = time.monotonic()
+    updates = measure("files = {'log.txt': 'a line of a log\\n' * (60 << 16)}")  # 60 MiB
+    took = time.monotonic() - begin
+    [file] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
+    assert file.size == 60 << 20
+    assert took < 8  # with the child's start; 15 s when it went through the pipe
+
+
+def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
+    with ftp_server(tmp_path / "ftp") as server:
+        kill = f"import signal\nos.kill({server.process.pid}, signal.SIGKILL)\nfiles = {{'a.txt': 'lost'}}"
+        updates = measure("files = {'a.txt': 'kept'}", kill, "value = 2.0", store=server.url)
+    assert states(updates) == ["ok", "ok", "ok"]
+    assert kept(updates) == {"0 a.txt": "kept"}
+    [told] = warnings(updates)
+    assert told.startswith("1 file not kept: the artifact store ftp://")
+
+
+def test_a_text_that_does_not_fit_on_the_points_disk_costs_only_itself(measure) -> None:
+    code = """import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+files = {'big.txt': 'x' * (3 << 20), 'small.txt': 'kept'}"""
+    updates = measure(code)
+    assert states(updates) == ["ok"]
+    assert kept(updates) == {"0 small.txt": "kept"}
+    [told] = warnings(updates)
+    assert "'big.txt': its text could not be written: [Errno 27] File too large" in told
+
+
+class Hanging(MemoryFileSystem):
+    """A store that never answers a write."""
+
+    protocol = "hanging"
+
+    def _open(self, *_: Any, **__: Any) -> Any:
+        time.sleep(600)
+
+
+@pytest.fixture
+def hanging() -> str:
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    return "hanging://place"
+
+
+def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
+    monkeypatch.setattr(keeping, "STALL_S", 0.5)
+    begin = time.monotonic()
+    updates = list(keeping.keep(TASK, [Source("a.txt", "a"), Source("b.txt", "b")], hanging))
+    assert time.monotonic() - begin < 3
+    message = "the artifact store hanging://place did not answer for 0.5 s"
+    assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
+
+
+def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
+    begin = time.monotonic()
+    assert list(keeping.keep(TASK, [Source("a.txt", "a")], hanging, lambda: time.monotonic() - begin > 0.5)) == []
+    assert time.monotonic() - begin < 2
+
+
+def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(4 << 30)  # a hole, which takes seconds to hash
+    begin = time.monotonic()
+    store = f"file://{tmp_path / 'store'}"
+    assert (
+        list(keeping.keep(TASK, [Source("big", tmp_path / "big")], store, lambda: time.monotonic() - begin > 0.3)) == []
+    )
+    assert time.monotonic() - begin < 2
+    deadline = time.monotonic() + 5
+    while (
+        left := [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+    shutil.rmtree(tmp_path / "store")

@@ -1,0 +1,118 @@
+"""`nsa artifacts` and the doctor's check of the store: what is copied, and what a hostile database cannot reach."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.artifacts import ArtifactStore, Source
+from orchestrator.cli import commands, doctor
+from orchestrator.records import ArtifactData, ArtifactRecord, OutcomeRecord
+from orchestrator.settings import Settings
+from orchestrator.states import PointState
+from orchestrator.store import Store
+
+RUN = "20261120-120000-demo-abcd"
+Nsa = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+@pytest.fixture
+def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
+    """Runs a command and returns its exit code, stdout and stderr."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["nsa", *args])
+        with pytest.raises(SystemExit) as ended:
+            commands.main()
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return call
+
+
+def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(
+    nsa: Nsa, home: Path, sweep: Callable[..., list]
+) -> None:
+    record = stored_file(home, sweep, "note.txt", "whole text\n")
+    code, out, err = nsa("artifacts", RUN, "--point", "1")
+    assert code == 0
+    assert "note.txt" in out
+    assert record.sha256 in out.replace("\n", "")
+    code, out, err = nsa("artifacts", RUN, "--out", str(home / "copies"))
+    assert code == 1
+    assert (home / "copies" / "0001" / "1" / "note.txt").read_text() == "whole text\n"
+    assert "copied 1 of 9 files" in out  # the sweep's own files are on another host
+    missing = err.splitlines()
+    assert len(missing) == 8
+    assert all("is not in the artifact store" in line and "(host bench1)" in line for line in missing)
+
+
+def test_files_of_a_run_of_version_0_1_0_are_found(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    """Its outcomes list their files, which lie in the run's folder beside the journal."""
+    text = "printed then\n"
+    path = home / "artifacts" / RUN / "0001" / "2" / "stdout.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file = ArtifactData(name="stdout.txt", path="0001/2/stdout.txt", size=len(text), sha256=digest, content=text)
+    about = {"run_id": RUN, "point_id": f"{RUN}/1", "attempt": 2, "state": PointState.ERROR, "artifacts": (file,)}
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
+        opened.apply_many([*sweep(RUN), OutcomeRecord.model_validate(about)])
+    nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
+    assert (home / "copies" / "0001" / "2" / "stdout.txt").read_text() == text
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])
+def test_a_hostile_path_in_the_database_is_not_opened(
+    nsa: Nsa, home: Path, sweep: Callable[..., list], path: str
+) -> None:
+    (home / "secret").write_text("whole text\n")
+    stored_file(home, sweep, "note.txt", "whole text\n", path=path)
+    code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
+    assert code == 1
+    assert "is no path below the artifact store; it was not opened" in err
+    assert not list((home / "copies").rglob("note.txt"))
+
+
+def test_a_hostile_name_in_the_database_writes_no_file(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    stored_file(home, sweep, "../../escaped.txt", "whole text\n", path="r/0001/1/note.txt")
+    code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "a" / "b" / "copies"))
+    assert code == 1
+    assert "is no plain file name" in err
+    assert not list(home.rglob("escaped.txt"))
+
+
+def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, path: str | None = None) -> ArtifactData:
+    """A file of the second point of a stored sweep, whose row may be hostile."""
+    store = ArtifactStore(f"file://{home / 'artifacts'}")
+    file = store.put(Source("note.txt", text), "r/0001/1/note.txt")
+    file = file.model_copy(update={"name": name, "path": path or file.path})
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
+        opened.apply_many(sweep(RUN))
+        opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file))
+    return file
+
+
+def test_doctor_says_where_the_store_is_and_whether_it_can_be_written(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at() -> doctor.Finding:
+        return next(finding for finding in doctor.findings(Settings()) if finding.name == "artifact store")
+
+    assert str(home / "artifacts") in looked_at().detail
+    monkeypatch.setenv("NSA_ARTIFACT_STORE", str(home / "store"))
+    assert (looked_at().health, looked_at().detail) == (doctor.Health.OK, f"file://{home}/store, can be written")
+    assert not list((home / "store").iterdir())
+    monkeypatch.setenv("NSA_ARTIFACT_STORE", "ftp://127.0.0.1:1/store")
+    assert looked_at().health is doctor.Health.BROKEN
+    assert "cannot be reached" in looked_at().detail

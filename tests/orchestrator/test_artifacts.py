@@ -1,0 +1,254 @@
+"""Files of points: the store's URL, names, copying into a store and out of it, stores that fail."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from ftp_server import FtpServer, ftp_server
+
+from orchestrator import artifact_url
+from orchestrator.artifacts import STORED_BYTES, ArtifactError, ArtifactStore, Source, place
+from orchestrator.records import ArtifactData
+from orchestrator.settings import Settings, SettingsError, load_settings
+
+BIG = 20 << 20  # several parts of an upload
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FtpServer]:
+    with ftp_server(tmp_path / "ftp") as found:
+        yield found
+
+
+@pytest.fixture(params=["file", "ftp"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/a store" if request.param == "file" else request.getfixturevalue("server").url
+
+
+def content(store: ArtifactStore, file: ArtifactData, path: str | None = None) -> bytes:
+    return b"".join(store.pieces(file.path if path is None else path, file.size, file.sha256))
+
+
+# The URL
+
+
+@pytest.mark.parametrize(
+    ("url", "checked"),
+    [
+        ("/data/nsa/", "file:///data/nsa"),
+        ("file:///data/my files", "file:///data/my files"),
+        ("ftp://host:2121/nsa/", "ftp://host:2121/nsa"),
+    ],
+)
+def test_a_url_is_stored_with_its_scheme(url: str, checked: str) -> None:
+    assert artifact_url.check(url) == checked
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data/nsa", "is not absolute; write an absolute path"),
+        ("file://data/nsa", "with three slashes"),
+        ("odd://bucket/nsa", "unknown scheme 'odd'"),
+        ("memory://nsa", "keeps nothing that another process can read"),
+        ("simplecache::s3://bucket", "unknown scheme"),
+        ("ftp://bench:secret@host/nsa", "give credentials in the environment"),
+        ("ftp://host/nsa?key=secret", "give credentials in the environment"),
+        ("ftp:///nsa", "names no bucket or host"),
+        ("ftp://host:port/nsa", "write an absolute path"),
+        ("/etc/hostname/nsa", "'/etc/hostname' is not a folder"),
+    ],
+)
+def test_a_url_that_cannot_be_used_says_so_when_settings_load(url: str, message: str, monkeypatch) -> None:
+    monkeypatch.setenv("NSA_ARTIFACT_STORE", url)
+    with pytest.raises(SettingsError) as error:
+        load_settings()
+    [line] = str(error.value).splitlines()
+    assert line.startswith("NSA_ARTIFACT_STORE: ")
+    assert message in line
+    assert "bench:secret" not in line
+
+
+def test_a_scheme_whose_package_is_missing_names_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(artifact_url.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package s3fs; pip install 'nsa-bench\[s3\]'"):
+        artifact_url.check("s3://bucket/nsa")
+
+
+def test_the_folder_of_the_journals_is_the_default_store(tmp_path: Path) -> None:
+    assert Settings(home=tmp_path).artifact_store_url == f"file://{tmp_path}/artifacts"
+
+
+# In and out
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a\nb", "ü.txt", "\udcff", "x" * 101]
+)
+def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ArtifactError, match="is no plain file name") as error:
+        place("r", 0, 1, name)
+    assert str(error.value).isascii()
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
+    (tmp_path / "big.bin").write_bytes(os.urandom(BIG + 1))
+    store = ArtifactStore(url)
+    file = store.put(Source("big.bin", tmp_path / "big.bin"), place("r", 3, 2, "big.bin"))
+    assert (file.path, file.size, file.content, file.truncated) == ("r/0003/2/big.bin", BIG + 1, None, False)
+    assert file.sha256 == hashlib.sha256((tmp_path / "big.bin").read_bytes()).hexdigest()
+    assert content(ArtifactStore(url), file) == (tmp_path / "big.bin").read_bytes()
+    assert store.exists(file.path)
+
+
+def test_the_end_of_a_text_is_kept_beside_it(url: str) -> None:
+    store, text = ArtifactStore(url), "begin\n" + "é\0" * STORED_BYTES + "end"
+    file = store.put(Source("log.txt", text), "r/0000/1/log.txt")
+    assert file.truncated
+    assert str(file.content).endswith("é\\0end")
+    assert len(str(file.content).replace("\\0", "\0").encode()) <= STORED_BYTES + 3
+    assert content(store, file) == text.encode()
+    empty = store.put(Source("none.log", ""), "r/0000/1/none.log")
+    assert (empty.size, empty.content, content(store, empty)) == (0, "", b"")
+
+
+def test_a_part_of_a_file_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "stdout").write_bytes(b"first second third")
+    file = ArtifactStore(f"file://{tmp_path}").put(Source("stdout.txt", tmp_path / "stdout", 6, 12), "r/stdout.txt")
+    assert file.content == "second"
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
+def test_a_source_that_is_no_regular_file_is_an_error(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    {"missing": lambda: None, "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[kind]()
+    with pytest.raises(ArtifactError, match="its file cannot be read"):
+        ArtifactStore(f"file://{tmp_path}").put(Source("a.bin", path), "r/a.bin")
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../secret", "r/../../secret", "http://host/x", "r//x", "", ".", "r\\x", "a::b", "r/\0"]
+)
+def test_a_hostile_path_is_not_opened(path: str, url: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with pytest.raises(ArtifactError, match="is no path below the artifact store"):
+        list(ArtifactStore(url).pieces(path, 6, hashlib.sha256(b"secret").hexdigest()))
+
+
+def test_a_link_out_of_the_store_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "store" / "r").mkdir(parents=True)
+    (tmp_path / "store" / "r" / "x").symlink_to(tmp_path / "secret")
+    with pytest.raises(ArtifactError, match="outside the artifact store"):
+        list(ArtifactStore(f"file://{tmp_path / 'store'}").pieces("r/x", 6, hashlib.sha256(b"secret").hexdigest()))
+
+
+def test_a_changed_file_is_not_handed_out_whole(url: str) -> None:
+    store = ArtifactStore(url)
+    file = store.put(Source("a.txt", "before"), "r/a.txt")
+    for changed in ("after!", "longer than before", "short"):
+        store.put(Source("a.txt", changed), "r/a.txt")
+        with pytest.raises(ArtifactError, match="differs from the file that was kept"):
+            content(store, file)
+
+
+def test_a_missing_file_is_an_error(url: str) -> None:
+    with pytest.raises(ArtifactError, match=r"r/a.txt: is not in the artifact store"):
+        list(ArtifactStore(url).pieces("r/a.txt", 1, ""))
+
+
+# Failures
+
+
+def test_a_copy_that_is_given_up_leaves_nothing(url: str, tmp_path: Path, request) -> None:
+    class Stop(Exception):  # noqa: N818
+        """As when the run is cancelled."""
+
+    signs = iter(range(15))
+
+    def sign() -> None:
+        if next(signs, None) is None:
+            raise Stop
+
+    with pytest.raises(Stop):
+        ArtifactStore(url).put(Source("a.txt", "x" * BIG), "r/a.txt", sign)
+    assert not ArtifactStore(url).exists("r/a.txt")
+    served = tmp_path / ("a store" if url.startswith("file") else "ftp/store")
+    assert [path for path in served.rglob("*") if path.is_file()] == []
+
+
+def test_a_server_that_is_away_is_an_error(server: FtpServer) -> None:
+    store = ArtifactStore(server.url)
+    store.put(Source("a.txt", "text"), "r/a.txt")
+    server.process.kill()
+    server.process.wait()
+    for gone in (store, ArtifactStore(server.url)):
+        with pytest.raises(ArtifactError, match=r"the artifact store ftp://.* (failed|cannot be reached)"):
+            gone.put(Source("b.txt", "text"), "r/b.txt")
+
+
+class Full(LocalFileSystem):
+    """A disk that takes one piece of a file and is full then."""
+
+    protocol = "full"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("full://disk")
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
+        if "w" in mode:
+            file.write = lambda data: file.f.write(data) if not file.f.tell() else _refuse()
+        return file
+
+
+def _refuse() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_costs_the_file_that_does_not_fit(tmp_path: Path) -> None:
+    fsspec.register_implementation("full", Full, clobber=True)
+    store = ArtifactStore(artifact_url.check(f"full://disk{tmp_path}"))
+    with pytest.raises(ArtifactError, match="No space left on device"):
+        store.put(Source("big.txt", "x" * (3 << 20)), "r/big.txt")
+    assert store.put(Source("small.txt", "fits"), "r/small.txt").size == 4
+
+
+def test_a_limit_of_the_folder_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store = ArtifactStore(f"file://{tmp_path}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, hard))  # Python ignores SIGXFSZ: the write fails
+    try:
+        with pytest.raises(ArtifactError, match="File too large"):
+            store.put(Source("big.txt", "x" * (3 << 20)), "r/big.txt")
+        assert store.put(Source("small.txt", "fits"), "r/small.txt").size == 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["small.txt"]
+
+
+def test_copying_takes_little_longer_than_a_copy_and_its_hash(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_bytes(b"a line of a log\n" * (60 << 16))  # 60 MiB
+    store = ArtifactStore(f"file://{tmp_path / 'store'}")
+    ratios = []
+    for number in range(3):
+        begin = time.process_time()
+        data = (tmp_path / "log.txt").read_bytes()
+        (tmp_path / f"copy{number}").write_bytes(data)
+        hashlib.sha256(data)
+        plain, begin = time.process_time() - begin, time.process_time()
+        store.put(Source("log.txt", tmp_path / "log.txt"), f"r/{number}/log.txt")
+        ratios.append((time.process_time() - begin) / plain)
+    assert min(ratios) < 3, ratios
