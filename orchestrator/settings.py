@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +102,9 @@ class Settings(BaseSettings):
     @field_validator("home", "artifacts")
     @classmethod
     def _may_be_a_folder(cls, value: Path | None) -> Path | None:
-        there = next((path for path in (value, *value.absolute().parents) if path.exists()), None) if value else None
+        # os.path.exists: Path.exists raises below a folder that may not be read
+        above = (value, *value.absolute().parents) if value else ()
+        there = next((path for path in above if os.path.exists(path)), None)
         if there is not None and not there.is_dir():
             raise ValueError(f"{str(there)!r} is not a folder; name one")
         return value

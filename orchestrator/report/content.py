@@ -125,8 +125,11 @@ def _beside_peers(scaling: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame
 
 
 def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:
-    """Distinct environments of the first ok point of each run; clocks and temperatures differ by point."""
-    ended = points[points["state"] == "ok"].groupby("run_id", sort=False).head(1)
+    """Distinct environments of each run's first ok point under each interpreter and environment variables.
+
+    One point each: clocks and temperatures differ by point.
+    """
+    ended = points[points["state"] == "ok"].groupby(["run_id", "env", "python"], dropna=False, sort=False).head(1)
     found = []
     for point_id in ended["point_id"]:
         flat = _flat((queries.point(store, point_id) or {}).get("environment", {}))
