@@ -28,6 +28,11 @@ def series_columns(columns: Iterable[str]) -> list[str]:
     return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
 
 
+def surroundings(row: Mapping[str, Any]) -> list[str]:
+    """Environment variables and interpreter of a row or a fit's series; those that it has."""
+    return [value for name in ("env", "python") if isinstance(value := row.get(name), str)]
+
+
 _INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
