@@ -28,11 +28,6 @@ def series_columns(columns: Iterable[str]) -> list[str]:
     return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
 
 
-def surroundings(row: Mapping[str, Any]) -> list[str]:
-    """Environment variables and interpreter of a row or a fit's series; those that it has."""
-    return [value for name in ("env", "python") if isinstance(value := row.get(name), str)]
-
-
 _INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
@@ -57,6 +52,11 @@ class Fit(Growth):
     @property
     def run_id(self) -> str:
         return self.series["run_id"]
+
+
+def surroundings(row: Mapping[str, Any]) -> list[str]:
+    """Environment variables and interpreter of a row or a fit's series; those that it has."""
+    return [value for name in ("env", "python") if isinstance(value := row.get(name), str)]
 
 
 def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
