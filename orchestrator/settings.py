@@ -122,7 +122,7 @@ class Settings(BaseSettings):
     def no_database_yet(self) -> bool:
         """Whether the database is a SQLite file that does not exist: nothing was ever stored."""
         scheme, _, path = self.database.partition(":///")
-        return scheme == "sqlite" and not Path(path).exists()
+        return scheme == "sqlite" and not os.path.exists(path)  # Path.exists raises below a folder that may not be read
 
     @cached_property
     def artifacts_dir(self) -> Path:

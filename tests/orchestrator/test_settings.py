@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator import settings
 from orchestrator.settings import Installation, SettingsError, installation
+from orchestrator.store import Store, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
@@ -82,3 +83,12 @@ def test_a_user_without_a_home_is_told_to_set_nsa_home(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
     with pytest.raises(SettingsError, match=r"^NSA_HOME: is not set, and this user has no home; set it"):
         settings.default_home()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: Path) -> None:
+    (locked := tmp_path / "locked").mkdir(mode=0)
+    there = settings.Settings(home=locked / "home")
+    assert there.no_database_yet
+    with pytest.raises(StoreError, match="no such file"):
+        Store.open(there.database, create=False, readonly=True)
