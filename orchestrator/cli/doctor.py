@@ -131,7 +131,7 @@ def _triton(_: Settings) -> Finding:
     if version is None:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
     if reason is not None:
-        return Finding("triton", Health.MISSING, f"{version}; tested: {TRITON}; auto takes chunked instead: {reason}")
+        return Finding("triton", Health.MISSING, f"auto takes chunked instead: {reason}")
     return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
 
 
