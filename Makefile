@@ -7,12 +7,13 @@ BIN    := $(VENV)/bin
 RUN    := $(VENV)/.run
 DEV    := $(VENV)/.dev
 
-# An environment given from outside must not lead a job elsewhere than the commands below look.
-RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
-DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),8501)
+# The environment or a .env, where `nsa` looks too, must not lead a job elsewhere than the commands below look.
+in_env = $(shell sed -nE 's/^(export +)?$1 *= *["'"'"']?([^"'"'"' \#]*).*/\2/p' .env 2>/dev/null | tail -n 1)
+RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),$(call in_env,NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
+DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench up down test test-gpu aot lint format check clean
+.PHONY: help env demo bench wheel up down test test-gpu aot lint format check clean
 
 # Fails on a host without a usable GPU, before anything is started, and says what does not fit.
 NEED_GPU = $(BIN)/python -m jobs.measure.driver
@@ -55,6 +56,12 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 	  $(BIN)/nsa report $$job --out var/bench.md || exit $$?; \
 	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"; \
 	  exit $$status
+
+# setuptools packs whatever an earlier build left in build/, modules that are gone included.
+wheel: $(RUN)  ## build the wheel in dist/
+	@rm -rf build
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
+	@ls dist/*.whl
 
 up: $(RUN)  ## start the local Ray cluster and the dashboard
 	@$(BIN)/nsa up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from orchestrator.errors import UserError
@@ -37,6 +38,14 @@ def check_url(url: str) -> str:
     if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):
         raise StoreError(f"{SETTING}: {shown!r}: lacks a host or a database name; use {_FORMS}")
     return "postgresql+psycopg" + url.removeprefix(parts.scheme)
+
+
+def with_absolute_path(url: str) -> str:
+    """The URL, a SQLite file's path made absolute: the same database from any folder."""
+    scheme, separator, path = url.partition(":///")
+    if scheme != "sqlite" or not path or path.startswith(("/", "file:")):
+        return url
+    return f"{scheme}{separator}{Path.cwd() / path}"
 
 
 def hide_password(text: str) -> str:

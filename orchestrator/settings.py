@@ -53,7 +53,12 @@ class SettingsError(UserError):
 
 def default_home() -> Path:
     """`var/` in a checkout; elsewhere `~/.nsa`, which outlives an environment and an upload."""
-    return SOURCES / "var" if installation() is Installation.CHECKOUT else Path.home() / ".nsa"
+    if installation() is Installation.CHECKOUT:
+        return SOURCES / "var"
+    try:
+        return Path.home() / ".nsa"
+    except RuntimeError:
+        raise SettingsError("NSA_HOME: is not set, and this user has no home; set it to a folder for results") from None
 
 
 def env_file() -> Path | None:
@@ -117,7 +122,7 @@ class Settings(BaseSettings):
     def no_database_yet(self) -> bool:
         """Whether the database is a SQLite file that does not exist: nothing was ever stored."""
         scheme, _, path = self.database.partition(":///")
-        return scheme == "sqlite" and not Path(path).exists()
+        return scheme == "sqlite" and not os.path.exists(path)  # Path.exists raises below a folder that may not be read
 
     @cached_property
     def artifacts_dir(self) -> Path:
@@ -135,6 +140,10 @@ def load_settings() -> Settings:
         return Settings(_env_file=env_file())  # pyright: ignore[reportCallIssue] - BaseSettings has it
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
+    except UnicodeDecodeError:
+        raise SettingsError(f".env: '{env_file()}': is not UTF-8; save it as UTF-8 text") from None
+    except PermissionError:
+        raise SettingsError(f".env: '{env_file()}': cannot be read; make it readable") from None
 
 
 def _mistake(error: ErrorDetails) -> str:

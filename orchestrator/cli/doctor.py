@@ -131,7 +131,7 @@ def _triton(_: Settings) -> Finding:
     if version is None:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
     if reason is not None:
-        return Finding("triton", Health.MISSING, f"{version}; tested: {TRITON}; auto takes chunked instead: {reason}")
+        return Finding("triton", Health.MISSING, f"auto takes chunked instead: {reason}")
     return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
 
 
@@ -226,7 +226,7 @@ def _database(settings: Settings) -> Finding:
 
 def _artifacts(settings: Settings) -> Finding:
     folder = settings.artifacts_dir
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not os.access(existing, os.W_OK):
         return Finding(
             "artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder"

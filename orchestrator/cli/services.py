@@ -13,13 +13,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
+from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
+from orchestrator.run.ray_folder import folder_of_a_new_cluster
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 
 _READY_S = 60.0
@@ -49,19 +52,25 @@ class ServiceStatus:
     healthy: bool
 
 
-def local_services(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[Service]:
+def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     """The services of this machine, in starting order."""
-    return [_ray(settings, num_cpus, num_gpus), _dashboard(settings)]
+    return [_ray(settings, ray_options), _dashboard(settings)]
 
 
 def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
     """Start the services that are not running and wait until all answer.
 
     Raises:
-        ServiceError: a port is taken by something else, or a service did not answer in time (its log is named).
+        ServiceError: NSA_HOME cannot be written, a port is taken by something else, or a service did not answer in
+            time (its log is named).
     """
-    settings.home.mkdir(parents=True, exist_ok=True)
-    services = local_services(settings, num_cpus=num_cpus, num_gpus=num_gpus)
+    try:
+        settings.home.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ServiceError(f"NSA_HOME: '{settings.home}': cannot be made ({err.strerror}); name another") from None
+    folder = folder_of_a_new_cluster(settings)
+    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder}
+    services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
     for service in services:
         _start(settings, service)
     for service in services:
@@ -98,7 +107,7 @@ def service_env(settings: Settings) -> dict[str, str]:
         **os.environ,
         "PATH": os.pathsep.join([venv_bin, os.environ.get("PATH", "")]),
         "NSA_HOME": str(settings.home.resolve()),
-        "NSA_DATABASE_URL": settings.database,
+        "NSA_DATABASE_URL": with_absolute_path(settings.database),
         "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
         **({"NSA_ARTIFACT_STORE": settings.artifact_store} if settings.artifact_store else {}),
         **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
@@ -106,14 +115,12 @@ def service_env(settings: Settings) -> dict[str, str]:
     }
 
 
-def _ray(settings: Settings, num_cpus: int | None, num_gpus: int | None) -> Service:
+def _ray(settings: Settings, options: Sequence[str]) -> Service:
     url = urlsplit(settings.ray_dashboard)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1"]
     command += [f"--dashboard-port={url.port or 8265}", "--dashboard-agent-listen-port=0"]
-    command += [f"--num-cpus={num_cpus}"] if num_cpus is not None else []
-    command += [f"--num-gpus={num_gpus}"] if num_gpus is not None else []
-    return Service("ray", tuple(command), f"{settings.ray_dashboard.rstrip('/')}/api/version")
+    return Service("ray", (*command, *options), f"{settings.ray_dashboard.rstrip('/')}/api/version")
 
 
 def _dashboard(settings: Settings) -> Service:

@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(err).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return BAD_INPUT
+    except ExecutorGone as gone:  # before the first point; later it is the run's state
+        print(f"error: {gone}; submit the job again", file=sys.stderr)
+        return FAILURE
     except KeyboardInterrupt:  # before the first point; later it is a reason to cancel
         return CANCELLED
 

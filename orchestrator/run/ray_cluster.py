@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -20,11 +19,11 @@ from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
+from orchestrator.run.ray_folder import listens, local_address
 from orchestrator.run.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
 
-_REACH_S = 5.0
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
 _CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
@@ -180,7 +179,7 @@ class _Pulse:
         if clock - self._looked < _PULSE_S:
             return
         self._looked = clock
-        if _listens(self._address):
+        if listens(self._address):
             self._heard = clock
         elif clock - self._heard > _GONE_S:
             raise ExecutorGone(f"the Ray cluster went away: its head at {self._address} does not answer")
@@ -220,13 +219,13 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
 
 
 def ray_address(settings: Settings) -> str:
-    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else "auto" (local)."""
+    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this machine's."""
     inherited = os.environ.get("RAY_ADDRESS", "")
     if inherited.startswith("http"):  # the job server's address, for `ray job` only
         inherited = ""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
         return inherited
-    return settings.ray_address or inherited or "auto"
+    return settings.ray_address or inherited or local_address(settings) or "auto"
 
 
 def _connect(spec: JobSpec, settings: Settings) -> None:
@@ -238,7 +237,7 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
     unreachable = ExecutorError(
         f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
     )
-    if address != "auto" and not _listens(address):
+    if address != "auto" and not listens(address):
         raise unreachable
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
@@ -261,15 +260,6 @@ def _working_dir(spec: JobSpec, folder: Path) -> str | None:
         return str(SOURCES) if installation() is Installation.CHECKOUT else None
     collect(spec).write(package := folder / "upload.zip")
     return str(package)
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _probe(wanted: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:

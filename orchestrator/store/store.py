@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
@@ -40,7 +41,7 @@ class Store:
             path = Path(parsed.database or "").absolute()
             if create and not readonly:
                 schema.upgrade(url)
-            elif not path.is_file():
+            elif not os.path.isfile(path):  # Path.is_file raises below a folder that may not be read
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
         engine = make_engine(parsed, readonly=readonly)
         try:

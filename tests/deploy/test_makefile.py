@@ -39,6 +39,27 @@ def test_a_driver_too_old_for_pytorch_is_named_with_the_build_that_fits(tmp_path
     assert "install PyTorch's build cu126" in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize(
+    ("env_file", "expected"),
+    [
+        ("", ("http://127.0.0.1:8265", "8501")),
+        ("# NSA_DASHBOARD_PORT=1\n", ("http://127.0.0.1:8265", "8501")),
+        ("NSA_RAY_DASHBOARD=http://127.0.0.1:8300\nNSA_DASHBOARD_PORT=8600\n", ("http://127.0.0.1:8300", "8600")),
+        ("export NSA_RAY_DASHBOARD='http://h:1'  # x\nNSA_DASHBOARD_PORT=8600 # y\n", ("http://h:1", "8600")),
+    ],
+)
+def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str, expected: tuple[str, str]) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / ".env").write_text(env_file)
+    env = {"PATH": os.environ["PATH"]}
+    command = ["make", "--dry-run", "demo", "RUN="]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+    address, port = expected
+    assert f"job submit --address {address} " in done.stdout
+    assert f"Dashboard: http://127.0.0.1:{port} " in done.stdout
+
+
 def _make(target: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a target that must fail, with this environment, and check that it started nothing."""
     command = ["make", target, f"BIN={Path(sys.executable).parent}", "RUN=", "DEV="]

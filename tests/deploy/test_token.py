@@ -29,7 +29,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Ray head that requires TOKEN."""
     home = tmp_path_factory.mktemp("token")
     settings = Settings(home=home, ray_dashboard=f"http://127.0.0.1:{free_port()}")
-    ray = services.local_services(settings, num_cpus=1)[0]
+    ray = services.local_services(settings, "--num-cpus=1")[0]
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     with (home / "ray.log").open("wb") as log:
         process = subprocess.Popen(ray.command, stdout=log, stderr=log, env=environment, start_new_session=True)

@@ -62,16 +62,19 @@ class User:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools leaves folders beside what it builds."""
+    """The wheel, built as users do, from a copy with what an earlier build of older sources has left."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("nsa_core", "jobs", "orchestrator", "dashboard", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (left := copy / "build" / "lib" / "jobs").mkdir(parents=True)
+    (left / "gone.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, copy)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(copy / "dist"), str(copy)]
+    command = ["make", "wheel", f"BIN={Path(sys.executable).parent}", "RUN="]
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     if _setuptools() >= 77:  # as pyproject.toml requires; else pip downloads one
-        command.append("--no-build-isolation")
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200, check=False)
+        env["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it as the option --no-build-isolation
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = (copy / "dist").glob("*.whl")
     return built

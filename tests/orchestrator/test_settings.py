@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.settings import Installation, installation
+from orchestrator import settings
+from orchestrator.settings import Installation, SettingsError, installation
+from orchestrator.store import Store, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
@@ -66,3 +68,27 @@ def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str
     done = subprocess.run(command, cwd=tmp_path / cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [one.format(tmp=tmp_path) if isinstance(one, str) else one for one in expected]
+
+
+def test_an_env_file_that_is_not_text_is_a_mistake_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_bytes("NSA_DASHBOARD_PORT=2222\n".encode("utf-16"))
+    monkeypatch.setattr(settings, "env_file", lambda: tmp_path / ".env")
+    with pytest.raises(SettingsError, match=r"^\.env: '.*\.env': is not UTF-8; save it as UTF-8 text$"):
+        settings.load_settings()
+
+
+def test_a_user_without_a_home_is_told_to_set_nsa_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(settings, "installation", lambda: Installation.INSTALLED)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(SettingsError, match=r"^NSA_HOME: is not set, and this user has no home; set it"):
+        settings.default_home()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: Path) -> None:
+    (locked := tmp_path / "locked").mkdir(mode=0)
+    there = settings.Settings(home=locked / "home")
+    assert there.no_database_yet
+    with pytest.raises(StoreError, match="no such file"):
+        Store.open(there.database, create=False, readonly=True)

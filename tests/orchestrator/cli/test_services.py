@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
 from orchestrator.cli.services import ServiceError
+from orchestrator.run import ray_folder
 from orchestrator.settings import Settings
 
 
@@ -37,6 +43,36 @@ def test_up_answers_and_down_leaves_nothing(settings: Settings) -> None:
     assert services.down(settings) == ["dashboard", "ray"]
     assert not any(s.healthy or s.pid for s in services.status(settings))
     assert services.down(settings) == []
+
+
+@pytest.mark.ray
+def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hands a job the address noted in its cluster's folder: two clusters need two folders."""
+    short = tempfile.mkdtemp(prefix="nsa-ray-")  # Ray's socket paths must fit 107 characters
+    monkeypatch.setenv("RAY_TMPDIR", short)
+    second = settings.model_copy(
+        update={"home": settings.home / "b", "ray_dashboard": f"http://127.0.0.1:{free_port()}"}
+        | {"dashboard_port": free_port()}
+    )
+    try:
+        services.up(settings, num_cpus=1)
+        services.up(second, num_cpus=1)
+        first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
+        assert first_address != second_address
+        assert ray_folder.local_address(second) == second_address  # for a driver that is no job
+        assert ray_folder.local_address(settings) is None  # in Ray's own folder, which Ray looks into itself
+    finally:
+        services.down(second)
+        services.down(settings)
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def _address_in_a_job(dashboard: str) -> str:
+    client = JobSubmissionClient(dashboard)
+    job = client.submit_job(entrypoint=f"{sys.executable} -c 'import os; print(os.environ[\"RAY_ADDRESS\"])'")
+    while not client.get_job_status(job).is_terminal():
+        time.sleep(0.2)
+    return client.get_job_logs(job).splitlines()[-1]
 
 
 def test_a_taken_port_is_named_and_its_owner_left_alone(settings: Settings) -> None:
@@ -71,3 +107,18 @@ def test_services_keep_files_in_the_store_of_this_shell(tmp_path: Path) -> None:
     assert "NSA_ARTIFACT_STORE" not in services.service_env(Settings(home=tmp_path))
     named = Settings(home=tmp_path, artifact_store=f"{tmp_path}/store/")
     assert services.service_env(named)["NSA_ARTIFACT_STORE"] == f"file://{tmp_path}/store"
+
+
+def test_services_use_the_database_of_this_shell_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in (Settings(home=Path("results")), Settings(database_url="sqlite:///results/nsa.db")):
+        assert services.service_env(given)["NSA_DATABASE_URL"] == f"sqlite:///{tmp_path}/results/nsa.db"
+    postgres = "postgresql+psycopg://nsa@host/nsa"
+    assert services.service_env(Settings(database_url=postgres))["NSA_DATABASE_URL"] == postgres
+
+
+def test_a_home_that_cannot_be_made_is_named(settings: Settings) -> None:
+    with pytest.raises(ServiceError, match=r"^NSA_HOME: '/proc/nsa': cannot be made \(.*\); name another$"):
+        services.up(settings.model_copy(update={"home": Path("/proc/nsa")}))

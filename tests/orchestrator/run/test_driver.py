@@ -229,6 +229,18 @@ def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, qui
     assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
 
 
+def test_a_cluster_that_goes_away_before_the_first_point_is_one_line(
+    home, spec, capsys, quick_probe, monkeypatch
+) -> None:
+    def gone(self: LocalExecutor) -> dict:
+        raise ExecutorGone("the Ray cluster went away: no answer")
+
+    monkeypatch.setattr(LocalExecutor, "probe", gone)
+    assert driver.main([str(spec("pass")), "--local"]) == 1
+    assert capsys.readouterr().err == "error: the Ray cluster went away: no answer; submit the job again\n"
+    assert not (home / "artifacts").exists()
+
+
 def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe, monkeypatch) -> None:
     def away(*_: object) -> None:
         raise StoreUnavailable("NSA_DATABASE_URL: cannot be reached")
