@@ -67,6 +67,8 @@ def _target(verdict: TargetVerdict) -> None:
     measured = any(rule.value is not None for rule in verdict.rules)
     with st.container(border=True):
         st.markdown(f"#### {parts.badge(verdict.result, parts.RESULTS)} {parts.plain(verdict.title)}")
+        if len(verdict.commits) > 1:
+            st.caption(parts.plain(f"The rules rest on different commits: {', '.join(verdict.commits)}"))
         with st.expander(_summary(verdict.rules), expanded=measured, icon=":material/rule:"):
             table = pd.DataFrame([_rule(rule) for rule in verdict.rules])
             st.table(table, border="horizontal", hide_index=True)

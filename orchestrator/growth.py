@@ -21,8 +21,9 @@ from scipy import stats
 MIN_LENGTHS = 3
 _MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
 _HOLDS = 0.05  # relative residual up to which a law describes its values
-_NOISE = 0.01  # relative noise that a value has at least, whatever the spread of its own samples
+_NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
+_EXACT = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _EXPONENTS = np.linspace(-1, 4, 2001)
@@ -193,8 +194,8 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
     best = int(fine.total.argmin())
     least = float(fine.total[best])
     seen = least / (n - parameters) * float(stats.f.ppf(_LEVEL, 1, n - parameters))
-    bound = least + max(seen, _NOISE**2 * float(stats.chi2.ppf(_LEVEL, 1)))
-    inside = [*_EXPONENTS[squares.total <= bound], exponents[best]]
+    bound = least + max(seen, _EXACT**2 * float(stats.chi2.ppf(_LEVEL, 1)))
+    inside = [*_EXPONENTS[squares.total <= bound], *exponents[fine.total <= bound]]
     law = Growth(
         exponent=float(exponents[best]),
         ci_low=float(min(inside)),

@@ -112,6 +112,8 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console, *, brief
         if brief and all(rule.result is Result.UNKNOWN for rule in target.rules):
             console.print("  no rule has evidence in this run; nsa gate says what each needs")
             continue
+        if len(target.commits) > 1:
+            console.print(f"  the rules rest on different commits: {', '.join(target.commits)}", markup=False)
         for rule in target.rules:
             judged = "" if rule.value is None else f"{rule.value:.4g} (bound {rule.limit}, margin {rule.margin:.4g}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)

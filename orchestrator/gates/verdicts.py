@@ -1,18 +1,21 @@
 """Evaluation of the go/no-go rules on stored measurements.
 
-A rule uses the newest run that holds evidence for it (among the given runs, or all), never reported figures.
+A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
+that is running, cancelled or failed is not complete, and one that measures less of the same series than an older run
+(a smoke run beside a sweep) does not displace it.
 GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pandas as pd
 
-from jobs.axes import MORE, more_columns
+from jobs.axes import AXES, MORE, more_columns
 from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.gates.rules import (
@@ -29,7 +32,7 @@ from orchestrator.gates.rules import (
     load_gates,
 )
 from orchestrator.records import now
-from orchestrator.states import Origin, PointState, Result
+from orchestrator.states import Origin, PointState, Result, RunState
 from orchestrator.store import Store, queries
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
@@ -46,6 +49,7 @@ class RuleVerdict:
         margin: distance of the value to the bound, in the unit; negative if the bound is violated.
         reason: the evidence in words, or the missing evidence and how to measure it.
         evidence: ids of the points behind the value.
+        run_id, commit: the run that the verdict rests on, and its commit if it is known.
     """
 
     rule: str
@@ -58,6 +62,8 @@ class RuleVerdict:
     bound: float | None = None
     margin: float | None = None
     evidence: list[str] = field(default_factory=list)
+    run_id: str | None = None
+    commit: str | None = None
 
     @property
     def limit(self) -> str:
@@ -76,14 +82,37 @@ class TargetVerdict:
     result: Result
     rules: list[RuleVerdict]
 
+    @property
+    def commits(self) -> list[str]:
+        """The commits that the rules rest on, in the order of the rules; more than one is worth a warning."""
+        return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))
+
+
+Series = tuple[Any, ...]
+_SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
+
 
 @dataclass(frozen=True)
 class _Run:
-    """One measured run: a row per metric and a row per point."""
+    """One measured run: its state and commit, a row per metric and a row per point."""
 
     run_id: str
+    state: RunState
+    commit: str | None
     metrics: list[Row]
     points: list[Row]
+
+    def __str__(self) -> str:
+        return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
+
+    def lengths(self, where: Where) -> Mapping[Series, int]:
+        """The number of lengths of each series that matches, whatever became of the points."""
+        series: dict[Series, set[Any]] = defaultdict(set)
+        for point in self.points:
+            if where.matches(point):
+                own = [(name, point[name]) for name in more_columns(point) if point[name] is not None]
+                series[*(point[name] for name in _SERIES), *own].add(point["seq_len"])
+        return {key: len(found) for key, found in series.items()}
 
     def of(self, metric: str, *filters: Where) -> list[Row]:
         """Rows of a metric that match all filters."""
@@ -122,14 +151,25 @@ def _runs(store: Store, run_ids: Sequence[str] | None) -> list[_Run]:
     A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
     """
     found = queries.runs(store, origin=Origin.MEASURED, limit=None)
-    cards = {row["run_id"]: row["gpu"] for row in _rows(found) if run_ids is None or row["run_id"] in run_ids}
+    rows = [row for row in _rows(found) if run_ids is None or row["run_id"] in run_ids]
+    cards = {row["run_id"]: row["gpu"] for row in rows}
     metrics: dict[str, list[Row]] = defaultdict(list)
     for row in _rows(queries.measurements(store, run_ids=list(cards))):
         metrics[row["run_id"]].append(row)
     points: dict[str, list[Row]] = defaultdict(list)
     for row in _rows(queries.states(store, run_ids=list(cards))):
         points[row["run_id"]].append({**row, "gpu": row["gpu"] or cards[row["run_id"]]})
-    return [_Run(run_id, metrics[run_id], points[run_id]) for run_id in cards]
+    return [
+        _Run(row["run_id"], RunState(row["state"]), _commit(row), metrics[row["run_id"]], points[row["run_id"]])
+        for row in rows
+    ]
+
+
+def _commit(run: Row) -> str | None:
+    """A run's commit in short, with a mark for uncommitted changes."""
+    if not run["git_commit"]:
+        return None
+    return str(run["git_commit"])[:10] + (" (uncommitted changes)" if run["git_dirty"] else "")
 
 
 def _rows(frame: pd.DataFrame) -> list[Row]:
@@ -143,6 +183,7 @@ def _rows(frame: pd.DataFrame) -> list[Row]:
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
     """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
     at = now()
+    stored = RuleVerdict.__dataclass_fields__.keys() - {"run_id", "commit"}  # the reason and the evidence name them
     rows = [
         {
             "evaluated_at": at,
@@ -151,7 +192,7 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
             "target_title": target.title,
             "target_result": target.result,
             "position": position,
-            **{name: getattr(rule, name) for name in RuleVerdict.__dataclass_fields__},
+            **{name: getattr(rule, name) for name in stored},
         }
         for target in verdicts
         for position, rule in enumerate(target.rules)
@@ -188,17 +229,46 @@ def _judge_bounded(
     comparison, bound = _bound(rule, plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
-    run, found = next(((run, each) for run in runs if (each := find(run)).candidates), (None, _Found([])))
+    complete = ((run, find(run)) for run in _preferred(runs, rule.where))
+    run, found = next(((run, found) for run, found in complete if found.candidates), (None, _Found([])))
     if run is None:
-        return replace(verdict, reason=f"not measured: {_wanted(rule)}; {rule.measure}")
+        begun = next((run for run in runs if run.state is not RunState.DONE and find(run).candidates), None)
+        return replace(verdict, reason=_unmeasured(_wanted(rule), begun, rule))
+    verdict = replace(verdict, run_id=run.run_id, commit=run.commit)
     if found.unit != unit:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
     worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
     margin = bound - worst.value if comparison == "<=" else worst.value - bound
     lacking = f"{found.lacking}: {rule.measure}" if found.lacking else _undecided(found.candidates, comparison, bound)
     result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
-    reason = f"{worst.what}; run {run.run_id}" + (f"; {lacking}" if lacking else "")
+    reason = f"{worst.what}; {run}" + (f"; {lacking}" if lacking else "")
     return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+
+
+def _preferred(runs: list[_Run], where: Where) -> list[_Run]:
+    """The complete runs, newest first; then those that an older one exceeds, for where that lacks the metric.
+
+    An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
+    """
+    complete = [(run, run.lengths(where)) for run in runs if run.state is RunState.DONE]
+    exceeded = {
+        run.run_id
+        for place, (run, measured) in enumerate(complete)
+        if any(measured != more and _all_in(measured, more) for _, more in complete[place + 1 :])
+    }
+    return sorted((run for run, measured in complete if measured), key=lambda run: run.run_id in exceeded)
+
+
+def _all_in(measured: Mapping[Series, int], more: Mapping[Series, int]) -> bool:
+    return all(more.get(series, 0) >= lengths for series, lengths in measured.items())
+
+
+def _unmeasured(wanted: str, begun: _Run | None, rule: Rule) -> str:
+    """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
+    if begun is None:
+        return f"not measured: {wanted}; {rule.measure}"
+    ended = sum(PointState(point["state"]).ended for point in begun.points)
+    return f"no complete run: {begun} is {begun.state}, {ended} of {len(begun.points)} points ended; {rule.measure}"
 
 
 def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> str:
@@ -304,10 +374,11 @@ def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: 
 
 def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
-    matching = ((run, [point for point in run.points if rule.where.matches(point)]) for run in runs)
-    run, points = next(((run, points) for run, points in matching if points), (None, []))
+    run = next(iter(_preferred(runs, rule.where)), None)
     if run is None:
-        return replace(verdict, reason=f"not measured: no points ({rule.where}); {rule.measure}")
+        begun = next((run for run in runs if run.lengths(rule.where)), None)
+        return replace(verdict, reason=_unmeasured(f"no points ({rule.where})", begun, rule))
+    points = [point for point in run.points if rule.where.matches(point)]
     bad = [point for point in points if point["state"] in rule.none_of]
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
@@ -324,8 +395,10 @@ def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
         result=result,
         value=float(len(bad)),
         margin=0.0 - len(bad),
-        reason=f"{reason}; run {run.run_id}",
+        reason=f"{reason}; {run}",
         evidence=[point["point_id"] for point in bad or ended],
+        run_id=run.run_id,
+        commit=run.commit,
     )
 
 

@@ -116,6 +116,8 @@ def _verdict(verdict: TargetVerdict) -> Table:
         for rule in verdict.rules
     ]
     note = f"{verdict.title}. GO needs every rule; a rule without evidence is UNKNOWN."
+    if len(verdict.commits) > 1:
+        note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
     return Table(title, note, columns, rows)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 import orchestrator
 from orchestrator.gates.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
-from orchestrator.states import PointState, Result
+from orchestrator.states import PointState, Result, RunState
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
+from orchestrator.summary import print_verdicts
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
@@ -176,6 +179,59 @@ def test_the_newest_run_with_evidence_counts(sqlite_store: Store, sweep):
     assert linear(sqlite_store).result is GO
     (old,) = evaluate(sqlite_store, load_gates().only("linear-scaling"), ["old"])
     assert old.result is NO_GO
+
+
+def later(records: list[Record], **run: object) -> list[Record]:
+    """The records a year later; `run` changes the run's."""
+    moved = [record.model_copy(update={"at": record.at.replace(year=2027)}) for record in records]
+    return [moved[0].model_copy(update=run), *moved[1:]]
+
+
+def with_end(records: list[Record], state: RunState | None) -> list[Record]:
+    """The records of a run that ended so; None: it has not ended."""
+    end = [] if state is None else [records[-1].model_copy(update={"state": state})]
+    return [*records[:-1], *end]
+
+
+@pytest.mark.parametrize("state", [None, RunState.CANCELLED, RunState.FAILED, RunState.DONE])
+@pytest.mark.parametrize("lengths", [(512, 1024), (300, 600), (512, 1024, 2048)])
+@pytest.mark.parametrize("laws", [{"chunked": 1.9, "naive": 2.0}, {"chunked": 1.9}])
+def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
+    sqlite_store: Store, sweep, state: RunState | None, lengths: tuple[int, ...], laws: dict
+):
+    sqlite_store.apply_many(with_bound(sweep("whole")))
+    before = evaluate(sqlite_store, load_gates())
+    small = with_bound(sweep("small", laws=laws, lengths=lengths), bound=1e-9)  # each of its results is wrong
+    sqlite_store.apply_many(with_end(later(small), state))
+    assert evaluate(sqlite_store, load_gates()) == before
+    assert linear(sqlite_store).result is GO
+
+
+def test_a_sweep_of_as_many_lengths_displaces_an_older_one(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_bound(sweep("old")))
+    sqlite_store.apply_many(later(with_bound(sweep("new", laws={"chunked": 1.5, "naive": 2.0}))))
+    assert by_rule(linear(sqlite_store))["memory-exponent"].result is NO_GO
+
+
+def test_a_run_that_is_not_complete_is_named(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_end(with_bound(sweep("begun")), None))
+    rule = by_rule(linear(sqlite_store))["correctness"]
+    assert (rule.result, rule.value, rule.run_id) == (UNKNOWN, None, None)
+    assert "no complete run: run begun at cccccccccc is running, 8 of 8 points ended; run `nsa submit" in rule.reason
+
+
+def test_a_target_says_where_its_rules_rest_on_different_commits(sqlite_store: Store, sweep, tmp_path: Path):
+    time = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1e9}
+    gates = gates_of(tmp_path, {**time, "where": {"implementation": "a"}}, {**time, "where": {"implementation": "b"}})
+    sqlite_store.apply_many(sweep("one", laws={"a": 1.0}))
+    sqlite_store.apply_many(later(sweep("two", laws={"b": 1.0}), git_commit="d" * 40, git_dirty=True))
+    (verdict,) = evaluate(sqlite_store, gates)
+    assert [rule.run_id for rule in verdict.rules] == ["one", "two"]
+    assert verdict.commits == ["c" * 10, "d" * 10 + " (uncommitted changes)"]
+    assert verdict.rules[0].reason.endswith("run one at cccccccccc")
+    out = StringIO()
+    print_verdicts([verdict], Console(file=out, width=200))
+    assert "the rules rest on different commits: cccccccccc, dddddddddd (uncommitted changes)" in out.getvalue()
 
 
 def test_a_failure_without_a_known_gpu_counts_for_its_runs_gpu(sqlite_store: Store, sweep, tmp_path: Path):
