@@ -15,6 +15,7 @@ import streamlit as st
 
 from dashboard import help_pages
 from orchestrator import analysis
+from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
@@ -83,6 +84,18 @@ def artifact(path: str, size: int, sha256: str, kept_in: str) -> bytes:
         return b"".join(store.pieces(path, size, sha256))
     except ArtifactError as err:
         raise ArtifactError(f"{err}; the run kept it in {kept_in}") from None
+
+
+@_read
+def missing(path: str) -> str | None:
+    """The store of this dashboard if a point's file is not there; None if it is, or if only a download can tell."""
+    store = ArtifactStore(load_settings().artifact_store_url)
+    if not is_local(store.url):
+        return None
+    try:
+        return None if store.exists(path) else store.url
+    except ArtifactError:
+        return store.url
 
 
 def open_store() -> Store:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from dashboard import data, grids, help_pages, parts
+from dashboard import data, grids, help_pages, parts, point_files
 from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
@@ -168,7 +167,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     with config:
         st.json(point["config"], expanded=2)
     with files:
-        _artifacts(data.artifacts(store, point_id), _kept_in(data.run(store, run_id) or {}, point))
+        point_files.show(store, data.run(store, run_id) or {}, point)
 
 
 @data.part
@@ -227,48 +226,6 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
 
 def _interval(low: float, high: float) -> str:
     return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} – {parts.number(high)}"
-
-
-def _artifacts(frame: pd.DataFrame, kept_in: str) -> None:
-    if frame.empty:
-        st.caption("No files were kept.")
-    for row in frame.to_dict("records"):
-        title = f"{row['name']} · attempt {row['attempt']} · {parts.size(row['size'])}"
-        with st.expander(parts.plain(title), expanded=len(frame) == 1, icon=":material/description:"):
-            if row["truncated"]:
-                st.caption("Only its end is shown.")
-            st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
-            _download(row, kept_in)
-            if not pd.isna(row["content"]) and row["content"]:
-                st.code(
-                    row["content"],
-                    language=None,
-                    wrap_lines=True,
-                    height=420 if row["content"].count("\n") > 18 else "content",
-                )
-            else:
-                st.caption("Empty." if not row["size"] else "Its text is not in the database.")
-
-
-def _download(row: dict[str, Any], kept_in: str) -> None:
-    """Offer the whole file. It is read when the button is clicked, into this process's memory."""
-    if row["size"] > data.DOWNLOAD_BYTES:
-        st.caption("Too large for a browser; copy it with `nsa artifacts RUN --point N --out FOLDER`.")
-        return
-    st.download_button(
-        "Download",
-        data=partial(data.artifact, row["path"], row["size"], row["sha256"], kept_in),
-        file_name=row["name"],
-        mime="application/octet-stream",
-        icon=":material/download:",
-        key=f"download {row['attempt']} {row['name']}",
-        on_click="ignore",
-    )
-
-
-def _kept_in(run: dict[str, Any], point: dict[str, Any]) -> str:
-    folder = run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
-    return f"{folder} (node {point['node'] or run.get('host') or 'unknown'})"
 
 
 def _cell(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -28,8 +29,11 @@ _READABLE = 60  # characters that a label shows of an environment or an interpre
 
 
 def env_text(env: Mapping[str, str]) -> str | None:
-    """The axis `env`: "NAME=value NAME=value", sorted by name; None for no variables."""
-    return " ".join(f"{name}={value}" for name, value in sorted(env.items())) or None
+    """The axis `env`: "NAME=value NAME=value", sorted by name; None for no variables.
+
+    Values are quoted as a shell needs them, so that different environments never have the same text.
+    """
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items())) or None
 
 
 def suffix(text: str | None, index: int, what: str) -> str:

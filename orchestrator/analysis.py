@@ -54,6 +54,11 @@ class Fit(Growth):
         return self.series["run_id"]
 
 
+def surroundings(row: Mapping[str, Any]) -> list[str]:
+    """Environment variables and interpreter of a row or a fit's series; those that it has."""
+    return [value for name in ("env", "python") if isinstance(value := row.get(name), str)]
+
+
 def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
     """Fits of all series in `rows` (of the view v_scaling or v_metrics) with at least three distinct lengths.
 

@@ -45,8 +45,8 @@ def is_local(url: str) -> bool:
 
 
 def hide_credentials(text: str) -> str:
-    """The text with user names and passwords in URLs replaced by ***."""
-    return re.sub(r"(://)\S*@", r"\1***@", text)
+    """The text with user names, passwords, queries and fragments of URLs replaced by ***."""
+    return re.sub(r"(://[^\s?#'\"]*[?#])[^\s'\"]+", r"\1***", re.sub(r"(://)\S*@", r"\1***@", text))
 
 
 def _folder(path: str) -> str:

@@ -22,10 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import UserError
-from orchestrator.records import ArtifactData
-
-STORED_BYTES = 64 << 10
-"""Bytes at the end of a text that are kept in the journal and the database, too."""
+from orchestrator.records import STORED_BYTES, ArtifactData
 
 _PIECE = 1 << 20
 _BLOCK = 8 << 20  # bytes of an upload's part; S3 demands 5 MiB
@@ -100,6 +97,8 @@ class ArtifactStore:
                 tail = piece if len(piece) >= STORED_BYTES else (tail + piece)[-STORED_BYTES:]
                 done += len(piece)
                 sign()
+            if done < size:
+                raise ArtifactError(f"{_shown(source.name)}: its file shrank from {size:,} bytes while it was copied")
         text = Path(source.name).suffix in _TEXTS
         return ArtifactData(
             name=source.name,

@@ -15,6 +15,9 @@ from jobs.axes import Axis
 from jobs.quantities import Quantity
 from orchestrator.states import Origin, PointState, RunState
 
+STORED_BYTES = 64 << 10
+"""Bytes at the end of a text file that are kept in the journal and the database, too."""
+
 
 def now() -> datetime:
     return datetime.now(UTC)
@@ -93,10 +96,10 @@ class ArtifactData(BaseModel):
     """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str
-    path: str  # relative to the artifact store; in an OutcomeRecord relative to the run's folder
-    size: int  # bytes
-    sha256: str
+    name: str = Field(max_length=200)
+    path: str = Field(max_length=4096)  # relative to the artifact store; in an OutcomeRecord to the run's folder
+    size: int = Field(ge=0, lt=1 << 63)  # bytes
+    sha256: str = Field(max_length=64)
     content: str | None = None
     truncated: bool = False
 

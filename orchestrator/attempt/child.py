@@ -89,9 +89,10 @@ class Child:
             raise
         finally:
             os.close(events)
-        # If this process dies, the guard reads end of file and kills the worker's group, even a stopped one.
+        # If this process dies, the guard reads end of file, kills the worker's group, even a stopped one, and removes
+        # its files, which may be large. The pause: killed processes may still be writing.
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", f"read -r _; kill -9 -{self.pid}"],
+            ["/bin/sh", "-c", 'read -r _; kill -9 "-$0"; sleep 1; rm -rf -- "$1"', str(self.pid), str(self._folder)],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -141,7 +142,11 @@ class Child:
         found = []
         for name, offset in self._offsets.items():
             path = self._folder / name
-            size = path.stat().st_size
+            try:
+                size = path.stat().st_size
+            except OSError:  # the measurement removed the folder
+                found.append(Source(f"{name}.txt", problem="its file was removed while the point ran"))
+                continue
             self._offsets[name] = size
             if size > offset:
                 found.append(Source(f"{name}.txt", path, offset, size))
@@ -149,9 +154,10 @@ class Child:
 
     def last_words(self) -> str:
         """The end of the text that it printed to stderr."""
-        with (self._folder / "stderr").open("rb") as file:
+        with contextlib.suppress(OSError), (self._folder / "stderr").open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS))
             return file.read().decode(errors="replace")
+        return ""
 
     def close(self) -> int | None:
         """Ask the worker to exit, then kill the rest of its tree. Returns its exit code (minus the signal's number)."""

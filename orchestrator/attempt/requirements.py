@@ -33,6 +33,17 @@ def missing(wanted: Requirements) -> list[str]:
     return found
 
 
+def lacking(wanted: Requirements) -> list[str]:
+    """Mistakes as `missing` finds them, and interpreters that are here but cannot measure; starts a child for each."""
+    found = missing(wanted)
+    for python in filter(None, () if found else wanted.pythons):
+        try:
+            _Interpreter(wanted, "cpu", "", python).check({})
+        except ProbeError as err:
+            found.append(str(err))
+    return found
+
+
 def check(wanted: Requirements, gpus: str | None = None) -> dict[str | None, Machine]:
     """The machine as each interpreter of the spec finds it, once all of the spec's environments have an effect.
 
@@ -73,12 +84,14 @@ class _Interpreter:
     python: str | None
     machine: Machine | None = None
     faults: list[str] = field(default_factory=list)
+    _refused: dict[str, str | None] = field(default_factory=dict)  # reasons, by variable; the search for one is long
     _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
 
     def check(self, env: Mapping[str, str]) -> None:
         """Note the machine, and the faults of the environment. Raises ProbeError if no point can run here at all."""
+        asked = tuple(name for name in env if name not in self._refused or settings.comparable(name))
         try:
-            answer = self._probe(env, tuple(env))
+            answer = self._probe(env, asked)
         except ProbeError as err:
             if not env:
                 raise ProbeError(self._explained(str(err))) from None
@@ -87,8 +100,9 @@ class _Interpreter:
             name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
             self.faults.append(f"{name}: {value!r}: a process with it fails on {self._where()} ({err}); mend it")
             return
+        self._refused |= {name: answer.refused.get(name) for name in asked}
         for name, value in env.items():
-            if (reason := answer.refused.get(name) or self._ineffective(name, env, answer)) is not None:
+            if (reason := self._refused[name] or self._ineffective(name, env, answer)) is not None:
                 self.faults.append(f"env.{name}: {value!r}: has no effect on {self._where()}: {reason}; remove it")
 
     def _ineffective(self, name: str, env: Mapping[str, str], answer: protocol.Machine) -> str | None:
@@ -137,8 +151,9 @@ class _Interpreter:
 def _unreadable(path: Path) -> str | None:
     if not os.path.exists(path):  # Path.exists raises below a folder that may not be searched
         return "does not exist"
-    needed = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
-    return None if os.access(path, needed) else "may not be read"
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        return "may not be read"
+    return "is an empty folder" if path.is_dir() and next(os.scandir(path), None) is None else None
 
 
 def _not_a_program(path: Path) -> str | None:

@@ -107,7 +107,8 @@ def probe(
                     case protocol.Failure(reason=reason) | Violation(reason):
                         raise ProbeError(reason.removeprefix("ValueError: "))
             if not alive:
-                raise ProbeError(f"{diagnostics.describe_exit(child.kill())}: {child.last_words()}")
+                exit_ = diagnostics.describe_exit(child.kill())
+                raise ProbeError(f"{exit_}: {words}" if (words := child.last_words().strip()) else exit_)
         raise ProbeError(f"no answer within {timeout_s:.0f} s")
     finally:
         child.discard()

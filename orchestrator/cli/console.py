@@ -79,12 +79,12 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
         )  # fmt: skip
     out.print(table if len(metrics) else "no metrics: only points that are ok have any")
     for name in files["name"] if len(files) else ():
-        out.print(f"artifact: {name}", markup=False)
+        out.print(f"artifact: {_name(name)}", markup=False)
 
 
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
-        out.rule(Text(f["name"] + (" (its end)" if f["truncated"] else "")))
+        out.rule(Text(_name(f["name"]) + (" (its end)" if f["truncated"] else "")))
         text = "" if pd.isna(f["content"]) else f["content"]
         out.print(text or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
@@ -94,7 +94,7 @@ def artifacts(files: pd.DataFrame) -> None:
 def files(found: Sequence[StoredFile]) -> None:
     table = _table("Files", "point", "attempt", "name", "bytes", "sha256")
     for file in found:
-        table.add_row(str(file.point), str(file.attempt), ascii(file.name)[1:-1], str(file.size), file.sha256)
+        table.add_row(str(file.point), str(file.attempt), _name(file.name), str(file.size), file.sha256)
     out.print(table if found else "no files were kept")
 
 
@@ -117,6 +117,11 @@ def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
     for name in names:
         if row.get(name) is not None and not (isinstance(row[name], float) and pd.isna(row[name])):
             out.print(f"{name:<{width}}  {row[name]}", markup=False)
+
+
+def _name(name: str) -> str:
+    """A file's name in ASCII, at most 100 characters: an imported journal may hold any text."""
+    return ascii(name if len(name) <= 100 else f"{name[:97]}...")[1:-1]
 
 
 def _state(state: str) -> Text:

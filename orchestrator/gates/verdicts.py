@@ -17,7 +17,7 @@ import pandas as pd
 
 from jobs.axes import AXES, MORE, more_columns
 from jobs.training_plan import TrainingPlan
-from orchestrator.analysis import Fit, scaling_fits
+from orchestrator.analysis import Fit, scaling_fits, surroundings
 from orchestrator.gates.rules import (
     ExponentRule,
     Gates,
@@ -315,6 +315,7 @@ def _exponents(rule: ExponentRule, run: _Run) -> _Found:
 
 def _growth(fit: Fit, number: int) -> str:
     series = f"{fit.series['implementation']} {fit.series['pass']}"
+    series += "".join(f" [{text}]" for text in surroundings(fit.series))
     return (
         f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
         f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"

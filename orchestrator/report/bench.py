@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from orchestrator.report.series import text
 from orchestrator.report.table import shape
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
@@ -59,7 +60,8 @@ class Bench:
 
     Attributes:
         name: the run's name; its id if several runs of the report share the name.
-        states: state of each timing point, by place and implementation, in the order of the run.
+        states: state of each timing point, by place and implementation (with its environment and interpreter, where
+            the run has several), in the order of the run.
         values: measured values, by place, implementation and metric.
         routes: the kernels of dense attention that ran, by place and implementation.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
@@ -143,13 +145,15 @@ def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: str) -> Bench:
     states: dict[tuple[Place, str], str] = {}
     routes: dict[tuple[Place, str], str] = {}
-    for row in queries.points(store, run["run_id"]).to_dict("records"):
-        at = _place(row), row["implementation"]
+    points = queries.points(store, run["run_id"]).to_dict("records")
+    several = [axis for axis in ("env", "python") if len({text(row[axis]) for row in points}) > 1]
+    for row in points:
+        at = _place(row), _contender(row, several)
         states.setdefault(at, row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
             routes[at] = row["route"].get("dense", "")
     measured = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
-    values = {(_place(row), row["implementation"], row["metric"]): row["value"] for row in measured}
+    values = {(_place(row), _contender(row, several), row["metric"]): row["value"] for row in measured}
     return Bench(name, states, values, routes, _best_peers(reported, str(run["gpu"] or "")))
 
 
@@ -167,6 +171,11 @@ def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Fig
         if at not in best or row["value"] < best[at].value:
             best[at] = Figure(row["value"], row["implementation"])
     return best
+
+
+def _contender(row: Mapping[Any, Any], several: Sequence[str]) -> str:
+    """The implementation, with those of its environment and interpreter of which the run has several."""
+    return row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
 
 
 def _place(row: Mapping[Any, Any]) -> Place:

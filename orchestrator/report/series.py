@@ -32,7 +32,7 @@ IMPLEMENTATION_COLORS = {
 }
 
 # Coordinates that distinguish series, most telling first; kind-specific axes follow.
-_TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "run_name", "run_id")
+_TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "env", "python", "run_name", "run_id")
 
 
 def key(row: Row) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.axes import MORE, more_columns
+from orchestrator.analysis import surroundings
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | N
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
-    """The shape of a row or a fit's series, with its kind-specific axes."""
+    """The shape of a row or a fit's series, with its kind-specific axes, environment variables and interpreter."""
     sizes = [row.get(name) for name in ("query_heads", "kv_heads", "head_dim", "layers")]
     more = [f"{name.removeprefix(MORE)} {_plain(row[name])}" for name in more_columns(row) if not _none(row[name])]
-    return ", ".join(filter(None, (shape(*sizes), *more)))
+    return ", ".join(filter(None, (shape(*sizes), *more, *surroundings(row))))
 
 
 def _none(value: Any) -> bool:

@@ -166,7 +166,7 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
 def _measured(content: Content) -> Table:
     results = content.results
     places = {name: content.quantities.place(name) for name in set(results["metric"])}
-    order = ["run_id", "metric", "pass", "implementation", "seq_len"]
+    order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
     ordered = results.sort_values(order, key=lambda column: column.map(places) if column.name == "metric" else column)
     rows = [
         [

@@ -65,7 +65,11 @@ class RayExecutor:
         try:
             with _gone():
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                    print("waiting for the cluster to have room for a point", file=sys.stderr, flush=True)
+                    print(
+                        f"waiting for the cluster to have room for a point{_checks(wanted)}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 node, machines = ray.get(answer)
         except ProbeError as err:
             raise ExecutorError(str(err)) from None
@@ -85,7 +89,7 @@ class RayExecutor:
         if not wanted.paths and not any(wanted.pythons):
             return
         nodes = [node for node, has in self._by_id.items() if node != checked and _room(has, asked, gpus, self._type)]
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.missing)  # pyright: ignore[reportCallIssue]
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         answers = [task.options(scheduling_strategy=strategy).remote(wanted) for strategy in there]
         ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S) if answers else ([], [])
@@ -273,6 +277,12 @@ def _probe(wanted: Requirements, gpus: str | None) -> tuple[str, dict[str | None
     import ray
 
     return ray.get_runtime_context().get_node_id(), requirements.check(wanted, gpus)
+
+
+def _checks(wanted: Requirements) -> str:
+    """The work of a probe beyond looking at the machine, in words; "" if there is none."""
+    count = len(wanted.envs) * len(wanted.pythons)
+    return f", and to check {count} environments there" if count > 1 else ""
 
 
 def _nodes() -> dict[str, dict[str, float]]:

@@ -21,6 +21,7 @@ from jobs.axes import AXES, check_coordinate
 from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
+    STORED_BYTES,
     ArtifactData,
     ArtifactRecord,
     EventRecord,
@@ -36,6 +37,7 @@ from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, E
 
 # Stages of an attempt, in order: started, ended, and planned again afterwards.
 _STARTED, _ENDED, _PLANNED = range(3)
+_STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
 
 
@@ -194,10 +196,14 @@ def _artifacts(session: Session, record: OutcomeRecord) -> None:
 
 def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData) -> None:
     """Store a file of an attempt unless it is stored; files of other attempts stay."""
+    file = file.model_copy(update={"name": _clean(file.name)})
     same = (Artifact.point_id == point_id, Artifact.attempt == attempt, Artifact.name == file.name)
     if session.scalar(select(Artifact.id).where(*same)) is not None:
         return
-    values = {**file.model_dump(), "content": _clean(file.content), "point_id": point_id, "attempt": attempt}
+    values: dict[str, Any] = {**file.model_dump(), "point_id": point_id, "attempt": attempt}
+    values |= {column: _clean(getattr(file, column)) for column in ("path", "sha256", "content")}
+    if (content := values["content"] or "")[:-_STORED_CHARACTERS]:  # of an imported journal
+        values |= {"content": content[-_STORED_CHARACTERS:], "truncated": True}
     session.execute(insert(Artifact), [values])
 
 

@@ -17,8 +17,9 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
 
 from orchestrator import records as rec
+from orchestrator.artifacts import ArtifactStore, Source
 from orchestrator.states import PointState, RunState
-from orchestrator.store import Store
+from orchestrator.store import Store, queries
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,3 +207,25 @@ def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, fol
     expect(page.get_by_text("1 of 1 points ended hang, crash").first).to_be_visible()
     expect(page.get_by_text("timing 7/10")).to_have_count(0)
     settled(page, "Overview")
+
+
+def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, folder: Path):
+    content = os.urandom(3 << 20)
+    (folder / "trace.bin").write_bytes(content)
+    name = "trace.with-a-long-name_" + "x" * 60 + ".bin"
+    kept = ArtifactStore(f"file://{folder / 'artifacts'}")
+    with Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
+        file = kept.put(Source(name, folder / "trace.bin"), f"{RUN}/0000/1/{name}")
+        store.apply(rec.ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file))
+        label = queries.points(store, RUN).set_index("number")["label"][0]
+    visit(page, f"{address}/runs?run={RUN}&point={RUN}/0", label)
+    page.get_by_role("tab", name="Logs and artifacts").click()
+    files = page.get_by_test_id("stExpander")
+    files.filter(has_text=name).locator("summary").click()
+    expect(files.filter(has_text=name).locator("summary")).to_contain_text("attempt 1 · 3 MiB")
+    with page.expect_download() as download:
+        files.filter(has_text=name).get_by_role("button", name="Download").click()
+    assert download.value.suggested_filename == name
+    assert Path(download.value.path()).read_bytes() == content
+    files.filter(has_text="stdout.txt").locator("summary").click()
+    expect(files.filter(has_text="stdout.txt")).to_contain_text("Not in the artifact store of this dashboard")

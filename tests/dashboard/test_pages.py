@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
-from orchestrator.records import ArtifactRecord, OutcomeRecord, StartRecord
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.store import Store, upgrade
 
@@ -282,7 +282,37 @@ def test_a_file_of_a_point_is_shown_and_can_be_downloaded_whole(complete: str, t
     said = text(app)
     assert "a note" in said
     assert "Its text is not in the database." in said
-    assert len(app.get("download_button")) == 3  # with the point's stdout
+    assert [button.label for button in app.get("download_button")] == ["Download"] * 2
+    assert "Not in the artifact store of this dashboard" in said  # the point's stdout
+
+
+def test_of_many_files_one_is_chosen(complete: str, tmp_path: Path):
+    store = ArtifactStore(f"file://{tmp_path / 'artifacts'}")
+    with Store.open(complete) as opened:
+        for number in range(200):
+            file = store.put(Source(f"n{number:03d}.txt", f"text {number}"), f"{RUN}/0000/1/n{number:03d}.txt")
+            opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file))
+    app = show("runs", run=RUN, point=f"{RUN}/0")
+    assert len(app.selectbox[0].options) == 201  # with the point's stdout
+    assert "text 0" in text(app)
+    said = text(check(app.selectbox[0].select_index(150).run()))
+    assert "text 150" in said
+    assert "text 0" not in said
+    assert len(app.get("download_button")) == 1
+
+
+def test_a_file_that_was_not_kept_or_is_not_here_is_told_on_the_point(complete: str):
+    with Store.open(complete) as opened:
+        for number in range(8):
+            about = {"run_id": RUN, "point_id": f"{RUN}/0", "message": f"file not kept: 'a/{number}'"}
+            opened.apply(EventRecord(level="warning", **about))
+    app = show("runs", run=RUN, point=f"{RUN}/0")
+    said = text(app)
+    assert "file not kept: 'a/4'" in said
+    assert "a/5" not in said
+    assert "3 more events" in said
+    assert "Not in the artifact store of this dashboard, `file://" in said
+    assert len(app.get("download_button")) == 0
 
 
 @pytest.mark.parametrize("path", ["../nsa.db", "/etc/passwd", "http://127.0.0.1:1/x"])

@@ -125,7 +125,7 @@ MISTAKES = [
     (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
     (SCALING, {"env": [{"TORCH_LOGS": "x"}] * 2}, r"env: .*TORCH_LOGS=x appears more than once; name each once"),
     (SCALING, {"env": []}, r"env: \[\]: .*at least 1"),
-    (SCALING, {"env": 3}, r"env(\.0)?: 3: .*dictionary"),
+    (SCALING, {"env": 3}, r"env(\.0)?: 3: .*dictionary; write a section"),
     (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
     (SCALING, {"python": [None, "python"]}, r"python\.1: 'python': is not an absolute path; give"),
     (SCALING, {"python": ["/a", "/a"]}, r"python: .*: /a appears more than once; name each once"),

@@ -17,7 +17,7 @@ from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator.attempt import gpu_release, requirements
 from orchestrator.attempt.child import Child
-from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.attempt.supervisor import ProbeError, probe
 from orchestrator.messages import Conditions, Requirements
 from orchestrator.states import PointState
 
@@ -163,14 +163,35 @@ def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: s
         requirements.check(wants(pythons=(bare,)))
 
 
+def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
+    [line] = requirements.lacking(wants(pythons=(None, bare)))
+    assert line.startswith(f"python: {bare!r}: lacks the package ")
+    assert requirements.lacking(wants(pythons=(None,))) == []
+
+
+def test_the_long_search_for_a_variable_is_made_once(monkeypatch) -> None:
+    asked = []
+
+    def noted(wanted, *args, **options):
+        asked.append(wanted.settings)
+        return probe(wanted, *args, **options)
+
+    monkeypatch.setattr(requirements, "probe", noted)
+    requirements.check(wants(envs=[{"MALLOC_ARENA_MAX": value} for value in "12"]))
+    assert asked == [("MALLOC_ARENA_MAX",), ()]
+
+
 def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
+    for folder in ("here/in", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "text").touch()
     pythons = (None, "/no/python", str(tmp_path / "text"), str(tmp_path))
-    lines = requirements.missing(wants(paths={"data.path": "here", "data.other": "/no/data"}, pythons=pythons))
+    paths = {"data.path": "here", "data.other": "/no/data", "data.more": "empty"}
+    lines = requirements.missing(wants(paths=paths, pythons=pythons))
     assert [line.partition(" on node ")[0] for line in lines] == [
         "data.other: '/no/data': does not exist",
+        "data.more: 'empty': is an empty folder",
         "python: '/no/python': does not exist",
         f"python: '{tmp_path / 'text'}': is not a program that may be run",
         f"python: '{tmp_path}': is not a program that may be run",

@@ -83,6 +83,18 @@ print('said')"""
     assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in told) == 1
 
 
+def test_a_point_that_removes_its_own_folder_is_measured(measure) -> None:
+    code = """import pathlib, shutil, tempfile
+shutil.rmtree(pathlib.Path(tempfile.gettempdir()).parent)
+files = {'a.txt': 'text'}"""
+    updates = measure(code, "files = {'b.txt': 'kept'}")
+    assert states(updates) == ["ok", "ok"]
+    assert kept(updates) == {"1 b.txt": "kept"}
+    told = "\n".join(warnings(updates))
+    assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in told
+    assert "'a.txt': its text could not be written" in told
+
+
 def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
     codes = [f"for _ in range(40000): print({word!r} * 10)" for word in ("first", "second")]  # 2 and 2.4 MB
     updates = measure(*codes, warm=True)

@@ -150,7 +150,7 @@ PARENT = """
     while not child.events(0.2): pass
     child.send(protocol.Run("snippet", {"code": sys.argv[1]}, "cpu", None))
     while not (beats := [e for e in child.events(0.2) if isinstance(e, protocol.Beat)]): pass
-    print(child.pid, beats[0].done, flush=True)
+    print(child.pid, beats[0].done, child.temporary.parent, flush=True)
     time.sleep(600)
 """
 
@@ -169,9 +169,15 @@ time.sleep(600)"""
         text=True,
     )
     assert parent.stdout is not None
-    child, grandchild = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+    *pids, folder = parent.stdout.readline().split()
+    child, grandchild = (psutil.Process(int(pid)) for pid in pids)
+    assert Path(folder, "stdout").exists()
     if stopped:  # as if stuck in a driver call: its thread cannot read the end of stdin
         child.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()
     assert psutil.wait_procs([child, grandchild], timeout=10)[1] == []
+    deadline = time.monotonic() + 10
+    while Path(folder).exists():  # its files may be checkpoints
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

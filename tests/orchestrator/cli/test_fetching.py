@@ -92,6 +92,14 @@ def test_a_hostile_name_in_the_database_writes_no_file(nsa: Nsa, home: Path, swe
     assert not list(home.rglob("escaped.txt"))
 
 
+def test_a_hostile_name_is_shown_as_text(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    stored_file(home, sweep, "\x1b[31mred\nline", "whole text\n")
+    for args in (("artifacts", RUN), ("logs", RUN, "--point", "1"), ("show", RUN, "--point", "1")):
+        out = nsa(*args)[1]
+        assert r"\x1b[31mred\nline" in out
+        assert "\x1b" not in out
+
+
 def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, path: str | None = None) -> ArtifactData:
     """A file of the second point of a stored sweep, whose row may be hostile."""
     store = ArtifactStore(f"file://{home / 'artifacts'}")

@@ -40,12 +40,13 @@ class Rows:
         metrics: Iterable[MetricData] = (),
         state: PointState = PointState.OK,
         kernel: str = "triton",
+        env: str | None = None,
     ) -> None:
         number = len(self.records)
         point_id = f"{self.run_id}/{number}"
         axes: dict[str, str | int] = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len}
         axes |= {"workload": "attention", "batch": max(1, 32768 // seq_len), "query_heads": 12, "kv_heads": 2}
-        axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
+        axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"} | ({"env": env} if env else {})
         label = f"12/2 d64 {implementation} {pass_} S={seq_len}"
         self.records += [
             PointRecord(
@@ -63,11 +64,13 @@ class Rows:
             ),
         ]
 
-    def timed(self, implementation: str, seq_len: int, forward: float, both: float, mib: float, kernel: str) -> None:
+    def timed(
+        self, implementation: str, seq_len: int, forward: float, both: float, mib: float, kernel: str, env: str = ""
+    ) -> None:
         for pass_, time in ((FORWARD, forward), (BOTH, both)):
             memory = MetricData(name="peak_extra_memory", unit="MiB", value=mib if pass_ == BOTH else mib / 2)
             times = MetricData(name="time", unit="ms", value=time, method=f"events; {seq_len} samples")
-            self.add(implementation, pass_, seq_len, (times, memory), kernel=kernel)
+            self.add(implementation, pass_, seq_len, (times, memory), kernel=kernel, env=env or None)
 
     def staged(self, seq_len: int, **stages: float) -> None:
         metrics = [MetricData(name=f"stage_{name}", unit="ms", value=value) for name, value in stages.items()]
@@ -114,6 +117,17 @@ def test_dense_attention_of_another_run_counts_if_commit_and_card_are_the_same(
     assert f"| triton | 1.00 | 4.00 | 640 {shown}" in table(text, f"Operator, {RUN}")
     assert "Operator, dense-alone" not in text  # nothing to compare
     assert "| 640 | - | - | - | - |" in table(report(sqlite_store, [RUN]), "Operator")
+
+
+def test_each_environment_of_a_run_has_lines_of_its_own(sqlite_store: Store):
+    made = Rows()
+    for env, both in (("", 4.0), ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", 5.0)):
+        made.timed("triton", 8192, 1.0, both, 640.0, "triton", env)
+        made.timed("dense", 8192, 2.0, both + 2, 300.0, "sdpa-cudnn", env)
+    made.into(sqlite_store)
+    shown = table(report(sqlite_store, [RUN]), "Operator")
+    assert "| 4 | triton | 1.00 | 4.00 | 640 |" in shown
+    assert "| 4 | triton [PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True] | 1.00 | 5.00 | 640 |" in shown
 
 
 def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_store: Store, rows: Rows):

@@ -13,8 +13,9 @@ import orchestrator
 from jobs import decode
 from orchestrator.records import MetricData
 from orchestrator.report import ReportError, report, write_report
+from orchestrator.report.series import labels
 from orchestrator.states import PointState
-from orchestrator.store import Store
+from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
@@ -90,6 +91,25 @@ def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Stor
     text = report(sqlite_store, [RUN])
     assert "| demo | naive | forward+backward | 12/2 d64 | 4,096 | 1 | bytes_read | 3,072 | MiB |" in text
     assert "bytes_read" not in text.partition("## Scaling")[2].partition("## Results")[0]
+
+
+def test_an_environment_is_told_wherever_a_series_is(sqlite_store: Store, sweep):
+    env, python = "MALLOC_ARENA_MAX=1", "/opt/b/python"
+    sqlite_store.apply_many(
+        with_axes([record], implementation="chunked", env=env, python=python)[0]
+        if record.type == "point" and record.axes["implementation"] == "naive"
+        else record
+        for record in sweep(RUN)
+    )
+    text = report(sqlite_store, [RUN])
+    place = f"chunked | forward+backward | 12/2 d64, {env}, {python} |"
+    assert f"| demo | {place} 4,096 | 1 | time | 64 " in text
+    assert f"| demo | measured | {place} time |" in text
+    assert f"| chunked forward+backward [{env}] [{python}]: peak_extra_memory grows as S^2.000" in text
+    measured = queries.scaling(sqlite_store)
+    shown = labels(measured.to_dict("records"), queries.quantities(sqlite_store, [RUN]))
+    times = [name for name in shown.values() if "time" in name.lower()]
+    assert sorted(name.partition(" · ")[2].partition(" · ")[2] for name in times) == ["", env]
 
 
 def test_rows_of_two_runs_of_one_name_are_distinguished(sqlite_store: Store, sweep):

@@ -11,7 +11,7 @@ import pytest
 
 import orchestrator
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, Record
+from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, Record
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
@@ -133,6 +133,32 @@ def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store,
         import_file(store, path)
     assert "\n" not in str(caught.value)
     assert dump(store) == before
+
+
+def artifact(sweep, **changes: object) -> ArtifactRecord:
+    file = ArtifactData(name="a.txt", path=f"{RUN}/0001/1/a.txt", size=1, sha256="0", content="text")
+    return ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file.model_copy(update=changes))
+
+
+@pytest.mark.parametrize("changes", [{"size": 1 << 63}, {"size": -1}, {"name": "n" * 201}, {"sha256": "0" * 65}])
+def test_a_journal_whose_file_fits_no_column_is_refused_in_one_line(
+    sqlite_store: Store, sweep, tmp_path: Path, changes
+):
+    path = written(tmp_path / "journal.jsonl", [*sweep(RUN), artifact(sweep, **changes)])
+    with pytest.raises(UserError, match=r"line \d+ is no record \((Input|String) should .*; remove the line") as error:
+        import_file(sqlite_store, path)
+    assert "\n" not in str(error.value)
+    assert queries.runs(sqlite_store).empty
+
+
+def test_a_hostile_text_of_a_journal_is_stored_in_bounds(store: Store, sweep, tmp_path: Path):
+    hostile = artifact(sweep, name="a\0b", content="begin" + "x\0" * (4 << 20) + "end")
+    import_file(store, written(tmp_path / "journal.jsonl", [*sweep(RUN), hostile]))
+    rows = queries.artifacts(store, f"{RUN}/1").set_index("name")
+    row = rows.loc["a\N{REPLACEMENT CHARACTER}b"]
+    assert len(row["content"]) == 2 * STORED_BYTES
+    assert row["content"].endswith("end")
+    assert row["truncated"]
 
 
 def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
