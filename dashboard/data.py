@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pandas as pd
@@ -18,6 +17,7 @@ from dashboard import help_pages
 from orchestrator import analysis
 from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
+from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
 from orchestrator.gates import verdicts as judging
 from orchestrator.settings import Settings, load_settings
@@ -138,9 +138,9 @@ def part(render: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Sto
 
 def _file(settings: Settings) -> str | None:
     """Device and inode of a SQLite file, to detect its replacement; None for a server or a missing file."""
-    if not settings.database.startswith("sqlite:///"):
+    path = sqlite_path(settings.database)
+    if path is None:
         return None
-    path = Path(settings.database.removeprefix("sqlite:///"))
     try:
         stat = path.stat()
     except OSError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 Coordinate = str | int
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -109,11 +109,13 @@ def check_axes(axes: Sequence[Axis]) -> None:
 
 
 def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
-    """Refuse a point's values of its kind's own axes that the kind did not declare so.
+    """Refuse coordinates of a point that cannot be kept, or that its kind did not declare so.
 
     Raises:
         ValueError: naming the axis, the value and the fix.
     """
+    for axis in AXES:
+        check_coordinate(axis, getattr(axes, axis.attribute))
     known = {axis.name: axis for axis in declared}
     for name, value in axes.more.items():
         axis = known.get(name)
@@ -125,8 +127,25 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
             raise ValueError(f"Axes.more: {name}: {value!r}: use printable text of at most {axis.size} characters")
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 2**53
+def check_coordinate(axis: Axis, value: object) -> None:
+    """Refuse a value of one of `AXES` that is neither None nor fits its column; lengths and counts begin at 1.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    if value is None:
+        return
+    largest = 2 ** (8 * axis.size - 1) - 1
+    if axis.type == "whole" and not (_is_whole(value, largest) and value > 0):
+        raise ValueError(f"Axes.{axis.attribute}: {value!r}: use an integer of 1 to {largest}, or None")
+    if axis.type == "text" and not _is_short(value, axis.size):
+        raise ValueError(
+            f"Axes.{axis.attribute}: {value!r}: use printable text of at most {axis.size} characters, or None"
+        )
+
+
+def _is_whole(value: object, largest: int = 2**53) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= largest
 
 
 def _is_short(value: object, size: int) -> bool:

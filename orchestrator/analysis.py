@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -20,15 +22,13 @@ from orchestrator.growth import Growth, PowerLaw, fit_growth, fit_power_law
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
+_INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:
     """Columns that identify a series: rows with equal values in all of them are on one curve."""
     axes = [axis.name for axis in AXES if axis.in_series]
     return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
-
-
-_INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,19 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
     """Fits of all series in `rows` (of the view v_scaling or v_metrics) with at least three distinct lengths.
 
     With v_scaling, only growing quantities are fitted: a rate is the inverse of a time. Zero values (nothing allocated
-    beyond the inputs) have no logarithm; a series that holds one is not fitted.
+    beyond the inputs) and lengths have no logarithm; a series that holds one is not fitted.
     """
     fitted = rows.loc[rows["seq_len"].notna()]
     if "plot" in rows:
         fitted = fitted.loc[fitted["plot"] == Plot.GROWTH]
+    fitted = fitted.assign(spread=_spreads(fitted))
     columns = series_columns(rows.columns)
     fits = []
     for identity, group in fitted.groupby(columns, dropna=False, sort=True):
-        if group["per_sequence"].min() <= 0:
+        lengths, values = tuple(group["seq_len"]), tuple(group["per_sequence"])
+        if not all(number > 0 for number in (*lengths, *values)):
             continue
-        lengths, values = group["seq_len"].tolist(), group["per_sequence"].tolist()
-        law, plain = fit_growth(lengths, values, _spreads(group)), fit_power_law(lengths, values)
+        law, plain = _laws(lengths, values, tuple(group["spread"]))
         if law is not None and plain is not None:
             points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
             fits.append(Fit(**asdict(law), plain=plain, series=_series(columns, identity), point_ids=points))
@@ -92,10 +93,18 @@ def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, *law, "plain_exponent"])
 
 
-def _spreads(group: pd.DataFrame) -> list[float]:
-    """Relative standard errors of a series' values, from the intervals of their samples; 0 where there is none."""
-    halves = (group["ci_high"] - group["ci_low"]) / 2
-    return (halves / _INTERVAL / group["value"]).fillna(0.0).tolist()
+@lru_cache(maxsize=5000)  # pages, gates and reports ask for the same fits every few seconds
+def _laws(
+    lengths: tuple[float, ...], values: tuple[float, ...], spreads: tuple[float, ...]
+) -> tuple[Growth | None, PowerLaw | None]:
+    return fit_growth(lengths, values, spreads), fit_power_law(lengths, values)
+
+
+def _spreads(rows: pd.DataFrame) -> np.ndarray:
+    """Relative standard errors of values, from the intervals of their samples; 0 where there is none."""
+    low, high, value = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
+    with np.errstate(divide="ignore", invalid="ignore"):  # a value of 0, whose series is not fitted
+        return np.fmax((high - low) / 2 / _INTERVAL / value, 0.0)
 
 
 def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:

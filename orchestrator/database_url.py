@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from orchestrator.errors import UserError
 
@@ -34,6 +34,8 @@ def check_url(url: str) -> str:
     if parts.scheme == "sqlite":
         if parts.netloc or parts.path in ("", "/") or ":memory:" in url:
             raise StoreError(f"{SETTING}: {shown!r}: names no file; use sqlite:///PATH (four slashes if absolute)")
+        if "?" in url:
+            raise StoreError(f"{SETTING}: {shown!r}: a file takes no options; leave out '?', or write %3F in a path")
         return url
     if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):
         raise StoreError(f"{SETTING}: {shown!r}: lacks a host or a database name; use {_FORMS}")
@@ -42,10 +44,21 @@ def check_url(url: str) -> str:
 
 def with_absolute_path(url: str) -> str:
     """The URL, a SQLite file's path made absolute: the same database from any folder."""
-    scheme, separator, path = url.partition(":///")
-    if scheme != "sqlite" or not path or path.startswith(("/", "file:")):
+    path = sqlite_path(url)
+    if path is None or not path.name or path.is_absolute() or str(path).startswith("file:"):
         return url
-    return f"{scheme}{separator}{Path.cwd() / path}"
+    return sqlite_url(Path.cwd() / path)
+
+
+def sqlite_url(path: Path) -> str:
+    """The URL of a SQLite file, whatever characters its path has."""
+    return f"sqlite:///{path}".replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file of a SQLite URL; None for another database."""
+    scheme, _, path = url.partition(":///")
+    return Path(unquote(path)) if scheme == "sqlite" else None
 
 
 def hide_password(text: str) -> str:

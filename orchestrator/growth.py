@@ -22,6 +22,7 @@ MIN_LENGTHS = 3
 _MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
 _HOLDS = 0.05  # relative residual up to which a law describes its values
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
+_VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
 _EXACT = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
@@ -134,13 +135,13 @@ def fit_growth(
         None with fewer than three distinct lengths.
 
     Raises:
-        ValueError: as in `fit_power_law`.
+        ValueError: as in `fit_power_law`, or there is not one spread a value, or one is not a number of 0 or more.
     """
     x, y = _checked(lengths, values)
     distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS:
         return None
-    noise = np.full(len(x), _NOISE) if spreads is None else np.maximum(np.asarray(spreads, dtype=float), _NOISE)
+    noise = _noise(len(x), spreads)
     last = max(0, len(distinct) - _MIN_RANGE)
     for first in distinct[: last + 1]:
         kept = x >= first
@@ -242,6 +243,14 @@ def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
     if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
         raise ValueError("lengths and values must be positive and finite; leave out what was not measured")
     return x, y
+
+
+def _noise(n: int, spreads: Sequence[float] | None) -> np.ndarray:
+    """The relative noise of `n` values."""
+    noise = np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float)
+    if len(noise) != n or not (noise >= 0).all():
+        raise ValueError(f"spreads: {noise.tolist()}: give one of 0 or more for each of the {n} values")
+    return np.clip(noise, _NOISE, _VAGUE)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:

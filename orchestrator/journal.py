@@ -91,7 +91,10 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         record = RECORD.validate_json(line)
     except ValidationError as err:
         what = err.errors(include_url=False)[0]["msg"]
-        raise JournalError(f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line") from None
+        raise JournalError(
+            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
+            "--resume then writes it again from the database"
+        ) from None
     point_id: str | None = getattr(record, "point_id", None)
     if point_id is not None and not _POINT.fullmatch(point_id.removeprefix(f"{record.run_id}/")):
         raise JournalError(

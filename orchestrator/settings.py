@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from jobs.validation import split
 from orchestrator import artifact_url
+from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -116,13 +117,13 @@ class Settings(BaseSettings):
 
     @cached_property
     def database(self) -> str:
-        return self.database_url or f"sqlite:///{self.home / 'nsa.db'}"
+        return self.database_url or sqlite_url(self.home / "nsa.db")
 
     @property
     def no_database_yet(self) -> bool:
         """Whether the database is a SQLite file that does not exist: nothing was ever stored."""
-        scheme, _, path = self.database.partition(":///")
-        return scheme == "sqlite" and not os.path.exists(path)  # Path.exists raises below a folder that may not be read
+        path = sqlite_path(self.database)
+        return path is not None and not os.path.exists(path)  # Path.exists raises below a folder that may not be read
 
     @cached_property
     def artifacts_dir(self) -> Path:

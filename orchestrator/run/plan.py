@@ -109,12 +109,12 @@ def history(records: Iterable[Record]) -> History | None:
             before = found.points.get(record.point_id)
             attempt = max(before.attempt if before else 0, record.attempt)  # a rebuilt journal lacks earlier attempts
             found.points[record.point_id] = PointHistory(record.key, record.label, record.state, attempt)
-        elif isinstance(record, StartRecord):
-            before = found.points[record.point_id]
-            found.points[record.point_id] = replace(before, state=PointState.RUNNING, attempt=record.attempt)
-        elif isinstance(record, OutcomeRecord):
-            before = found.points[record.point_id]
-            found.points[record.point_id] = replace(before, state=record.state, attempt=record.attempt)
+        elif isinstance(record, StartRecord | OutcomeRecord):
+            before = found.points.get(record.point_id)
+            if before is None:  # the line of its plan is lost; the database may have it
+                continue
+            state = PointState.RUNNING if isinstance(record, StartRecord) else record.state
+            found.points[record.point_id] = replace(before, state=state, attempt=record.attempt)
     return found
 
 

@@ -11,15 +11,18 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 
-from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password
+from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password, sqlite_path
 
 BUSY_SECONDS = 30
+_NO_RIGHT = "42501"  # Postgres: insufficient_privilege
 
 
 def parse(url: str) -> URL:
     """The URL, validated. Raises StoreError."""
     try:
-        return make_url(check_url(url))
+        checked = check_url(url)
+        path = sqlite_path(checked)  # SQLAlchemy decodes %3F in it since 2.1 only
+        return make_url(checked) if path is None else URL.create("sqlite", database=str(path))
     except ArgumentError:
         raise StoreError(f"{SETTING}: {hide_password(url)!r}: is no URL; use sqlite:///PATH") from None
 
@@ -77,4 +80,7 @@ def errors(url: URL) -> Iterator[None]:
             raise StoreUnavailable(
                 f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
             ) from None
+        if getattr(err.orig, "sqlstate", None) == _NO_RIGHT:
+            fix = "name a role in the URL that has this right"
+            raise StoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None
         raise StoreError(f"{SETTING}: {shown(url)!r}: refused the data ({text}); report this as a bug") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy.orm import Session
@@ -12,7 +11,6 @@ from sqlalchemy.orm import Session
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
-from orchestrator.states import Origin
 from orchestrator.store import reported_layouts, writer
 from orchestrator.store.models import Run
 from orchestrator.store.reported import ReportedRun, Row
@@ -71,7 +69,7 @@ def store_journal(store: Store, path: Path, records: list[Record]) -> None:
     with store.session(writes=True) as session:
         for first in _beginnings(records):
             stored = session.get(Run, first.run_id)
-            if stored is not None and _identity(stored, stored.created_at) != _identity(first, first.at):
+            if stored is not None and not _same_run(stored, first):
                 raise ImportFileError(
                     f"file: '{path}' is of another run than the {first.run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
@@ -89,8 +87,10 @@ def _beginnings(records: list[Record]) -> list[RunRecord]:
     return list(found.values())
 
 
-def _identity(run: Run | RunRecord, began: datetime) -> tuple[str, str, Origin, datetime]:
-    return run.name, run.kind, run.origin, began
+def _same_run(stored: Run, first: RunRecord) -> bool:
+    """Whether a journal's first beginning can be of the stored run; it is a resumption where earlier lines are lost."""
+    same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
+    return same and (first.at == stored.created_at or (first.resumed > 0 and first.at > stored.created_at))
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:

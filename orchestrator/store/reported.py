@@ -7,6 +7,7 @@ never fitted together with measured ones.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -111,9 +112,12 @@ def number(row: Row, name: str) -> float | None:
     if not text:
         return None
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ReportedError(f"{row['file']}: {name}: {text!r} is no number; correct the cell") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ReportedError(f"{row['file']}: {name}: {text!r} is no number; correct the cell")
+    return value
 
 
 def integer(row: Row, name: str) -> int | None:

@@ -17,7 +17,7 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from jobs.axes import AXES
+from jobs.axes import AXES, check_coordinate
 from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
@@ -123,9 +123,19 @@ def _point(session: Session, record: PointRecord) -> None:
         point.reason, point.ended_at = _clean(record.reason), record.at if record.state.ended else None
     point.number, point.key, point.label = record.index, record.key, record.label
     point.config, point.estimate_bytes = record.config, record.estimate_bytes
+    _axes(point, record)
+
+
+def _axes(point: Point, record: PointRecord) -> None:
+    """Set the point's axes. A length or batch of 0 is refused: the views divide by the batch, and fits take logs."""
     rest = dict(record.axes)
     for axis in AXES:
-        setattr(point, axis.attribute, rest.pop(axis.attribute, rest.pop(axis.name, None)))
+        value = rest.pop(axis.attribute, rest.pop(axis.name, None))
+        try:
+            check_coordinate(axis, value)
+        except ValueError as err:
+            raise StoreError(f"point {record.point_id!r}: {err}") from None
+        setattr(point, axis.attribute, value)
     point.more_axes = rest
 
 

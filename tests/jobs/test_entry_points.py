@@ -300,3 +300,20 @@ def test_a_coordinate_that_was_not_declared_so_is_refused(more: dict[str, Any]) 
     check_values(Axes(more={"chunks": 4, "word": "ok"}), declared)
     with pytest.raises(ValueError, match=r"^Axes\.more: "):
         check_values(Axes(more=more), declared)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(batch=0),
+        Axes(seq_len=-1),
+        Axes(seq_len=2**63),
+        Axes(layers=True),
+        Axes(dtype="a\0b"),
+        Axes(python="/" * 401),
+    ],
+)
+def test_a_coordinate_that_no_database_keeps_is_refused_before_anything_is_measured(axes: Axes) -> None:
+    check_values(Axes(implementation="naive", seq_len=2**63 - 1, batch=1), ())
+    with pytest.raises(ValueError, match=r"^Axes\.\w+: .*: use "):
+        check_values(axes, ())

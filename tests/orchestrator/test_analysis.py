@@ -59,11 +59,20 @@ def test_the_seeds_curve_is_steeper_than_linear(sqlite_store: Store):
     assert fit.ci_low < 1.3 < fit.ci_high  # no law describes it: the last four lengths, and a wide interval
 
 
-def test_a_series_with_a_zero_is_not_fitted(sqlite_store: Store, sweep):
+@pytest.mark.parametrize(("column", "value"), [("per_sequence", 0.0), ("per_sequence", None), ("seq_len", 0)])
+def test_a_series_with_a_zero_is_not_fitted(sqlite_store: Store, sweep, column: str, value: object):
     sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
     rows = queries.scaling(sqlite_store)
-    rows.loc[(rows.metric == "peak_extra_memory") & (rows.seq_len == 512), "per_sequence"] = 0.0
+    rows.loc[(rows.metric == "peak_extra_memory") & (rows.seq_len == 512), column] = value
     assert [fit.metric for fit in scaling_fits(rows)] == ["time"]
+
+
+def test_an_interval_that_is_reversed_or_missing_has_no_weight(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
+    rows = queries.scaling(sqlite_store)
+    expected = [fit.exponent for fit in scaling_fits(rows)]
+    rows["ci_low"], rows["ci_high"] = rows["ci_high"], rows["ci_low"].where(rows.seq_len > 512)
+    assert [fit.exponent for fit in scaling_fits(rows)] == pytest.approx(expected)
 
 
 def test_fits_as_a_frame(store: Store, sweep):

@@ -41,6 +41,17 @@ def test_values_that_are_not_measurements_are_refused(bad: float):
         fit_power_law(LENGTHS, [1.0, 2.0, 3.0, bad])
 
 
+@pytest.mark.parametrize("spreads", [[0.1] * 3, [0.1] * 3 + [float("nan")], [0.1] * 3 + [-0.1]])
+def test_spreads_that_are_none_are_refused(spreads: list[float]):
+    with pytest.raises(ValueError, match="give one of 0 or more for each of the 4 values"):
+        fit_growth(LENGTHS, LENGTHS, spreads)
+
+
+@pytest.mark.parametrize("spread", [1e200, float("inf")])
+def test_values_that_all_scatter_without_bound_are_fitted_alike(spread: float):
+    assert fit_growth(LENGTHS, LENGTHS, [spread] * 4) == fit_growth(LENGTHS, LENGTHS)
+
+
 def test_slopes_between_neighbours_show_a_bend():
     assert local_slopes([512, 1024, 2048, 512], [1, 2, 8, 1]) == [(1024, pytest.approx(1)), (2048, pytest.approx(2))]
     assert local_slopes([512], [1.0]) == []

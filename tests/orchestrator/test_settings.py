@@ -53,10 +53,10 @@ def test_the_sort_of_place_is_told_by_what_lies_beside_the_packages(
 )
 def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str, expected: list) -> None:
     root = tmp_path / sources
-    for part in ("jobs/__init__.py", "jobs/validation.py", "orchestrator/__init__.py", "orchestrator/errors.py"):
+    ours = ("__init__.py", "database_url.py", "errors.py", "settings.py")
+    for part in ("jobs/__init__.py", "jobs/validation.py", *(f"orchestrator/{name}" for name in ours)):
         (root / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / part, root / part)
-    shutil.copy(ROOT / "orchestrator" / "settings.py", root / "orchestrator")
     if sources == "checkout":
         shutil.copy(ROOT / "pyproject.toml", root)
     (tmp_path / cwd).mkdir(exist_ok=True)

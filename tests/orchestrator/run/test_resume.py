@@ -160,6 +160,28 @@ def test_an_old_copy_of_a_journal_measures_nothing_again(
     assert [(p.state, p.attempt) for p in found.points.values()] == [("ok", 1), ("ok", 2)]
 
 
+@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("lost", ["the beginning", "a point's plan", "all but the torn last line"])
+def test_a_journal_that_lost_lines_is_completed_from_the_database(
+    at, spec, tmp_path, database_url, quick_probe, capsys, lost: str
+) -> None:
+    log = tmp_path / "measured"
+    fails = f"{MARK.format(str(log), 1)}\nif not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError"
+    assert run(spec(MARK.format(str(log), 0), fails)) == 1
+    run_id = only_run(database_url)
+    assert run("--resume", run_id) == 1
+    path = at / run_id / journal.NAME
+    lines = path.read_text().splitlines(keepends=True)
+    kept = {"the beginning": lines[1:], "a point's plan": [lines[0], *lines[2:]]}
+    path.write_text("".join(kept.get(lost, [lines[-1][:20]])))
+    (tmp_path / "mended").touch()
+    capsys.readouterr()
+    assert run("--resume", run_id, "--retry-failed") == 0
+    assert f"journal: {path} lacked records that " in capsys.readouterr().out
+    assert Counter(log.read_text().split()) == {"0": 1, "1": 2}
+    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2)])
+
+
 def test_a_resumed_journal_that_agrees_with_the_database_is_not_rewritten(
     at, spec, database_url, quick_probe, capsys
 ) -> None:

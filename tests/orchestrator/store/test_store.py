@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 import orchestrator
 from orchestrator.records import MetricData, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Base, Event, Metric, Point, Run
@@ -284,6 +285,7 @@ def test_other_schema_versions_are_rejected_by_name(store: Store, database_url: 
         ("sqlite://", "names no file"),
         ("sqlite:///:memory:", "names no file"),
         ("sqlite:///no/such/folder/x.db", "no such file"),
+        ("sqlite:///nsa.db?mode=ro", "a file takes no options; leave out '?', or write %3F in a path"),
         ("postgresql://me:secret@host:port/db", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
         ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
@@ -295,6 +297,21 @@ def test_wrong_addresses_are_one_line_without_the_password(url: str, message: st
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["two words", "100%20", "what?", "hash#tag", "a&b=c;d"])
+def test_a_file_may_have_any_name(tmp_path: Path, sweep, name: str):
+    home = tmp_path / name
+    settings = Settings(home=home)
+    assert settings.no_database_yet
+    with Store.open(settings.database) as store, store.claim("some-run"):
+        store.apply_many(sweep())
+        assert (home / "nsa.db.runs").is_dir()
+    assert [path.name for path in home.iterdir()] == ["nsa.db"]
+    assert list(tmp_path.iterdir()) == [home]
+    assert not settings.no_database_yet
+    with Store.open(store.name, create=False, readonly=True) as named:  # as messages show it
+        assert queries.counts(named)["runs"] == 1
 
 
 def test_an_unreachable_database_is_distinguished_from_a_wrong_address():
@@ -322,6 +339,19 @@ def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkey
     second.close()
 
 
+@pytest.mark.parametrize(
+    ("axis", "value"),
+    [("batch", 0), ("seq_len", -5), ("seq_len", 2**70), ("batch", 2**40), ("seq_len", "abc"), ("env", "x" * 401)],
+)
+def test_a_coordinate_that_would_break_views_and_fits_is_refused(store: Store, sweep, axis: str, value: object):
+    records = sweep()
+    records[1] = records[1].model_copy(update={"axes": records[1].axes | {axis: value}})
+    with pytest.raises(StoreError, match=rf"^point '.*/0': Axes\.{axis}: .*: use ") as caught:
+        store.apply_many(records)
+    assert "\n" not in str(caught.value)
+    assert queries.counts(store)["runs"] == 0
+
+
 def test_a_run_must_be_known(store: Store):
     with pytest.raises(StoreError, match=r"run: 'x' is not in the database; import the whole journal"):
         store.apply(RunEndRecord(run_id="x", state=RunState.DONE))
@@ -342,3 +372,15 @@ def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
         assert len(queries.points(reader, RUN)) == 8
     with Store.open(url) as writer, pytest.raises(StoreError):
         writer.apply_many(sweep(run_id="other"))
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_a_role_without_a_right_is_told_which(store: Store, database_url: str, sweep):
+    name = str(store.engine.url.database)
+    with store.session(writes=True) as session:
+        session.execute(text(f"CREATE ROLE reader_{name} LOGIN"))
+        session.execute(text(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader_{name}"))
+    url = make_url(database_url).set(username=f"reader_{name}").render_as_string(hide_password=False)
+    with Store.open(url) as reader, pytest.raises(StoreError, match=r"refused \(permission denied .* has this right$"):
+        reader.apply_many(sweep())
