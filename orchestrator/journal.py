@@ -90,7 +90,8 @@ def _record(path: Path, number: int, line: bytes) -> Record:
     try:
         record = RECORD.validate_json(line)
     except ValidationError as err:
-        what = err.errors(include_url=False)[0]["msg"]
+        mistake = err.errors(include_url=False)[0]
+        what = ": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]]))
         raise JournalError(
             f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
             "--resume then writes it again from the database"

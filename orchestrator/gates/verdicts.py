@@ -9,15 +9,15 @@ GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or inco
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pandas as pd
 
-from jobs.axes import AXES, MORE, more_columns
+from jobs.axes import MORE, more_columns
 from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits, surroundings
+from orchestrator.gates.evidence import Run, measured_runs, preferred
 from orchestrator.gates.rules import (
     ExponentRule,
     Gates,
@@ -32,8 +32,8 @@ from orchestrator.gates.rules import (
     load_gates,
 )
 from orchestrator.records import now
-from orchestrator.states import Origin, PointState, Result, RunState
-from orchestrator.store import Store, queries
+from orchestrator.states import PointState, Result, RunState
+from orchestrator.store import Store
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
 
@@ -88,38 +88,6 @@ class TargetVerdict:
         return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))
 
 
-Series = tuple[Any, ...]
-_SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One measured run: its state and commit, a row per metric and a row per point."""
-
-    run_id: str
-    state: RunState
-    commit: str | None
-    metrics: list[Row]
-    points: list[Row]
-
-    def __str__(self) -> str:
-        return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
-
-    def lengths(self, where: Where) -> Mapping[Series, int]:
-        """The number of lengths of each series that matches, whatever became of the points."""
-        series: dict[Series, set[Any]] = defaultdict(set)
-        for point in self.points:
-            if where.matches(point):
-                own = [(name, point[name]) for name in more_columns(point) if point[name] is not None]
-                series[*(point[name] for name in _SERIES), *own].add(point["seq_len"])
-        return {key: len(found) for key, found in series.items()}
-
-    def of(self, metric: str, *filters: Where) -> list[Row]:
-        """Rows of a metric that match all filters."""
-        rows = [row for row in self.metrics if row["metric"] == metric]
-        return [row for row in rows if all(each.matches(row) for each in filters)]
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A value to compare with the bound: its points, its description, and the interval if it is a fit."""
@@ -141,43 +109,8 @@ class _Found:
 
 def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
     """Evaluate every target on the measured runs in `run_ids` (None: all). Raises StoreUnavailable."""
-    runs = _runs(store, run_ids)
+    runs = measured_runs(store, run_ids)
     return [_target(target, runs) for target in gates.targets]
-
-
-def _runs(store: Store, run_ids: Sequence[str] | None) -> list[_Run]:
-    """The measured runs, newest first.
-
-    A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
-    """
-    found = queries.runs(store, origin=Origin.MEASURED, limit=None)
-    rows = [row for row in _rows(found) if run_ids is None or row["run_id"] in run_ids]
-    cards = {row["run_id"]: row["gpu"] for row in rows}
-    metrics: dict[str, list[Row]] = defaultdict(list)
-    for row in _rows(queries.measurements(store, run_ids=list(cards))):
-        metrics[row["run_id"]].append(row)
-    points: dict[str, list[Row]] = defaultdict(list)
-    for row in _rows(queries.states(store, run_ids=list(cards))):
-        points[row["run_id"]].append({**row, "gpu": row["gpu"] or cards[row["run_id"]]})
-    return [
-        _Run(row["run_id"], RunState(row["state"]), _commit(row), metrics[row["run_id"]], points[row["run_id"]])
-        for row in rows
-    ]
-
-
-def _commit(run: Row) -> str | None:
-    """A run's commit in short, with a mark for uncommitted changes."""
-    if not run["git_commit"]:
-        return None
-    return str(run["git_commit"])[:10] + (" (uncommitted changes)" if run["git_dirty"] else "")
-
-
-def _rows(frame: pd.DataFrame) -> list[Row]:
-    """A frame's rows with None for missing values, so that equal shapes compare equal."""
-    return [
-        {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
-        for row in frame.to_dict("records")
-    ]
 
 
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
@@ -200,14 +133,14 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
     store.add_verdicts(rows)
 
 
-def _target(target: Target, runs: list[_Run]) -> TargetVerdict:
+def _target(target: Target, runs: list[Run]) -> TargetVerdict:
     rules = [_judge(rule, target.plan, runs) for rule in target.rules]
     results = {rule.result for rule in rules}
     worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
     return TargetVerdict(target.name, target.title, worst, rules)
 
 
-def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[_Run]) -> RuleVerdict:
+def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[Run]) -> RuleVerdict:
     match rule:
         case StatesRule():
             return _judge_states(rule, runs)
@@ -222,14 +155,14 @@ def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[_Run]) -> RuleVerdi
 def _judge_bounded(
     rule: ExponentRule | MetricRule | RatioRule,
     plan: TrainingPlan | None,
-    runs: list[_Run],
-    find: Callable[[_Run], _Found],
+    runs: list[Run],
+    find: Callable[[Run], _Found],
 ) -> RuleVerdict:
     """Compare the worst candidate of the newest run that has any with the bound."""
     comparison, bound = _bound(rule, plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
-    complete = ((run, find(run)) for run in _preferred(runs, rule.where))
+    complete = ((run, find(run)) for run in preferred(runs, rule.where))
     run, found = next(((run, found) for run, found in complete if found.candidates), (None, _Found([])))
     if run is None:
         begun = next((run for run in runs if run.state is not RunState.DONE and find(run).candidates), None)
@@ -245,25 +178,7 @@ def _judge_bounded(
     return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
 
 
-def _preferred(runs: list[_Run], where: Where) -> list[_Run]:
-    """The complete runs, newest first; then those that an older one exceeds, for where that lacks the metric.
-
-    An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
-    """
-    complete = [(run, run.lengths(where)) for run in runs if run.state is RunState.DONE]
-    exceeded = {
-        run.run_id
-        for place, (run, measured) in enumerate(complete)
-        if any(measured != more and _all_in(measured, more) for _, more in complete[place + 1 :])
-    }
-    return sorted((run for run, measured in complete if measured), key=lambda run: run.run_id in exceeded)
-
-
-def _all_in(measured: Mapping[Series, int], more: Mapping[Series, int]) -> bool:
-    return all(more.get(series, 0) >= lengths for series, lengths in measured.items())
-
-
-def _unmeasured(wanted: str, begun: _Run | None, rule: Rule) -> str:
+def _unmeasured(wanted: str, begun: Run | None, rule: Rule) -> str:
     """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
     if begun is None:
         return f"not measured: {wanted}; {rule.measure}"
@@ -301,7 +216,7 @@ def _wanted(rule: ExponentRule | MetricRule | RatioRule) -> str:
             return f"{above.metric} of {above.where} beside {below.metric} of {below.where} ({rule.where})"
 
 
-def _exponents(rule: ExponentRule, run: _Run) -> _Found:
+def _exponents(rule: ExponentRule, run: Run) -> _Found:
     rows = run.of(rule.metric, rule.where)
     fits = scaling_fits(pd.DataFrame(rows)) if rows else []
     fits = [fit for fit in fits if len(fit.lengths) >= rule.min_lengths]
@@ -323,7 +238,7 @@ def _growth(fit: Fit, number: int) -> str:
     )
 
 
-def _metrics(rule: MetricRule, run: _Run) -> _Found:
+def _metrics(rule: MetricRule, run: Run) -> _Found:
     rows = run.of(rule.metric, rule.where)
     candidates = []
     for row in rows:
@@ -334,7 +249,7 @@ def _metrics(rule: MetricRule, run: _Run) -> _Found:
     return _Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, rule.where), unit)
 
 
-def _ratios(rule: RatioRule, run: _Run) -> _Found:
+def _ratios(rule: RatioRule, run: Run) -> _Found:
     above, below = rule.numerator, rule.denominator
     under: dict[tuple, list[Row]] = defaultdict(list)
     for row in run.of(below.metric, rule.where, below.where):
@@ -359,7 +274,7 @@ def _alike(rule: RatioRule, row: Row) -> tuple:
     return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in asked)))
 
 
-def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: Where) -> str:
+def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], *filters: Where) -> str:
     """The missing evidence of this run; "" if it is complete."""
     if len(have) < rule.min_points:
         return f"only {len(have)} of at least {rule.min_points} points"
@@ -373,9 +288,9 @@ def _lacking(rule: MetricRule | RatioRule, run: _Run, have: set[str], *filters: 
     return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
 
 
-def _judge_states(rule: StatesRule, runs: list[_Run]) -> RuleVerdict:
+def _judge_states(rule: StatesRule, runs: list[Run]) -> RuleVerdict:
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
-    run = next(iter(_preferred(runs, rule.where)), None)
+    run = next(iter(preferred(runs, rule.where)), None)
     if run is None:
         begun = next((run for run in runs if run.lengths(rule.where)), None)
         return replace(verdict, reason=_unmeasured(f"no points ({rule.where})", begun, rule))

@@ -128,7 +128,7 @@ def sweep() -> Callable[..., list[Record]]:
 @pytest.fixture
 def kinds_path() -> dict[str, str]:
     """Environment variables of a process that needs the tests' job kinds."""
-    return {"PYTHONPATH": str(KINDS)}
+    return {"PYTHONPATH": f"{KINDS}:{Path(__file__).parents[2]}"}  # these sources, not those of an installed package
 
 
 @pytest.fixture

@@ -145,7 +145,9 @@ def test_a_journal_whose_file_fits_no_column_is_refused_in_one_line(
     sqlite_store: Store, sweep, tmp_path: Path, changes
 ):
     path = written(tmp_path / "journal.jsonl", [*sweep(RUN), artifact(sweep, **changes)])
-    with pytest.raises(UserError, match=r"line \d+ is no record \((Input|String) should .*; remove the line") as error:
+    with pytest.raises(
+        UserError, match=r"line \d+ is no record \([a-z_.0-9]+: (Input|String) should .*; remove the line"
+    ) as error:
         import_file(sqlite_store, path)
     assert "\n" not in str(error.value)
     assert queries.runs(sqlite_store).empty
