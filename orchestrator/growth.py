@@ -21,9 +21,10 @@ from scipy import stats
 MIN_LENGTHS = 3
 _MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
 _HOLDS = 0.05  # relative residual up to which a law describes its values
+_EXACT = 0.002  # up to here it is exact, as of memory: preferred to a longer range on which it only holds
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
-_EXACT = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
+_LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _EXPONENTS = np.linspace(-1, 4, 2001)
@@ -125,8 +126,9 @@ def fit_growth(
 
     Both laws are fitted by least squares of the relative residuals, weighted by the values' spread; the law is chosen
     by Akaike's information criterion with its correction for few points (Hurvich and Tsai, 1989). The interval is the
-    profile of the sum of squares (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1). Where no range of
-    four lengths or more fits, the last four stay, with the wide interval that they give.
+    profile of the sum of squares (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1). A range of five
+    lengths or more on which a law is exact precedes a longer one. Where none of four or more fits, the last four stay,
+    with the wide interval that they give.
 
     Args:
         spreads: relative standard error of each value; None: alike.
@@ -143,12 +145,10 @@ def fit_growth(
         return None
     noise = _noise(len(x), spreads)
     last = max(0, len(distinct) - _MIN_RANGE)
-    for first in distinct[: last + 1]:
-        kept = x >= first
-        law = _best_law(x[kept], y[kept], noise[kept])
-        if law.residual <= _HOLDS or first == distinct[last]:
-            return law
-    raise AssertionError("the last range returns")
+    laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
+    exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
+    holding = (law for law in laws if law.residual <= _HOLDS)
+    return next(exact, None) or next(holding, None) or laws[-1]
 
 
 def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
@@ -194,7 +194,7 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
     best = int(fine.total.argmin())
     least = float(fine.total[best])
     seen = least / (n - parameters) * float(stats.f.ppf(_LEVEL, 1, n - parameters))
-    bound = least + max(seen, _EXACT**2 * float(stats.chi2.ppf(_LEVEL, 1)))
+    bound = least + max(seen, _LEAST_NOISE**2 * float(stats.chi2.ppf(_LEVEL, 1)))
     inside = [*_EXPONENTS[squares.total <= bound], *exponents[fine.total <= bound]]
     law = Growth(
         exponent=float(exponents[best]),
