@@ -10,6 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, parts
+from orchestrator.artifacts import kept_in
 from orchestrator.store import Store
 
 _LISTED = 20  # files that are drawn one below the other; of more, one is chosen
@@ -22,15 +23,15 @@ def show(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> None
     events = data.events(store, point["run_id"])
     _warnings(events.loc[events["point_id"] == point["point_id"], "message"].tolist())
     frame = data.artifacts(store, point["point_id"])
-    kept_in = _kept_in(run, point)
+    where = f"{kept_in(run)} (node {point['node'] or run.get('host') or 'unknown'})"
     if frame.empty:
         st.caption("No files were kept.")
     elif len(frame) > _LISTED:
-        st.fragment(_choice)(frame, kept_in)
+        st.fragment(_choice)(frame, where)
     else:
         for row in frame.to_dict("records"):
             with st.expander(parts.plain(_title(row)), expanded=len(frame) == 1, icon=":material/description:"):
-                _file(row, kept_in)
+                _file(row, where)
 
 
 def _warnings(messages: list[str]) -> None:
@@ -41,7 +42,7 @@ def _warnings(messages: list[str]) -> None:
         st.warning("  \n".join(lines), icon=":material/info:")
 
 
-def _choice(frame: pd.DataFrame, kept_in: str) -> None:
+def _choice(frame: pd.DataFrame, where: str) -> None:
     rows = frame.to_dict("records")
     chosen = st.selectbox(
         f"{parts.count(len(rows), 'file')}, {parts.size(sum(row['size'] for row in rows))}",
@@ -50,7 +51,7 @@ def _choice(frame: pd.DataFrame, kept_in: str) -> None:
         key="file",
     )
     with st.container(border=True):
-        _file(rows[chosen], kept_in)
+        _file(rows[chosen], where)
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -58,9 +59,9 @@ def _title(row: Mapping[str, Any]) -> str:
     return f"{name} · attempt {row['attempt']} · {parts.size(row['size'])}"
 
 
-def _file(row: Mapping[str, Any], kept_in: str) -> None:
+def _file(row: Mapping[str, Any], where: str) -> None:
     st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
-    _download(row, kept_in)
+    _download(row, where)
     if row["truncated"]:
         st.caption("Only its end is shown.")
     if not pd.isna(row["content"]) and row["content"]:
@@ -70,29 +71,24 @@ def _file(row: Mapping[str, Any], kept_in: str) -> None:
         st.caption("Empty." if not row["size"] else "Its text is not in the database.")
 
 
-def _download(row: Mapping[str, Any], kept_in: str) -> None:
+def _download(row: Mapping[str, Any], where: str) -> None:
     """Offer the whole file. It is read when the button is clicked, into this process's memory.
 
     A file known to be missing is not offered: the browser would not show why its download failed.
     """
     if here := data.missing(row["path"]):
-        st.caption(f"Not in the artifact store of this dashboard, {parts.code(here)}. Kept in {parts.code(kept_in)}.")
+        st.caption(f"Not in the artifact store of this dashboard, {parts.code(here)}. Kept in {parts.code(where)}.")
         return
     if row["size"] > data.DOWNLOAD_BYTES:
         st.caption("Too large for a browser; copy it with `nsa artifacts RUN --point N --out FOLDER`.")
         return
     st.download_button(
         "Download",
-        data=partial(data.artifact, row["path"], row["size"], row["sha256"], kept_in),
+        data=partial(data.artifact, row["path"], row["size"], row["sha256"], where),
         file_name=row["name"],
         mime="application/octet-stream",
         icon=":material/download:",
         key=f"download {row['attempt']} {row['name']}",
         on_click="ignore",
-        help=parts.plain(f"kept in {kept_in}"),
+        help=parts.plain(f"kept in {where}"),
     )
-
-
-def _kept_in(run: Mapping[str, Any], point: Mapping[str, Any]) -> str:
-    folder = run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
-    return f"{folder} (node {point['node'] or run.get('host') or 'unknown'})"

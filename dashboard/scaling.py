@@ -273,7 +273,7 @@ def _fits_table(fits: pd.DataFrame, quantities: Quantities) -> None:
     st.header(
         "Fitted exponents",
         help="Asymptotic exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to "
-        "the longest, on which the law holds",
+        "the longest, on which the law holds (one on which it is exact comes first)",
     )
     rows = fits.sort_values(["origin", "metric", "implementation"]).to_dict("records")
     table = pd.DataFrame(

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,6 +65,11 @@ def check_name(name: str) -> str:
             f"{_shown(name)}: is no plain file name; use at most 100 letters, digits, '.', '_', '-', no '.' first"
         )
     return name
+
+
+def kept_in(run: Mapping[str, Any]) -> str:
+    """The store or folder in which a run (a row of queries.run) kept its files, in words."""
+    return run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
 
 
 class ArtifactStore:

@@ -122,7 +122,7 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
 def fit_growth(
     lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None = None
 ) -> Growth | None:
-    """Fit the law of growth on the longest range, up to the longest length, on which one holds.
+    """Fit the law of growth on the longest range, up to the longest length, on which one holds (an exact one first).
 
     Both laws are fitted by least squares of the relative residuals, weighted by the values' spread; the law is chosen
     by Akaike's information criterion with its correction for few points (Hurvich and Tsai, 1989). The interval is the

@@ -19,6 +19,9 @@ from orchestrator.errors import UserError
 SOURCES = Path(__file__).resolve().parents[1]
 """The folder that the packages are imported from; `installation` tells of which sort it is."""
 
+PACKAGES = ("nsa_core", "jobs", "orchestrator")
+"""The packages that a job imports."""
+
 
 class Installation(Enum):
     """The sorts of places that the packages can be imported from."""

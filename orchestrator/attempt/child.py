@@ -20,11 +20,10 @@ import psutil
 
 from orchestrator.artifacts import Source
 from orchestrator.attempt import protocol
-from orchestrator.settings import SOURCES, Installation, installation
+from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
-_SOURCES = ("nsa_core", "jobs", "orchestrator")  # that a worker imports
 _LAST_WORDS = 1 << 16  # bytes
 
 
@@ -258,7 +257,7 @@ def _for_another_interpreter(variables: Mapping[str, str], sources: Path) -> dic
     without the working directory (PYTHONSAFEPATH), where other sources may lie.
     """
     sources.mkdir()
-    for package in _SOURCES:
+    for package in PACKAGES:
         (sources / package).symlink_to(SOURCES / package)
     kept = {name: value for name, value in variables.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
     return kept | {"PYTHONPATH": str(sources), "PYTHONSAFEPATH": "1"}

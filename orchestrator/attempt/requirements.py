@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs._environments import env_text
-from jobs.measure import settings
+from jobs.measure import variables
 from jobs.point import Machine
 from orchestrator.attempt import protocol
 from orchestrator.attempt.supervisor import ProbeError, probe
@@ -89,7 +89,7 @@ class _Interpreter:
 
     def check(self, env: Mapping[str, str]) -> None:
         """Note the machine, and the faults of the environment. Raises ProbeError if no point can run here at all."""
-        asked = tuple(name for name in env if name not in self._refused or settings.comparable(name))
+        asked = tuple(name for name in env if name not in self._refused or variables.comparable(name))
         try:
             answer = self._probe(env, asked)
         except ProbeError as err:
@@ -106,7 +106,7 @@ class _Interpreter:
                 self.faults.append(f"env.{name}: {value!r}: has no effect on {self._where()}: {reason}; remove it")
 
     def _ineffective(self, name: str, env: Mapping[str, str], answer: protocol.Machine) -> str | None:
-        if not settings.comparable(name):
+        if not variables.comparable(name):
             return None
         others = {other: value for other, value in env.items() if other != name}
         key = (name, env_text(others))

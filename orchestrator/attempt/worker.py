@@ -203,7 +203,7 @@ def _environment(device: str, settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         if settings:  # before anything else uses CUDA: the point's process is as it will be measured
-            found["settings"] = importlib.import_module("jobs.measure.settings").effective(settings)
+            found["settings"] = importlib.import_module("jobs.measure.variables").effective(settings)
         if (torch := sys.modules.get("torch")) is not None:
             found |= importlib.import_module("jobs.measure.environment").environment(torch.device(device))
     except Exception as err:
@@ -231,10 +231,10 @@ def _probe(probe: protocol.Probe) -> protocol.Machine | protocol.Failure:
             kind_module(probe.kind)
         if not probe.settings:
             return protocol.Machine(machine)
-        settings = importlib.import_module("jobs.measure.settings")
+        variables = importlib.import_module("jobs.measure.variables")
         gpus = float(machine.device == "cuda") if probe.gpus is None else probe.gpus
-        reasons = {name: settings.refusal(name, machine.device, gpus) for name in probe.settings}
-        effective = settings.effective([name for name, reason in reasons.items() if reason is None])
+        reasons = {name: variables.refusal(name, machine.device, gpus) for name in probe.settings}
+        effective = variables.effective([name for name, reason in reasons.items() if reason is None])
         return protocol.Machine(machine, effective, {name: reason for name, reason in reasons.items() if reason})
     except Exception as err:
         return _failure(err)

@@ -217,6 +217,7 @@ def artifacts(
     out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
+    from orchestrator.artifacts import kept_in
     from orchestrator.cli import console, fetching
     from orchestrator.cli.lookup import find_point, find_run
     from orchestrator.store import queries
@@ -227,13 +228,14 @@ def artifacts(
         numbers = list(queries.points(store, run_id)["number"]) if point is None else [point]
         points = [find_point(store, run_id, int(number)) for number in numbers]
         files = [file for row in points for file in fetching.files(store, row)]
-        kept_in = fetching.kept_in(queries.run(store, run_id) or {})
+        run_row = queries.run(store, run_id) or {}
     console.files(files)
     if out is None:
         return
     problems = fetching.fetch(settings.artifact_store_url, files, out)
+    where = f"{kept_in(run_row)} (host {run_row.get('host') or 'unknown'})"
     for problem in problems:
-        print(f"error: {problem}; {kept_in}", file=sys.stderr)
+        print(f"error: {problem}; the run kept its files in {where}", file=sys.stderr)
     print(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
     raise typer.Exit(1 if problems else 0)
 

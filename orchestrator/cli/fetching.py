@@ -37,12 +37,6 @@ def files(store: Store, point: Mapping[str, Any]) -> list[StoredFile]:
     ]
 
 
-def kept_in(run: Mapping[str, Any]) -> str:
-    """Where a run (a row of queries.run) kept its files, in words."""
-    folder = run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
-    return f"the run kept its files in {folder} (host {run.get('host') or 'unknown'})"
-
-
 def fetch(url: str, found: Sequence[StoredFile], out: Path) -> list[str]:
     """Copy files to `out`/<point>/<attempt>/<name>, each only if its size and hash are right.
 

@@ -142,8 +142,8 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
     ]
     note = (
         "Asymptotic exponent p of value = overhead + c · S^p, per sequence, on the longest range up to the longest "
-        "length on which the law holds; without an overhead where the information criterion prefers that. Last column: "
-        "the slope of a line through all lengths."
+        "length on which the law holds (one on which it is exact comes first); without an overhead where the "
+        "information criterion prefers that. Last column: the slope of a line through all lengths."
     )
     columns = [
         "run",

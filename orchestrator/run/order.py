@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,8 +111,9 @@ def _check_uploaded(spec: JobSpec | None) -> None:
 
     Absolute ones are looked for on the nodes.
     """
-    gone = [item for item in (spec.paths() if spec else {}).items() if not (item[1].is_absolute() or item[1].exists())]
-    lines = [f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}" for field, path in gone]
+    paths = spec.paths() if spec else {}
+    gone = {field: path for field, path in paths.items() if not (path.is_absolute() or os.path.exists(path))}
+    lines = [f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}" for field, path in gone.items()]
     if lines:
         raise SpecError("\n".join(f"{line}; give an existing one, or an absolute path on the nodes" for line in lines))
 

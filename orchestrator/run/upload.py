@@ -12,10 +12,9 @@ from pathlib import Path
 
 from jobs.spec import JobSpec
 from orchestrator.errors import UserError
-from orchestrator.settings import SOURCES, Installation, installation
+from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 
 LIMIT = 100 * 2**20  # bytes before compression; Ray keeps an upload in its head's memory
-PACKAGES = ("nsa_core", "jobs", "orchestrator")  # the ones that a job imports
 SUFFIXES = (".csv", ".mako", ".py", ".sql", ".svg", ".yaml")  # of sources and package data: pyproject.toml
 _ELSEWHERE = "put it on storage that all workers share and give its absolute path"
 

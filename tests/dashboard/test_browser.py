@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
 
 from orchestrator import records as rec
@@ -64,9 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Pat
 @pytest.fixture(scope="module")
 def address(browser: Browser, folder: Path) -> Iterator[str]:
     """The running dashboard's address; depends on the browser, so that nothing is started without one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     command = [sys.executable, "-m", "streamlit", "run", "dashboard/app.py", f"--server.port={port}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
     log_file = folder / "dashboard.log"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 from orchestrator.cli import services
 from orchestrator.settings import Settings
@@ -18,17 +18,11 @@ from orchestrator.settings import Settings
 TOKEN = "a" * 64
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Ray head that requires TOKEN."""
     home = tmp_path_factory.mktemp("token")
-    settings = Settings(home=home, ray_dashboard=f"http://127.0.0.1:{free_port()}")
+    settings = Settings(home=home, ray_dashboard=f"http://127.0.0.1:{free_ports(1)[0]}")
     ray = services.local_services(settings, "--num-cpus=1")[0]
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     with (home / "ray.log").open("wb") as log:

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from free_ports import free_ports
 
 from orchestrator import provenance
 from orchestrator.run.upload import PACKAGES, sources
@@ -93,7 +93,8 @@ def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User
     env = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
     env |= {"HOME": str(home), "PATH": f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"}
     env |= {"RAY_TMPDIR": str(ray), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    ports = f"NSA_RAY_DASHBOARD=http://127.0.0.1:{_free_port()}\nNSA_DASHBOARD_PORT={_free_port()}\n"
+    ray_port, dashboard_port = free_ports(2)
+    ports = f"NSA_RAY_DASHBOARD=http://127.0.0.1:{ray_port}\nNSA_DASHBOARD_PORT={dashboard_port}\n"
     (here / ".env").write_text(ports)  # read from the current folder
     user = User(here, env, venv, ray)
     try:
@@ -207,9 +208,3 @@ def _pid(user: User, service: str) -> int:
     found = re.search(r'"pid": (\d+)', (Path(user.env["HOME"]) / ".nsa" / f"{service}.pid.json").read_text())
     assert found is not None
     return int(found[1])
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

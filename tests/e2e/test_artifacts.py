@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_ports
 from ftp_server import FtpServer, ftp_server
 
 from dashboard import data
@@ -61,7 +61,7 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(KINDS), "OMP_NUM_THREADS": "1"}
-    ports = _free_ports(7)
+    ports = free_ports(7)
     address = f"127.0.0.1:{ports[0]}"
     common = ["ray", "start", "--block", "--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
     common += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
@@ -169,13 +169,3 @@ def _await_node(log: Path) -> None:
     while "Ray runtime started" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 from orchestrator import provenance
 from orchestrator.store import Store, queries
@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment of a shell in which `nsa up` was run."""
     home = tmp_path_factory.mktemp("nsa")
+    ray, dashboard = free_ports(2)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     env = clean | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "NSA_HOME": str(home),
-        "NSA_RAY_DASHBOARD": f"http://127.0.0.1:{_free_port()}",
-        "NSA_DASHBOARD_PORT": str(_free_port()),
+        "NSA_RAY_DASHBOARD": f"http://127.0.0.1:{ray}",
+        "NSA_DASHBOARD_PORT": str(dashboard),
     }
     up = _run(env, "nsa", "up", "--num-cpus", "2")
     try:
@@ -89,9 +90,3 @@ def _until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.3)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

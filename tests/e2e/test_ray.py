@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+from free_ports import free_ports
 
 from orchestrator import journal
 from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
@@ -54,7 +54,7 @@ NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metri
 def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
     names = ["port", "dashboard-port", *NODE_PORTS]
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000"]
     command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
@@ -86,7 +86,7 @@ def typed_nodes(cluster: Cluster) -> Iterator[None]:
         for gpu, card in (("4", "A100"), ("5", "H100")):
             command = ["ray", "start", "--block", f"--address={cluster.address}", "--num-cpus=3", "--num-gpus=1"]
             command += ["--object-store-memory=100000000", f'--resources={{"accelerator_type:{card}": 1}}']
-            ports = zip(NODE_PORTS, _free_ports(len(NODE_PORTS)), strict=True)
+            ports = zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)
             command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports)]
             env, log = cluster.env(cluster.folder) | {"CUDA_VISIBLE_DEVICES": gpu}, cluster.folder / f"{card}.log"
             with log.open("w") as out:
@@ -329,13 +329,3 @@ def _wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], s
     while not condition():
         assert time.monotonic() < deadline, log()
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

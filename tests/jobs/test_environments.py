@@ -11,7 +11,7 @@ import torch
 
 from jobs._environments import env_text
 from jobs.drill import Spec
-from jobs.measure import settings
+from jobs.measure import variables
 from jobs.point import Machine
 from jobs.spec import parse_spec
 
@@ -77,9 +77,9 @@ def test_points_of_an_interpreter_are_planned_for_the_machine_that_it_finds(monk
 
 
 def test_a_name_is_found_as_a_whole_word_only() -> None:
-    assert settings.occurs("TORCH_LOGS")
-    assert settings.occurs("MALLOC_ARENA_MAX")  # read by the C library, which is no package
-    assert not settings.occurs("PYTORCH_CUDA_ALLOC_CON")
+    assert variables.occurs("TORCH_LOGS")
+    assert variables.occurs("MALLOC_ARENA_MAX")  # read by the C library, which is no package
+    assert not variables.occurs("PYTORCH_CUDA_ALLOC_CON")
 
 
 @pytest.mark.parametrize("text", [b"NAME", b"x NAME y", b"NAMES NAME", b"A_NAME NAMEX\0NAME"])
@@ -89,11 +89,11 @@ def test_a_word_is_found_wherever_the_chunks_of_a_file_end(
 ) -> None:
     file, word = tmp_path / "library.so", re.compile(rb"(?<!\w)NAME(?!\w)")
     for size in range(5, 24):
-        monkeypatch.setattr(settings, "_CHUNK_BYTES", size)
+        monkeypatch.setattr(variables, "_CHUNK_BYTES", size)
         file.write_bytes(absent + b".")
-        assert not settings._contains(file, b"NAME", word), size
+        assert not variables._contains(file, b"NAME", word), size
         file.write_bytes(absent + b" " + text + b" " * (size + 1))
-        assert settings._contains(file, b"NAME", word), size
+        assert variables._contains(file, b"NAME", word), size
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_word_is_found_wherever_the_chunks_of_a_file_end(
 def test_a_variable_that_cannot_have_an_effect_has_a_reason(
     name: str, device: str, gpus: float, reason: str | None
 ) -> None:
-    found = settings.refusal(name, device, gpus)
+    found = variables.refusal(name, device, gpus)
     assert (found is None) if reason is None else re.match(reason, str(found))
 
 
@@ -122,7 +122,7 @@ def test_effective_values_are_read_where_they_take_effect(monkeypatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     names = ["ATEN_CPU_CAPABILITY", "MALLOC_ARENA_MAX", "TORCH_LOGS"]
-    assert settings.effective(names) == {
+    assert variables.effective(names) == {
         "ATEN_CPU_CAPABILITY": torch.backends.cpu.get_cpu_capability(),
         "MALLOC_ARENA_MAX": "3",
         "TORCH_LOGS": "unset",

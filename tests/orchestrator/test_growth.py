@@ -122,3 +122,14 @@ def test_a_value_of_wide_spread_weighs_less():
     assert law is not None
     assert alike is not None
     assert abs(law.exponent - 1) < 0.01 < abs(alike.exponent - 1)
+
+
+def test_an_exact_law_at_long_lengths_precedes_one_that_only_holds_on_more():
+    """Extra memory (MiB) of the chunked backend, forward+backward, on a CPU: steps up to 2,048 tokens, then linear."""
+    lengths = [256, 512, 1024, 2048, 3072, 4096, 6144, 8192]
+    values = [1.882332, 2.728439, 5.447112, 10.993790, 16.493790, 21.993790, 32.993790, 43.993790]
+    law = fit_growth(lengths, values)
+    assert law is not None
+    assert law.exponent == pytest.approx(1.0, abs=0.002)
+    assert (law.ci_low, law.ci_high) == pytest.approx((0.998, 1.002), abs=0.002)
+    assert law.lengths == (2048, 3072, 4096, 6144, 8192)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
@@ -21,15 +21,10 @@ from orchestrator.run import ray_folder
 from orchestrator.settings import Settings
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[Settings]:
-    made = Settings(home=tmp_path, ray_dashboard=f"http://127.0.0.1:{free_port()}", dashboard_port=free_port())
+    ray, dashboard = free_ports(2)
+    made = Settings(home=tmp_path, ray_dashboard=f"http://127.0.0.1:{ray}", dashboard_port=dashboard)
     yield made
     services.down(made)
 
@@ -50,9 +45,9 @@ def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, mo
     """Ray hands a job the address noted in its cluster's folder: two clusters need two folders."""
     short = tempfile.mkdtemp(prefix="nsa-ray-")  # Ray's socket paths must fit 107 characters
     monkeypatch.setenv("RAY_TMPDIR", short)
+    ray, dashboard = free_ports(2)
     second = settings.model_copy(
-        update={"home": settings.home / "b", "ray_dashboard": f"http://127.0.0.1:{free_port()}"}
-        | {"dashboard_port": free_port()}
+        update={"home": settings.home / "b", "ray_dashboard": f"http://127.0.0.1:{ray}", "dashboard_port": dashboard}
     )
     try:
         services.up(settings, num_cpus=1)
