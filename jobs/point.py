@@ -96,6 +96,21 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Present values of quantities of one rank, read while a point runs.
+
+    Attributes:
+        number: the reading's number, higher in each later one.
+        at: its time, seconds since 1970 UTC.
+    """
+
+    rank: int
+    number: int
+    at: float
+    values: Mapping[Quantity, float]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """Results of a successful point.
 
