@@ -61,6 +61,8 @@ class SamplingReporter:
         """As jobs.point.Reporter says."""
         if unknown := [name for name in values if name not in self._units]:
             raise ValueError(f"series {unknown[0]}: is not declared by this name; mend the kind's QUANTITIES")
+        if step < 0 or rank < 0:
+            raise ValueError(f"series at step {step} of rank {rank}: must both be 0 or more")
         at = time.time()
         with self._lock:
             for name, value in values.items():

@@ -83,7 +83,7 @@ def _series(frame: pd.DataFrame) -> list[dict[str, Any]]:
     names = ["attempt", "name", "rank", "unit"]
     return [
         {
-            **{name: rows[name].iloc[0] for name in names},
+            **_rows(rows.loc[:, names])[0],
             "steps": rows["step"].tolist(),
             "times": rows["at"].tolist(),
             "values": rows["value"].tolist(),
