@@ -144,15 +144,14 @@ class Crossing:
     extrapolated: bool
 
     def __str__(self) -> str:
+        """The length with its bounds: "about 74,000 tokens (between the measured 65,536 and 131,072)"."""
         if self.low == 0:
-            return f"{self.high:,.0f} or less, the shortest length measured"
-        about = f"about {float(f'{self.seq_len:.2g}'):,.0f}"
+            return f"{self.high:,.0f} tokens or fewer (the shortest length measured)"
+        about = f"about {_rounded(self.seq_len)} tokens"
         if not self.extrapolated:
-            return f"{about} (between {self.low:,.0f} and {self.high:,.0f}, which were measured)"
-        ends = f"{float(f'{self.low:.2g}'):,.0f} to " + (
-            f"{float(f'{self.high:.2g}'):,.0f}" if math.isfinite(self.high) else "any length"
-        )
-        return f"{about} (extrapolated: {ends})"
+            return f"{about} (between the measured {self.low:,.0f} and {self.high:,.0f})"
+        end = f"to {_rounded(self.high)}" if math.isfinite(self.high) else "or more"
+        return f"{about} (extrapolated: {_rounded(self.low)} {end})"
 
 
 @dataclass(frozen=True)
@@ -319,6 +318,10 @@ def _with_part(one: BranchShares, part: float) -> BranchShares:
     times[Branch.WINDOW] += (1 - part) * shared
     kept = {branch: time for branch, time in times.items() if time > 0}
     return BranchShares(one.series, one.seq_len, one.batch, kept, one.unknown)
+
+
+def _rounded(length: float) -> str:
+    return f"{float(f'{length:.2g}'):,.0f}"
 
 
 def _law(growth: Growth) -> str:

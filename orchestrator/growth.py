@@ -107,7 +107,8 @@ class LocalSlope:
     def __str__(self) -> str:
         """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
         start = f"{_short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
-        return f"{start}{_short(self.high)} {self.exponent:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
+        slope = round(self.exponent, 1) + 0.0  # not -0.0
+        return f"{start}{_short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
