@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -18,6 +18,7 @@ from jobs.axes import MORE, more_columns
 from jobs.training_plan import TrainingPlan
 from orchestrator.analysis import Fit, scaling_fits, surroundings
 from orchestrator.gates.evidence import Run, measured_runs, preferred
+from orchestrator.gates.results import RuleVerdict, TargetVerdict
 from orchestrator.gates.rules import (
     ExponentRule,
     Gates,
@@ -36,56 +37,6 @@ from orchestrator.states import PointState, Result, RunState
 from orchestrator.store import Store
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
-
-
-@dataclass(frozen=True)
-class RuleVerdict:
-    """The verdict on one rule.
-
-    Attributes:
-        rule, title: the rule's name and title.
-        value, unit: the worst value found; None if nothing was measured.
-        comparison, bound: "<=" or ">=", and the bound.
-        margin: distance of the value to the bound, in the unit; negative if the bound is violated.
-        reason: the evidence in words, or the missing evidence and how to measure it.
-        evidence: ids of the points behind the value.
-        run_id, commit: the run that the verdict rests on, and its commit if it is known.
-    """
-
-    rule: str
-    title: str
-    result: Result
-    reason: str
-    value: float | None = None
-    unit: str = "1"
-    comparison: str | None = None
-    bound: float | None = None
-    margin: float | None = None
-    evidence: list[str] = field(default_factory=list)
-    run_id: str | None = None
-    commit: str | None = None
-
-    @property
-    def limit(self) -> str:
-        """The bound in words: "<= 1.15"."""
-        if self.bound is None:
-            return ""
-        return f"{self.comparison} {self.bound:.6g}" + ("" if self.unit == "1" else f" {self.unit}")
-
-
-@dataclass(frozen=True)
-class TargetVerdict:
-    """The verdict on a target: NO-GO if a rule fails, else UNKNOWN if one lacks evidence, else GO."""
-
-    name: str
-    title: str
-    result: Result
-    rules: list[RuleVerdict]
-
-    @property
-    def commits(self) -> list[str]:
-        """The commits that the rules rest on, in the order of the rules; more than one is worth a warning."""
-        return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))
 
 
 @dataclass(frozen=True)
@@ -113,10 +64,12 @@ def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -
     return [_target(target, runs) for target in gates.targets]
 
 
+_STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "bound", "margin", "evidence")
+
+
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
     """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
     at = now()
-    stored = RuleVerdict.__dataclass_fields__.keys() - {"run_id", "commit"}  # the reason and the evidence name them
     rows = [
         {
             "evaluated_at": at,
@@ -125,7 +78,7 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
             "target_title": target.title,
             "target_result": target.result,
             "position": position,
-            **{name: getattr(rule, name) for name in stored},
+            **{name: getattr(rule, name) for name in _STORED},
         }
         for target in verdicts
         for position, rule in enumerate(target.rules)
@@ -137,7 +90,7 @@ def _target(target: Target, runs: list[Run]) -> TargetVerdict:
     rules = [_judge(rule, target.plan, runs) for rule in target.rules]
     results = {rule.result for rule in rules}
     worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
-    return TargetVerdict(target.name, target.title, worst, rules)
+    return TargetVerdict(target.name, target.title, worst, rules, decision=target.name)
 
 
 def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[Run]) -> RuleVerdict:
