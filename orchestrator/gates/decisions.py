@@ -39,16 +39,13 @@ class Decision:
     @property
     def sentence(self) -> str:
         """The result in words, with the headline figures of the hardware that was measured."""
-        measured = [verdict for verdict in self.verdicts if verdict.measured]
-        said = [_clause(verdict) for result in Result for verdict in measured if verdict.result is result]
-        if len(self.verdicts) == 1 and not measured:
-            blank = "nothing measured" + _on(self.verdicts)
-        else:
-            missing = [verdict for verdict in self.verdicts if not verdict.measured]
-            blank = f"nothing measured{_on(missing)}" if missing else ""
+        judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
+        said = [_clause(each) for result in Result for each in judged if each.result is result]
+        blank = [each for each in self.verdicts if each not in judged]
+        missing = f"nothing measured{_on(blank, 'or')}" if blank else ""
         if self.result is Result.UNKNOWN:
-            return ". ".join(["Not yet" + (f": {blank}" if blank else ""), *said]) + "."
-        return ". ".join([*said, *([blank.capitalize()] if blank else [])]) + "."
+            return ". ".join(["Not yet" + (f": {missing}" if missing else ""), *said]) + "."
+        return ". ".join([*said, *([f"N{missing[1:]}"] if missing else [])]) + "."
 
 
 def decide(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[Decision]:
@@ -69,26 +66,27 @@ def decisions(gates: Gates, verdicts: Sequence[TargetVerdict]) -> list[Decision]
     ]
 
 
-def _on(verdicts: Sequence[TargetVerdict]) -> str:
+def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
+    """The verdicts' hardware: " on 1x A100, 2x A100 or 1x H100"; "" without."""
     titles = [verdict.hardware.title for verdict in verdicts if verdict.hardware]
     if len(titles) < 2:
         return "".join(f" on {title}" for title in titles)
-    return f" on {', '.join(titles[:-1])} or {titles[-1]}"
+    return f" on {', '.join(titles[:-1])} {last} {titles[-1]}"
 
 
 def _clause(verdict: TargetVerdict) -> str:
-    """A measured verdict in words: "On 1x H200: 36,271 tok/s of 2,370 needed; open: soak-memory-slope"."""
+    """A verdict in words: "On 1x H200: 36,271 tok/s of 2,370 needed; open: soak-memory-slope"."""
     on = _on([verdict])
     if verdict.result is Result.NO_GO:
         failed = [rule for rule in verdict.rules if rule.result is Result.NO_GO]
-        return f"No{on}: {'; '.join(_figure(rule, named=True) for rule in failed)}"
-    figures = [_figure(rule) for rule in verdict.rules if rule.headline and rule.value is not None]
-    parts = [", ".join(figures)] if figures else []
-    if verdict.result is Result.UNKNOWN:
-        names = [rule.rule for rule in verdict.rules if rule.result is Result.UNKNOWN]
-        parts.append(f"open: {', '.join(names)}" if len(names) <= _NAMED else f"{len(names)} rules open")
-        return f"{on.strip().capitalize() if not on else on.strip()[0].upper() + on.strip()[1:]}: {'; '.join(parts)}"
-    return f"Go{on}" + (f": {'; '.join(parts)}" if parts else "")
+        return f"No{on}: {', '.join(_figure(rule, named=True) for rule in failed)}"
+    figures = ", ".join(_figure(rule) for rule in verdict.rules if rule.headline and rule.value is not None)
+    if verdict.result is Result.GO:
+        return f"Go{on}" + (f": {figures}" if figures else "")
+    names = [rule.rule for rule in verdict.rules if rule.result is Result.UNKNOWN]
+    left = f"open: {', '.join(names)}" if len(names) <= _NAMED else f"{len(names)} of {len(verdict.rules)} rules open"
+    left = f"{figures}; {left}" if figures else left
+    return f"O{on[2:]}: {left}" if on else f"{left[0].upper()}{left[1:]}"
 
 
 def _figure(rule: RuleVerdict, *, named: bool = False) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from jobs.axes import MORE
 
-_RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
+RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
 
 
 class Hardware(BaseModel):
@@ -42,10 +42,14 @@ class Hardware(BaseModel):
     def measured(self, row: Mapping[str, Any], *, whole: bool = False) -> bool:
         """Whether a point (a row of v_metrics or v_points) was measured here: on one card, or on all (`whole`)."""
         if self.gpu is None:
-            return row["device"] == "cpu"
-        if not (isinstance(row["gpu"], str) and fnmatchcase(row["gpu"], self.gpu)):
-            return False
-        return (row.get(_RANKS) or 1) == (self.gpus if whole else 1)
+            return bool(row["device"] == "cpu")
+        return self.is_card(row["gpu"]) and (row.get(RANKS) or 1) == (self.gpus if whole else 1)
+
+    def is_card(self, name: str | None) -> bool:
+        """Whether `name`, as the driver gives it, is this card; None: a CPU."""
+        if self.gpu is None or name is None:
+            return self.gpu is name
+        return fnmatchcase(name, self.gpu)
 
     def akin(self, other: Hardware) -> bool:
         """Whether `other` is another card of the same architecture."""

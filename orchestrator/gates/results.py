@@ -68,6 +68,11 @@ class TargetVerdict:
     hardware: Hardware | None = None
 
     @property
+    def full_title(self) -> str:
+        """The title with the hardware."""
+        return self.title + (f" (on {self.hardware.title})" if self.hardware else "")
+
+    @property
     def commits(self) -> list[str]:
         """The commits that the rules rest on, in the order of the rules; more than one is worth a warning."""
         return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrator.gates.durations import Durations, gpus_of
+from orchestrator.gates.hardware import Hardware
+from orchestrator.gates.rules import Rule
+from orchestrator.settings import example_spec
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,23 @@ class Step:
     spec: str | None = None
     overrides: tuple[str, ...] = ()
     accelerator: str | None = None
+
+
+def step_of(rule: Rule, hardware: Hardware | None, durations: Durations) -> Step:
+    """The step that would settle a rule on a hardware; None: on any machine."""
+    title, cards = (hardware.title, hardware.gpus) if hardware else ("any machine", 0)
+    gpus = cards if rule.gpus == "all" else min(cards, 1)
+    measure = rule.measure
+    if measure.spec is None:
+        lacking = measure.lacking or measure.text or ""
+        return Step(None, lacking, title, gpus, None, "not known", (rule.rule,))
+    gpus = gpus if hardware else gpus_of(measure.spec)
+    accelerator = hardware.accelerator if hardware else None
+    overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))
+    options = [item for override in overrides for item in ("--set", override)]
+    command = shlex.join(["nsa", "submit", str(Path(example_spec()).with_name(measure.spec)), *options])
+    minutes, basis = durations.predict(measure.spec, hardware, gpus)
+    return Step(command, "", title, gpus, minutes, basis, (rule.rule,), measure.spec, overrides, accelerator)
 
 
 def merged(steps: Iterable[Step]) -> tuple[Step, ...]:
