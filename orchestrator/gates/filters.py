@@ -69,8 +69,8 @@ class _Where(Strict):
 
     def also(self, more: Where) -> Where:
         """This filter with the fields that `more` gives in place of its own."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return self.model_copy(update=given | {name: getattr(more, name) for name in more.model_fields_set})
+        given = {name: getattr(each, name) for each in (self, more) for name in each.model_fields_set}
+        return type(self).model_validate(given)  # no copy: it would keep what is cached
 
     @cached_property
     def _asked(self) -> list[tuple[str, Any]]:

@@ -81,3 +81,8 @@ class TargetVerdict:
     def measured(self) -> bool:
         """Whether a rule has evidence of this very hardware."""
         return any(rule.value is not None and rule.transferred is None for rule in self.rules)
+
+    @property
+    def judged(self) -> bool:
+        """Whether a rule has any evidence, be it of another card."""
+        return any(rule.value is not None for rule in self.rules)

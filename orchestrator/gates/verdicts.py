@@ -24,7 +24,7 @@ from orchestrator.records import now
 from orchestrator.states import PointState, Result, RunState
 from orchestrator.store import Store
 
-__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
+__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
 
 _STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "bound", "margin", "evidence")
 
@@ -52,7 +52,11 @@ def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -
     Raises:
         StoreUnavailable: the database does not answer.
     """
-    runs = measured_runs(store, run_ids)
+    return judge(measured_runs(store, run_ids), gates)
+
+
+def judge(runs: list[Run], gates: Gates) -> list[TargetVerdict]:
+    """The verdicts by these runs, newest first."""
     durations = Durations(runs)
     return [
         _target(target, hardware, gates.hardware, runs, durations)
