@@ -88,6 +88,8 @@ def _legend(decision: Decision) -> str:
     signs = [f"{_sign(result)} {meaning}" for result, meaning in _MEANING.items()]
     if any(rule.transferred for verdict in decision.verdicts for rule in verdict.rules):
         signs.append(f"{_TRANSFERRED} measured on a similar card")
+    if len({tuple(rule.rule for rule in verdict.rules) for verdict in decision.verdicts}) > 1:
+        signs.append(f"{_NO_RULE} no rule there")
     return " · ".join([*signs, "hover a value for its reason, click for its point"])
 
 

@@ -131,10 +131,8 @@ def duration(start: object, end: object) -> str:
 
 
 def minutes(length: float) -> str:
-    """A predicted duration [min], as 40 s, 12 min or 1 h 05 min."""
-    if length < 1:
-        return f"{max(1, round(60 * length))} s"
-    hours, rest = divmod(round(length), 60)
+    """A predicted duration [min], as 12 min or 1 h 05 min; at least 1 min."""
+    hours, rest = divmod(max(1, round(length)), 60)
     return f"{hours} h {rest:02d} min" if hours else f"{rest} min"
 
 

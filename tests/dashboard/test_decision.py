@@ -108,7 +108,10 @@ def test_evidence_of_another_card_is_marked():
 
 
 def test_bounds_and_rules_may_differ_between_machines():
-    table = rules(draw(MIXED))
+    app = draw(MIXED)
+    table = rules(app)
+    assert ":gray[–] no rule there" in said(app)
+    assert "no rule there" not in said(draw(decision(verdict(H200, Result.GO, EXPONENT))))
     assert table.loc["Peak memory", "Bound"].replace("\N{NO-BREAK SPACE}", " ") == "≤ 60.54 GiB or ≤ 106.7 GiB"
     assert list(table.loc["Utilisation"].iloc[1:]) == [":gray[–]", ":gray[–]", ":gray[?]"]
 

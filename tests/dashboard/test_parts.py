@@ -43,7 +43,7 @@ def test_amounts(value: float | None, unit: str, text: str):
 
 
 @pytest.mark.parametrize(
-    ("length", "text"), [(0.5, "30 s"), (12.4, "12 min"), (59.7, "1 h 00 min"), (95, "1 h 35 min")]
+    ("length", "text"), [(0.2, "1 min"), (12.4, "12 min"), (59.7, "1 h 00 min"), (95, "1 h 35 min")]
 )
 def test_predicted_minutes(length: float, text: str):
     assert parts.minutes(length) == text
