@@ -1,4 +1,4 @@
-"""Cached reads for the pages: the store's queries, fits and verdicts.
+"""Cached reads for the pages: the store's queries, fits and decisions.
 
 Many browsers may view one database, so each read runs at most once in CACHE_SECONDS. For a database that is missing,
 unreachable or too old, `page` and `part` show the fix instead of a traceback.
@@ -21,7 +21,8 @@ from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.branches import BranchShares, branch_shares
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
-from orchestrator.gates import verdicts as judging
+from orchestrator.gates import decisions as judging
+from orchestrator.gates.rules import Gates, load_gates
 from orchestrator.settings import Settings, load_settings
 from orchestrator.states import PointState
 from orchestrator.store import Store, exporter, queries
@@ -75,10 +76,18 @@ def lengths(store: Store, run_ids: Sequence[str]) -> dict[str, int]:
     return {str(run_id): int(count) for run_id, count in counts.groupby("run_id").max().items()}
 
 
-@_read
-def verdicts(store: Store) -> list[judging.TargetVerdict]:
-    """Verdicts on all targets from the whole store. Raises GatesError if the rules cannot be read."""
-    return judging.evaluate(store, judging.load_gates(load_settings().gates))
+def decisions(store: Store) -> list[judging.Decision]:
+    """Decisions on all targets from the whole store. Raises GatesError if the rules cannot be read."""
+    gates = load_gates(load_settings().gates)
+    return _decisions(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
+
+
+# Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.
+@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
+def _decisions(
+    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
+) -> list[judging.Decision]:  # `rules`, `held` and `changed` are part of the cache's key only
+    return judging.decide(store, _gates)
 
 
 @_read

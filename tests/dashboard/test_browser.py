@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from orchestrator.store import Store, queries
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
+TRAINED = "20261120-090000-train-m7c-ef56"
 WIDE, SMALL = ViewportSize(width=1440, height=900), ViewportSize(width=1280, height=720)
 NARROW = ViewportSize(width=420, height=800)
 PATIENCE_MS = 30_000
@@ -58,10 +60,35 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Path:
-    """The dashboard's home folder, with the complete database."""
+    """The dashboard's home folder, with the complete database and a training on an H200."""
     home = tmp_path_factory.mktemp("home")
     shutil.copy(complete_file, home / "nsa.db")
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(trained())
     return home
+
+
+def trained() -> list[rec.Record]:
+    """A training of the 125M model, older than the sweep."""
+    at, point = datetime(2026, 11, 20, 9, tzinfo=UTC), f"{TRAINED}/0"
+    axes = {
+        "implementation": "triton", "workload": "model", "pass_": "training", "seq_len": 2048, "batch": 2,
+        "query_heads": 12, "kv_heads": 2, "head_dim": 64, "layers": 12, "dtype": "bfloat16", "device": "cuda",
+    }  # fmt: skip
+    metrics = (
+        rec.MetricData(name="throughput", unit="tok/s", value=23_703.7),
+        rec.MetricData(name="peak_memory", unit="MiB", value=3_844.0),
+    )
+    return [
+        rec.RunRecord(run_id=TRAINED, at=at, name="train-m7c", kind="train", spec={}, spec_hash="2", git_commit="beef"),
+        rec.PointRecord(run_id=TRAINED, at=at, point_id=point, index=0, key="t", label="m7c", config={}, axes=axes),
+        rec.StartRecord(run_id=TRAINED, at=at, point_id=point, attempt=1),
+        rec.OutcomeRecord(
+            run_id=TRAINED, at=at, point_id=point, attempt=1, state=PointState.OK, metrics=metrics,
+            environment={"gpu": {"name": "NVIDIA H200"}},
+        ),
+        rec.RunEndRecord(run_id=TRAINED, at=at, state=RunState.DONE),
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +150,7 @@ def table(page: Page, *words: str):
 def test_every_page_shows_real_results(page: Page, address: str):
     visit(page, address, "Overview")
     expect(page.get_by_text("NO-GO").first).to_be_visible()
-    rules = table(page, "agrees with the float64 oracle")
-    expect(rules.get_by_role("row")).to_have_count(5)  # the header and four rules
+    expect(table(page, "Naive contrast").get_by_role("row")).to_have_count(6)  # header, verdict and four rules
     expect(page.get_by_text("UNKNOWN").first).to_be_visible()
     expect(page.get_by_test_id("stDataFrame").locator("canvas").first).to_be_visible()
 
@@ -155,8 +181,41 @@ def test_every_page_shows_real_results(page: Page, address: str):
     assert sum(",hang," in line for line in lines) == 1
 
 
-def test_evidence_leads_to_its_point(page: Page, address: str):
+def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     visit(page, address, "Overview")
+    card = page.locator(".st-key-decision-m7c-125m-training")
+    rules, main = card.get_by_test_id("stTable"), page.get_by_test_id("stMain")
+    expect(rules.get_by_role("row")).to_have_count(12)  # header, verdict and ten rules
+    first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
+    inside = "e => [e, ...e.querySelectorAll('*')].filter(x => x.clientWidth && x.scrollWidth > x.clientWidth + 1)"
+    schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+    for size, scheme in itertools.product((WIDE, SMALL), schemes):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size(size)
+        for shown in first:
+            expect(shown).to_be_in_viewport(ratio=1)
+        assert rules.evaluate(f"e => ({inside})(e).length") == 0, "a cell is clipped"
+        assert main.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+        assert main.evaluate("e => e.scrollHeight") < 1600
+
+
+def test_what_is_opened_on_a_card_is_in_the_address(page: Page, address: str):
+    visit(page, address, "Overview")
+    card = page.locator(".st-key-decision-m7c-125m-training")
+    card.get_by_role("radio", name="1× H200").click()
+    expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
+    card.get_by_text("What would settle the open rules").click()
+    expect(card.get_by_test_id("stCode").first).to_be_visible()
+    page.wait_for_url("**next-m7c-125m-training=true**")
+    visit(page, page.url, "Overview")
+    expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
+    expect(card.get_by_test_id("stCode").first).to_be_visible()
+
+
+def test_evidence_leads_to_its_point(page: Page, address: str):
+    visit(page, f"{address}/?why-linear-scaling=CPU", "Overview")
+    value = table(page, "Naive contrast").get_by_role("link").first
+    expect(value).to_have_attribute("title", re.compile("agrees with the float64 oracle: .*; run " + RUN))
     link = table(page, "agrees with the float64 oracle").get_by_role("link").last
     with page.context.expect_page() as opened:
         link.click()
@@ -257,7 +316,7 @@ def test_a_narrow_window_scrolls_down_only(page: Page, address: str, path: str):
 
 
 def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):
-    visit(page, address, "Overview")
+    visit(page, f"{address}/?why-linear-scaling=CPU", "Overview")
     with Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
         start = datetime.now(UTC)
         axes = {"implementation": "chunked", "workload": "attention", "seq_len": 512, "device": "cpu"}
