@@ -80,4 +80,4 @@ def test_import_without_a_file_names_both_ways(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert nsa(monkeypatch, "import") == 2
-    assert "error: FILE: is missing; name a journal.jsonl or a CSV, or give --reference" in capsys.readouterr().err
+    assert "error: FILE: is missing; name a journal or a CSV, or give --reference" in capsys.readouterr().err
