@@ -21,7 +21,7 @@ from take_in import DATA, take_in
 from orchestrator.cli.packaged import reference_data
 from orchestrator.errors import UserError
 from orchestrator.journal import COMPRESSED
-from orchestrator.report import write_report
+from orchestrator.report import report, write_report
 from orchestrator.store import Store, queries, upgrade
 from orchestrator.store.importer import import_file
 
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path("docs/results")
 DURATIONS = Path("orchestrator/gates/durations.csv")
 GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
+CHARTED = ("scaling", "bench", "decode")  # a run of another kind has one length
 DECISIONS = """# Decisions
 
 The answer of `nsa {command}`, with the committed journals alone in the database. Exit code {code}: {meaning}.
@@ -82,11 +83,14 @@ def _stored(store: Store) -> list[str]:
 
 
 def _reports(store: Store, runs: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write one report a kind of job. Returns its files."""
+    """Write one report a kind of job, with charts if its runs have curves. Returns its files."""
     written = []
     for kind, name in tables.PAGES.items():
-        if of_kind := [run["run_id"] for run in runs if run["kind"] == kind]:
+        of_kind = [run["run_id"] for run in runs if run["kind"] == kind]
+        if of_kind and kind in CHARTED:
             written += write_report(store, of_kind, folder / name)
+        elif of_kind:
+            written.append(_write(folder / name, report(store, of_kind)))
     return written
 
 
