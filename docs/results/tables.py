@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from orchestrator.analysis import scaling_fits
+from orchestrator.branches import Branch, take_overs
 from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, Place, collect, is_dense
 from orchestrator.store import Store, queries
 
@@ -45,6 +46,7 @@ def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
         "operator": _operator(benches, lambda _: True),
         "operator-in-short": _operator(benches, lambda place: (place.layout.head_dim, place.seq_len) in _SHOWN),
         "growth": _growth(store, runs),
+        "branches": _branches(benches),
         "training": _training(store, runs),
         "decoding": _decoding(store, runs),
     }
@@ -195,6 +197,23 @@ def _longest(store: Store, run_ids: Sequence[str]) -> str:
         return ""
     nsa, dense = (_number(by_name[name][max(common)]) for name in ("triton", "dense"))
     return f"\n\nAt {max(common):,.0f} tokens {BOTH} took {nsa} ms with NSA and {dense} ms with dense attention."
+
+
+def _branches(benches: Sequence[Bench]) -> str:
+    """Where the compressed branch takes over, by heads and pass; its share at the longest length."""
+    rows = []
+    for bench in benches:
+        shares = list(bench.shares.values())
+        for taken in take_overs(shares):
+            longest = max((one for one in shares if one.series == taken.series), key=lambda one: one.seq_len)
+            share = f"{100 * longest.share(Branch.COMPRESSED):.0f} % at {longest.seq_len:,}"
+            heads = f"{taken.series['query_heads']:.0f}/{taken.series['kv_heads']:.0f}, {taken.series['head_dim']:.0f}"
+            crossings = [(taken.largest, taken.largest_reason), (taken.equal, taken.equal_reason)]
+            laws = [f"S^{law.exponent:.2f}" if law else "" for law in (taken.compressed, taken.rest)]
+            texts = [str(crossing or reason) for crossing, reason in crossings]
+            rows.append([heads, str(taken.series["pass"]), share, *laws, *texts])
+    columns = ["heads, head dim", "pass", "its share", "it grows as", "the rest as", "largest from", "half from"]
+    return _table(columns, rows)
 
 
 def _training(store: Store, runs: Sequence[dict[str, Any]]) -> str:

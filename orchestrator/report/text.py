@@ -137,13 +137,14 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
             f"{fit.overhead:.3g}" if fit.overhead else "",
             f"{100 * fit.residual:.1f} %",
             f"{fit.plain.exponent:.3f}",
+            fit.local_text,
         ]
         for fit in fits
     ]
     note = (
         "Asymptotic exponent p of value = overhead + c · S^p, per sequence, on the longest range up to the longest "
         "length on which the law holds (one on which it is exact comes first); without an overhead where the "
-        "information criterion prefers that. Last column: the slope of a line through all lengths."
+        "information criterion prefers that. All lengths: the slope of a line through all of them. " + bench_text.LOCAL
     )
     columns = [
         "run",
@@ -159,6 +160,7 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
         "overhead",
         "residual",
         "all lengths",
+        "local exponents",
     ]
     return Table("Scaling", note, columns, rows)
 

@@ -37,7 +37,7 @@ def test_markdown_contains_all_sections(filled: Store):
     text = report(filled, [RUN])
     assert text.startswith("# Report: demo\n")
     series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
-    assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 |" in text
+    assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 | 4K 2.0, 8K 2.0 |" in text
     assert "## Verdict linear-scaling: NO-GO" in text
     assert "| naive-contrast | GO | 2 | >= 1.7 | +0.3 |" in text
     assert "| soak-memory-slope | UNKNOWN |  | <= 1 %/1000 steps |  | not measured:" in text
