@@ -124,7 +124,10 @@ def _text(text: str, hosts: dict[str, str]) -> str:
 
 
 def _host(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")
+    """Pattern of a host's name, also without its domain."""
+    first, dot, domain = (name, "", "") if _ADDRESS.fullmatch(name) else name.partition(".")
+    more = f"(?:{re.escape(dot + domain)})?" if dot else ""
+    return re.compile(rf"(?<![\w.-]){re.escape(first)}{more}(?![\w-]|\.\w)")
 
 
 def _check(path: Path, number: int, line: str, hosts: dict[str, str]) -> None:

@@ -104,7 +104,7 @@ def as_measured(records: Lines) -> Lines:
                 if "gpu" in found:
                     found["gpu"]["uuid"] = card
                 if record["reason"]:
-                    record["reason"] = f"{record['reason']} at /srv/a/b.py on {host} (192.0.2.7, {card})"
+                    record["reason"] = f"{record['reason']} at /srv/a/b.py on {host}. gpu7 is 192.0.2.7, {card}"
     content = {"name": "stderr.txt", "path": "r/0000/1/stderr.txt", "size": 1, "sha256": "0", "content": f"on {host}"}
     of_point = {name: records[1][name] for name in ("v", "run_id", "at", "point_id")}
     records.insert(-1, {**of_point, "type": "artifact", "attempt": 1, "artifact": content})
@@ -119,7 +119,7 @@ def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_
     taken, expected = lines(tmp_path / path.name), lines(path)
     for record in expected:
         if record["type"] == "outcome" and record["environment"] and record["reason"]:
-            record["reason"] += " at b.py on host-1 (ADDRESS, GPU)"
+            record["reason"] += " at b.py on host-1. host-1 is ADDRESS, GPU"
     assert taken == expected
 
 
