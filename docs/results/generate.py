@@ -32,10 +32,22 @@ GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
 CHARTED = ("scaling", "bench", "decode")  # a run of another kind has one length
 DECISIONS = """# Decisions
 
-The answer of `nsa {command}`, with the committed journals alone in the database. Exit code {code}: {meaning}.
+The answers of `nsa gate` and `nsa plan`, with the committed journals alone in the database.
+
+## nsa gate
+
+Exit code {code}: {meaning}.
 
 ```text
-{text}
+{gate}
+```
+
+## nsa plan
+
+What would settle the rest.
+
+```text
+{plan}
 ```
 """
 EXIT_CODES = {0: "every decision is GO", 1: "one is NO-GO", 3: "none is NO-GO, one is UNKNOWN"}
@@ -95,13 +107,18 @@ def _reports(store: Store, runs: list[dict[str, Any]], folder: Path) -> list[Pat
 
 
 def _decisions() -> str:
-    command = ["gate", "--gates", str(GATES)]
+    code, gate = _nsa("gate", "--gates", str(GATES))
+    _, plan = _nsa("plan", "--gates", str(GATES))
+    return DECISIONS.format(code=code, meaning=EXIT_CODES[code], gate=gate, plan=plan)
+
+
+def _nsa(*command: str) -> tuple[int, str]:
+    """Exit code and output of a command of `nsa`, on the database of the environment."""
     nsa = [sys.executable, "-c", "from orchestrator.cli.commands import main; main()"]
     done = subprocess.run([*nsa, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in EXIT_CODES:
-        raise UserError(f"nsa gate: {done.stderr.strip()}")
-    text = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
-    return DECISIONS.format(command="gate", code=done.returncode, meaning=EXIT_CODES[done.returncode], text=text)
+        raise UserError(f"nsa {command[0]}: {done.stderr.strip()}")
+    return done.returncode, "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
 def _durations(runs: list[dict[str, Any]]) -> str:

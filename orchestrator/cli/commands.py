@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.cli import deciding
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, example_spec, load_settings
-from orchestrator.states import Origin, Result, RunState
+from orchestrator.states import Origin, RunState
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -272,29 +273,8 @@ def report(
             print(f"wrote {out}")
 
 
-@app.command()
-def gate(
-    runs: Runs = None,
-    gates: Annotated[
-        Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="only this target")] = None,
-) -> None:
-    """Judge stored results, with reasons. Exit 0: all targets GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
-    from orchestrator import summary
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_runs
-    from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
-
-    settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target)
-    with _store(settings) as store:
-        verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-        if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
-            save_verdicts(store, None, verdicts)
-    summary.print_verdicts(verdicts, console.out)
-    results = {v.result for v in verdicts}
-    raise typer.Exit(1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0)
+for decision in (deciding.gate, deciding.plan, deciding.resolve):
+    app.command()(decision)
 
 
 @app.command("import")
