@@ -72,6 +72,11 @@ def sign(name: str, looks: Mapping[str, Look]) -> str:
     return f"{looks.get(name, _UNKNOWN_LOOK).sign} {name}"
 
 
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The frame's rows, with names of columns as text."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def number(value: float | None, unit: str = "") -> str:
     """Value with four significant digits and its unit ("1" is not shown); a dash for None and NaN."""
     if value is None or math.isnan(value):

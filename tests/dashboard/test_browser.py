@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from free_ports import free_ports
-from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Playwright, ViewportSize, expect, sync_playwright
 
 from orchestrator import records as rec
 from orchestrator.artifacts import ArtifactStore, Source
@@ -24,7 +26,8 @@ from orchestrator.store import Store, queries
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 420, "height": 800}
+WIDE, SMALL = ViewportSize(width=1440, height=900), ViewportSize(width=1280, height=720)
+NARROW = ViewportSize(width=420, height=800)
 PATIENCE_MS = 30_000
 
 
@@ -128,8 +131,8 @@ def test_every_page_shows_real_results(page: Page, address: str):
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Scaling").click()
     settled(page, "Scaling")
     charts = page.get_by_test_id("stVegaLiteChart")
-    expect(charts).to_have_count(5)
-    for number in range(5):
+    expect(charts).to_have_count(6)
+    for number in range(6):
         drawn = charts.nth(number).locator("canvas, svg.marks").first
         drawn.scroll_into_view_if_needed()
         expect(drawn).to_be_visible()
@@ -137,8 +140,7 @@ def test_every_page_shows_real_results(page: Page, address: str):
         assert box is not None
         assert box["width"] > 300
         assert box["height"] > 100
-    expect(table(page, "95 % interval", "naive")).to_be_visible()
-    expect(table(page, "hang", "skipped", "93.1 GiB")).to_be_visible()
+    expect(page.get_by_test_id("stDataFrame")).to_have_count(3)  # exponents, points without a number, numbers
 
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Runs").click()
     settled(page, "Runs")
@@ -174,6 +176,76 @@ def test_a_click_on_a_run_opens_it(page: Page, address: str):
     page.wait_for_timeout(500)  # the grid is drawn after it is attached
     grid.click(position={"x": 15, "y": 55})
     settled(page, "demo")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, SMALL], ids=["1440x900", "1280x720"])
+def test_curves_and_exponents_are_on_the_first_screen_of_scaling(
+    page: Page, address: str, size: ViewportSize, scheme: Literal["light", "dark"]
+):
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme)
+    visit(page, f"{address}/scaling", "Scaling")
+    for place, title in enumerate(("Memory", "Time")):
+        expect(page.get_by_role("heading", name=f"{title}, measured")).to_be_in_viewport(ratio=1)
+        chart = page.get_by_test_id("stVegaLiteChart").nth(place)
+        expect(chart).to_be_in_viewport(ratio=1)
+        exponent = chart.get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
+        expect(exponent).to_be_in_viewport(ratio=0.99)
+    assert page.get_by_test_id("stMain").evaluate("main => main.scrollTop") == 0
+    expect(page.get_by_text("Implementation", exact=True)).to_be_hidden()  # the controls are folded
+
+
+def test_filters_survive_a_reload_and_a_copied_link(page: Page, address: str):
+    visit(page, f"{address}/scaling", "Scaling")
+    filters = page.get_by_role("button", name="Runs and filters")
+    filters.click()
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="forward", exact=True).click()
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="forward+backward", exact=True).click()
+    expect(page).to_have_url(f"{address}/scaling?pass=forward")
+    link = page.url
+    page.reload()
+    settled(page, "Scaling")
+    expect(page.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+    copied = page.context.new_page()
+    visit(copied, link, "Scaling")
+    expect(copied.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+    expect(copied).to_have_url(link)
+    visit(copied, f"{address}/runs?run={RUN}", "demo")
+    copied.get_by_role("tab", name="Spec").click()
+    expect(copied).to_have_url(f"{address}/runs?run={RUN}&tab=Spec")
+    copied.reload()
+    settled(copied, "demo")
+    expect(copied.get_by_role("tab", name="Spec")).to_have_attribute("aria-selected", "true")
+    visit(copied, f"{address}/runs?state=done&text=demo", "Runs")
+    expect(copied.get_by_placeholder("id, name, source or host")).to_have_value("demo")
+
+
+def click_row(page: Page, number: int, place: int) -> None:
+    """Click a row (the first is 0) of the page's grid at this place, on its third column."""
+    grid = page.get_by_test_id("stDataFrame").nth(place)
+    grid.scroll_into_view_if_needed()
+    expect(grid.locator("canvas").first).to_be_visible()
+    page.wait_for_timeout(500)  # the grid is drawn after it is attached
+    grid.click(position={"x": 220, "y": 55 + 35 * number})
+
+
+def test_a_click_on_an_exponent_opens_its_run_and_the_way_back_leads_back(page: Page, address: str):
+    visit(page, f"{address}/scaling?pass=forward", "Scaling")
+    click_row(page, 1, place=0)
+    settled(page, "demo")
+    expect(page).to_have_url(f"{address}/runs?run={RUN}")
+    page.go_back()
+    settled(page, "Scaling")
+    expect(page).to_have_url(f"{address}/scaling?pass=forward")
+    expect(page.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+
+
+def test_a_click_on_a_point_without_a_number_opens_it(page: Page, address: str):
+    visit(page, f"{address}/scaling", "Scaling")
+    click_row(page, 1, place=1)
+    settled(page, "naive forward+backward S=8217")
+    expect(page.get_by_text("no progress for 120 s").first).to_be_visible()
 
 
 @pytest.mark.parametrize("path", ["", "scaling", f"runs?run={RUN}"])

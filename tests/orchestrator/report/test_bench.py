@@ -231,6 +231,21 @@ def test_the_design_of_the_branches_is_explained_once(sqlite_store: Store):
     assert "runs in stages with the window, and these lengths do not tell them apart" in shown
 
 
+def test_each_environment_has_a_share_of_each_branch(sqlite_store: Store):
+    made = Rows()
+    for env, value in ((None, 1.0), ("MALLOC_ARENA_MAX=1", 3.0)):
+        stages = [MetricData(name=f"stage_{name}", unit="ms", value=value) for name in ("scores", "selected")]
+        made.add("triton", BOTH, 32768, stages, env=env)
+    made.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    for name, line in (
+        ("triton", "| 32,768 | 1.00 (50 %) | 1.00 (50 %) | 2.00 | - |"),
+        ("triton [MALLOC_ARENA_MAX=1]", "| 32,768 | 3.00 (50 %) | 3.00 (50 %) | 6.00 | - |"),
+    ):
+        shown = table(text, f"Share of each branch of 12/2 d64, {name} forward+backward")
+        assert [row for row in shown.splitlines() if row.startswith("| 3")] == [line]
+
+
 def test_local_exponents_stand_beside_the_growth(sqlite_store: Store, rows: Rows):
     rows.into(sqlite_store)
     shown = table(report(sqlite_store, [RUN]), "Growth")
