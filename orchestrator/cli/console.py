@@ -111,7 +111,8 @@ def plan(decisions: Sequence[Decision]) -> None:
             out.print(f"  {number}. {step.command}", style="cyan", markup=False, soft_wrap=True)
             out.print(f"     {cost(step)}", markup=False, soft_wrap=True)
             out.print(f"     settles {', '.join(step.settles)} on {step.hardware}", markup=False, soft_wrap=True)
-        out.print("  no command settles:" if others else "" if commands else "  nothing is open", markup=False)
+        if others or not commands:
+            out.print("  no command settles:" if others else "  nothing is open")
         for step in others:
             text = f"    {', '.join(step.settles)} on {step.hardware}: {step.lacking}"
             out.print(text, markup=False, soft_wrap=True)
