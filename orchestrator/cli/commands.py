@@ -280,10 +280,14 @@ for decision in (deciding.gate, deciding.plan, deciding.resolve):
 @app.command("import")
 def import_(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="journal.jsonl, or CSV of reported results")
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="journal (.jsonl, .jsonl.gz), or CSV of reported results"),
     ] = None,
     reference: Annotated[
-        bool, typer.Option("--reference", help="the figures of other implementations that come with this package")
+        bool,
+        typer.Option(
+            "--reference", help="what comes with this package: our own GPU runs, and figures that others report"
+        ),
     ] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
@@ -292,7 +296,7 @@ def import_(
 
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
-        raise UserError("FILE: is missing; name a journal.jsonl or a CSV, or give --reference")
+        raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
     with _store(create=True) as store:
         for path in paths:
             print(importer.import_file(store, path))
