@@ -20,7 +20,7 @@ from orchestrator.store import Store, queries
 
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
-_OF_ONE_MACHINE = ("host", "gpu.uuid")
+_OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")
 
 
 @dataclass(frozen=True)
