@@ -12,6 +12,7 @@ from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import data, grids, help_pages, parts, point_files
 from dashboard.address import Address
+from dashboard.live import live_series
 from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
@@ -164,6 +165,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     st.title(parts.plain(point["label"]))
     live = point["state"] in ("running", "pending")
     st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, point["state"])
+    live_series(store, point)
     _measured(store, point)
     names = ["Environment", "Configuration", "Logs and artifacts"]
     first = names[0] if point["state"] == PointState.OK else names[2]

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from jobs._corpus import Corpus
+from jobs._live import LiveTraining
 from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.route import route_of
@@ -22,6 +23,8 @@ from jobs.point import Beat
 from jobs.spec import Strict
 from nsa_core import NSAConfig
 from nsa_core.model import ModelConfig, NSATransformer
+
+T = TypeVar("T")
 
 
 class OptimizerSpec(Strict):
@@ -102,44 +105,50 @@ class Trainer:
         seconds: list[float] = []
         ended = time.perf_counter()
         # Start the next step before waiting for a loss, so that a GPU is never idle.
-        for loss in in_order(self._steps(beat), ahead=1 if self.device.type == "cuda" else 0):
+        live = LiveTraining(beat, self._size[0] * self._size[1], self.device)
+        for loss, norm in in_order(self._steps(beat), ahead=1 if self.device.type == "cuda" else 0):
             before_it, ended = ended, time.perf_counter()
             losses.append(loss)
             seconds.append(ended - before_it)
             _check_finite(loss, f"at step {len(losses)}")
+            live.step(len(losses), loss, norm, learning_rate(self.spec, len(losses) - 1, self.steps))
         if self.model.config.checkpointing and not self.model.checkpointing_effective:
             raise Ineffective("checkpointing: it was asked for, and the model did not do it")
         return Run(losses, seconds, before, self._heldout_loss(heldout, beat))
 
-    def _steps(self, beat: Beat) -> Iterator[Callable[[], float]]:
-        """Start one step after another; yields functions that wait for its loss."""
+    def _steps(self, beat: Beat) -> Iterator[Callable[[], list[float]]]:
+        """Start one step after another; yields functions that wait for its loss and gradient norm."""
         for done in range(self.steps):
             beat("train", done, self.steps)
             self._set_rate(learning_rate(self.spec, done, self.steps))
             yield self._start() if done else self._start_first()
 
-    def _start_first(self) -> Callable[[], float]:
+    def _start_first(self) -> Callable[[], list[float]]:
         """Like `_start`, but records the route; a compiled model notes it while it is traced."""
-        started: list[Callable[[], float]] = []
+        started: list[Callable[[], list[float]]] = []
         self.route = route_of(lambda: started.append(self._start()))
         return started[0]
 
     def step(self) -> float:
         """Run one optimizer step and wait for the device; returns the loss [nat/byte]."""
-        loss = self._start()()
+        loss, _ = self._start()()
         synchronize(self.device)
         return loss
 
-    def _start(self) -> Callable[[], float]:
-        """Start one optimizer step without waiting for a GPU; returns a function that waits for the loss [nat/byte]."""
+    def _start(self) -> Callable[[], list[float]]:
+        """Start one optimizer step without waiting for a GPU.
+
+        Returns:
+            A function that waits for the loss [nat/byte] and the gradients' norm before clipping.
+        """
         tokens, targets = (x.to(self.device, non_blocking=True) for x in next(self._batches))
         with self._precision():
             loss = self._loss_of(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return _on_its_way(loss.detach())
+        return _on_its_way(torch.stack([loss.detach().float(), norm.detach().float()]))
 
     @torch.no_grad()
     def _heldout_loss(self, batches: list[tuple[Tensor, Tensor]], beat: Beat) -> float:
@@ -161,9 +170,9 @@ class Trainer:
             group["lr"] = rate
 
 
-def in_order(started: Iterable[Callable[[], float]], ahead: int) -> Iterator[float]:
+def in_order(started: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:
     """Results in order; `ahead` more calls are started before one is waited for."""
-    under_way: deque[Callable[[], float]] = deque()
+    under_way: deque[Callable[[], T]] = deque()
     for wait in started:
         under_way.append(wait)
         if len(under_way) > ahead:
@@ -171,17 +180,17 @@ def in_order(started: Iterable[Callable[[], float]], ahead: int) -> Iterator[flo
     yield from (wait() for wait in under_way)
 
 
-def _on_its_way(x: Tensor) -> Callable[[], float]:
-    """Queue a copy of a number to the host; returns a function that waits for this copy alone."""
+def _on_its_way(x: Tensor) -> Callable[[], list[float]]:
+    """Queue a copy of numbers to the host; returns a function that waits for this copy alone."""
     if not x.is_cuda:
-        return x.item
-    number = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+        return x.tolist
+    numbers = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def wait() -> float:
+    def wait() -> list[float]:
         copied.synchronize()
-        return number.item()
+        return numbers.tolist()
 
     return wait
 

@@ -96,6 +96,21 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Present values of quantities of one rank, read while a point runs.
+
+    Attributes:
+        number: the reading's number, higher in each later one.
+        at: its time, seconds since 1970 UTC.
+    """
+
+    rank: int
+    number: int
+    at: float
+    values: Mapping[Quantity, float]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """Results of a successful point.
 
@@ -117,6 +132,41 @@ class Beat(Protocol):
     """Callback that reports progress; silence longer than the heartbeat deadline counts as a hang."""
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
+
+
+class Reporter(Beat, Protocol):
+    """Beat that also takes samples of live series. Every point's worker passes one; a test may pass a plain Beat."""
+
+    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+        """Report the present values of series, by the name of a declared Quantity and in its unit.
+
+        Returns at once; samples are thinned to one a second a series or fewer. Values that are not finite are left
+        out.
+
+        Args:
+            step: the step that the values belong to, from 0; higher in each later sample of a series.
+            rank: the process of a training on several devices that the values are of.
+
+        Raises:
+            ValueError: a name is not among the kind's QUANTITIES.
+        """
+        ...
+
+
+def reporter(beat: Beat) -> Reporter:
+    """The Reporter that a job was passed, or one that drops samples where it was passed a plain function."""
+    return beat if hasattr(beat, "sample") else _Unsampled(beat)  # pyright: ignore[reportReturnType] - by its method
+
+
+class _Unsampled:
+    def __init__(self, beat: Beat) -> None:
+        self._beat = beat
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self._beat(phase, done, total)
+
+    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+        """Drop the samples."""
 
 
 Measure = Callable[[Mapping[str, Any], Beat], Measurement]

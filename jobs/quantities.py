@@ -185,9 +185,16 @@ GPU_TEMPERATURE = Quantity("gpu_temperature", "C", "GPU temperature", role=Role.
 GPU_MEMORY_USED = Quantity("gpu_memory_used", "MiB", "Memory used on the GPU", role=Role.TELEMETRY)
 GPU_PROCESSES = Quantity("gpu_processes", "1", "Processes on the GPU", role=Role.TELEMETRY)
 GPU_THROTTLED = Quantity("gpu_throttled", "%", "Samples with a throttle", better=Better.LOWER, role=Role.TELEMETRY)
+GPU_ENERGY = Quantity("gpu_energy", "J", "GPU energy", role=Role.TELEMETRY)
 TELEMETRY = (
     *(GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED),
+    GPU_ENERGY,
 )
+
+# Series of every point on a CPU.
+CPU_UTILIZATION = Quantity("cpu_utilization", "%", "CPU utilisation", role=Role.TELEMETRY)
+RESIDENT_MEMORY = Quantity("resident_memory", "MiB", "Resident memory", role=Role.TELEMETRY)
+LIVE = (GPU_UTILIZATION, GPU_MEMORY_USED, GPU_POWER, GPU_SM_CLOCK, CPU_UTILIZATION, RESIDENT_MEMORY)
 
 # For runs stored without declarations: figures that others report, journals of earlier versions.
 SHARED = Quantities((TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, STAGE, *TELEMETRY))

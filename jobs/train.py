@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from jobs._corpus import load_corpus
 from jobs._fields import NSA, Count, Preset, Unique
 from jobs._fit import backend_reasons, does_not_fit, threads
+from jobs._live import LOSS, SERIES
 from jobs._training import OptimizerSpec, Run, Trainer
 from jobs.measure import check
 from jobs.measure.environment import environment
@@ -32,7 +33,6 @@ from jobs.quantities import (
     THROUGHPUT,
     TIME,
     Better,
-    Plot,
     Quantity,
     Role,
 )
@@ -42,7 +42,6 @@ from nsa_core.backends import default
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig
 
-LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.HEADLINE, Plot.CURVE)
 HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
 MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
@@ -51,6 +50,7 @@ THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the 
 QUANTITIES = (
     *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, *MEMORY),
     *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
+    *SERIES,
 )
 
 

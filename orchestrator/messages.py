@@ -12,7 +12,7 @@ from datetime import datetime
 
 from jobs.point import Device, Point
 from jobs.spec import Deadlines, JobSpec
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,10 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 if unknown."""
+    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 if unknown.
+
+    `rate` is in steps a second, over the last minute of the phase; None where it is unknown.
+    """
 
     run_id: str
     point_id: str
@@ -85,6 +88,14 @@ class Progress:
     phase: str
     done: int
     total: int
+    rate: float | None = None
 
 
-Update = StartRecord | Progress | OutcomeRecord | ArtifactRecord | EventRecord
+@dataclass(frozen=True)
+class Series:
+    """New samples of a running point's series, a record a series."""
+
+    records: tuple[SeriesRecord, ...]
+
+
+Update = StartRecord | Progress | Series | OutcomeRecord | ArtifactRecord | EventRecord

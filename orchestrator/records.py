@@ -7,9 +7,9 @@ Records carry plain data only, so that a store can be filled without the code th
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from jobs.axes import Axis
 from jobs.quantities import Quantity
@@ -128,6 +128,30 @@ class ArtifactRecord(_Record):
     artifact: ArtifactData
 
 
+class SeriesRecord(_Record):
+    """Samples of one series of an attempt, in the order taken; a series comes in many such pieces.
+
+    `steps`, `times` (seconds since 1970 UTC) and `values` are of equal length.
+    """
+
+    type: Literal["series"] = "series"
+    point_id: str
+    attempt: int
+    rank: int = Field(ge=0, lt=1 << 31)
+    name: str = Field(min_length=1, max_length=80)
+    unit: str = Field(min_length=1, max_length=20)
+    steps: tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...]
+    times: tuple[Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)], ...]
+    values: tuple[Annotated[float, Field(allow_inf_nan=False)], ...]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Self:
+        if not len(self.steps) == len(self.times) == len(self.values):
+            lengths = f"{len(self.steps)}, {len(self.times)} and {len(self.values)}"
+            raise ValueError(f"steps, times and values have {lengths} entries; give as many of each")
+        return self
+
+
 class EventRecord(_Record):
     """An event besides state changes: a retry, a warning, an unreachable database."""
 
@@ -146,7 +170,7 @@ class RunEndRecord(_Record):
 
 
 Record = Annotated[
-    RunRecord | PointRecord | StartRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,
+    RunRecord | PointRecord | StartRecord | SeriesRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

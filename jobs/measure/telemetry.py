@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any
 
 import pynvml
 
 from jobs.measure import nvml
 from jobs.measure.stats import summarize
-from jobs.point import Metric
+from jobs.point import Metric, Reading
 from jobs.quantities import (
+    GPU_ENERGY,
     GPU_MEMORY_USED,
     GPU_POWER,
     GPU_PROCESSES,
@@ -42,6 +44,7 @@ class Sample:
     """One sample of one GPU; None for values that the driver does not report."""
 
     gpu: str
+    number: int  # of the look at all GPUs, from 0
     seconds: float  # since start()
     utilization: float | None  # percent of the last driver interval in which a kernel ran
     memory_mib: float | None
@@ -74,6 +77,7 @@ class Telemetry:
         self._gpu_ids = [str(gpu) for gpu in gpu_ids]
         self._period_s = period_s
         self._samples: list[Sample] = []
+        self._read = 0  # samples that `readings` has told of
         self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,21 +96,34 @@ class Telemetry:
             return TelemetrySummary((), f"No GPU telemetry: {self._problem or 'no sample was taken'}.\n")
         return summarise_samples(list(self._samples), self._problem)
 
+    def readings(self) -> list[Reading]:
+        """Utilisation, power and clock (means) and memory (highest) of each GPU since the last call, by rank.
+
+        A GPU's rank is its place among the point's GPUs.
+        """
+        new = self._samples[self._read :]
+        self._read += len(new)
+        return [
+            _reading(rank, mine)
+            for rank, gpu in enumerate(self._gpu_ids)
+            if (mine := [sample for sample in new if sample.gpu == gpu])
+        ]
+
     def _run(self) -> None:
         begin = time.monotonic()
         try:
             with nvml.session():
                 devices = {gpu: nvml.handle(gpu) for gpu in self._gpu_ids}
-                while True:
+                for number in count():
                     now = time.monotonic() - begin
-                    self._samples.extend(_look(gpu, device, now) for gpu, device in devices.items())
+                    self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
                     if self._stop.wait(self._period_s):
                         return
         except (nvml.NvmlError, pynvml.NVMLError) as err:
             self._problem = str(err)
 
 
-def _look(gpu: str, device: Any, seconds: float) -> Sample:
+def _look(gpu: str, device: Any, number: int, seconds: float) -> Sample:
     def ask(query: Callable[[], Any]) -> Any:
         try:
             return query()
@@ -118,6 +135,7 @@ def _look(gpu: str, device: Any, seconds: float) -> Sample:
     pids = ask(lambda: nvml.compute_pids(device))
     return Sample(
         gpu=gpu,
+        number=number,
         seconds=seconds,
         utilization=ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
         memory_mib=None if memory is None else int(memory) / 2**20,
@@ -127,6 +145,23 @@ def _look(gpu: str, device: Any, seconds: float) -> Sample:
         throttle=ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
         pids=None if pids is None else tuple(pids),
     )
+
+
+def _reading(rank: int, samples: Sequence[Sample]) -> Reading:
+    """Reading of one GPU's samples."""
+    found = {
+        GPU_UTILIZATION: _mean([sample.utilization for sample in samples]),
+        GPU_POWER: _mean([sample.power_w for sample in samples]),
+        GPU_SM_CLOCK: _mean([sample.sm_mhz for sample in samples]),
+        GPU_MEMORY_USED: max((sample.memory_mib for sample in samples if sample.memory_mib is not None), default=None),
+    }
+    values = {quantity: value for quantity, value in found.items() if value is not None}
+    return Reading(rank, samples[-1].number, time.time(), values)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
@@ -143,6 +178,9 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
     if told:
         share = 100 * sum(told) / len(told)
         metrics.append(Metric.of(GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
+    if (joules := energy(samples)) is not None:
+        method = "integral of the NVML samples of power over the point's time, all its GPUs, start-up included"
+        metrics.append(Metric.of(GPU_ENERGY, joules, method=method))
     return TelemetrySummary(tuple(m for m in metrics if m is not None), _text(samples, problem))
 
 
@@ -153,6 +191,16 @@ def _metric(quantity: Quantity, values: Sequence[float | None]) -> Metric | None
     step = -(-len(known) // _KEPT)
     thinned = f", every {step}th of {len(known)} kept" if step > 1 else ""
     return summarize(quantity, known[::step], f"NVML samples while the point ran, start-up included{thinned}")
+
+
+def energy(samples: Sequence[Sample]) -> float | None:
+    """Energy [J] of all GPUs from the first to the last sample, by the trapezoidal rule; None without two samples."""
+    joules: list[float] = []
+    for gpu in dict.fromkeys(sample.gpu for sample in samples):
+        told = [(sample.seconds, sample.power_w) for sample in samples if sample.gpu == gpu]
+        known = [(seconds, watts) for seconds, watts in told if watts is not None]
+        joules += [(watts + after) / 2 * (until - since) for (since, watts), (until, after) in pairwise(known)]
+    return sum(joules) if joules else None
 
 
 def _peak(quantity: Quantity, values: Sequence[float | None]) -> Metric | None:

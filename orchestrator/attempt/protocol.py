@@ -4,7 +4,7 @@ Commands go to the worker's stdin, events come back on a pipe; stdout and stderr
 
     (start)  -> Ready
     Probe    -> Machine or Failure
-    Run      -> Environment, any number of Beats, then Result or Failure
+    Run      -> Environment, any number of Beats and Samples, then Result or Failure
     Exit     -> the worker ends
 
 Both sides may run under different interpreters, so Ready names the worker's version of the protocol. Raise VERSION with
@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 2
+VERSION = 3
 
 
 class ProtocolError(ValueError):
@@ -153,8 +153,26 @@ class Failure:
     files: tuple[File, ...] = ()
 
 
+@dataclass(frozen=True)
+class Samples:
+    """One sample of each of several series of a rank.
+
+    Attributes:
+        step: the step that the values belong to.
+        at: time of the sample, seconds since 1970 UTC.
+        values: value by name of the series.
+        units: their units, by the same names.
+    """
+
+    rank: int
+    step: int
+    at: float
+    values: Mapping[str, float]
+    units: Mapping[str, str]
+
+
 Command = Probe | Run | Exit
-Event = Ready | Beat | Environment | Machine | Result | Failure
+Event = Ready | Beat | Environment | Machine | Result | Failure | Samples
 
 
 def encode(message: Command | Event) -> bytes:

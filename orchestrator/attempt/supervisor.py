@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jobs.measure.process_usage import ProcessUsage
 from jobs.measure.telemetry import Telemetry
 from jobs.point import Measurement, Point
 from orchestrator.artifacts import Source
 from orchestrator.attempt import diagnostics, gpu_release, protocol
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.keeping import keep
+from orchestrator.attempt.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 from orchestrator.states import PointState
@@ -168,17 +170,22 @@ def _watch(
     stopped: Callable[[], bool],
 ) -> Generator[Update, None, _Ended | None]:
     """Follow one point to its end. Returns None if stopped before."""
-    watch = _Watch(child, assignment, conditions)
     telemetry = Telemetry(gpu_ids)
+    live = LiveSeries(assignment, telemetry if gpu_ids else ProcessUsage(child.tree, conditions.threads))
+    watch = _Watch(child, assignment, conditions, live)
     telemetry.start()
     try:
         child.send(watch.command())
         while (ended := watch.step()) is None:
             yield from watch.progress()
+            if (piece := live.due()) is not None:
+                yield piece
             if stopped():
                 return None
     finally:
         sampled = telemetry.stop()
+    if (piece := live.rest()) is not None:
+        yield piece
     if conditions.device != "cuda":
         return ended
     ended = replace(ended, files=(Source("telemetry.txt", sampled.text), *ended.files))
@@ -201,8 +208,10 @@ class _Ended:
 class _Watch:
     """One attempt at one point: its events so far, its deadlines, its outcome."""
 
-    def __init__(self, child: Child, assignment: Assignment, conditions: Conditions) -> None:
+    def __init__(self, child: Child, assignment: Assignment, conditions: Conditions, live: LiveSeries) -> None:
         self._child = child
+        self._live = live
+        self._pace = Pace()
         self._assignment = assignment
         self._conditions = conditions
         self._started_at = now()
@@ -227,6 +236,8 @@ class _Watch:
             match event:
                 case protocol.Beat():
                     self._note(event)
+                case protocol.Samples():
+                    self._live.take(event)
                 case protocol.Environment(environment):
                     self._environment = dict(environment)
                 case protocol.Result(measurement, files):
@@ -254,7 +265,8 @@ class _Watch:
     def _note(self, beat: protocol.Beat) -> None:
         self._last_sign, self._phase = time.monotonic(), beat.phase
         run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total)
+        rate = self._pace.rate(beat.phase, beat.done)
+        self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total, rate)
 
     def _measured(self, measurement: Measurement, files: Sequence[protocol.File]) -> _Ended:
         metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)

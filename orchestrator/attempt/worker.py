@@ -30,6 +30,7 @@ from jobs.kinds import kind_module
 from jobs.point import Device, Measurement
 from jobs.quantities import Quantities
 from orchestrator.attempt import protocol
+from orchestrator.attempt.sampling import SamplingReporter
 from orchestrator.states import PointState
 
 BEAT_INTERVAL_S = 0.2
@@ -96,12 +97,23 @@ def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.F
     try:
         kind = kind_module(run.kind)
         events.send(protocol.Environment(_environment(run.device, run.settings)))
-        with memory_limit(run.device, run.memory_bytes):
-            measurement = kind.measure(run.config, events.beat)
-        _check(measurement, Quantities(kind.QUANTITIES))
+        declared = Quantities(kind.QUANTITIES)
+        with memory_limit(run.device, run.memory_bytes), sampling(events, declared) as beat:
+            measurement = kind.measure(run.config, beat)
+        _check(measurement, declared)
         return protocol.Result(replace(measurement, files={}), leave(measurement.files, run.folder))
     except Exception as err:
         return _failure(err, run.folder)
+
+
+@contextlib.contextmanager
+def sampling(events: Events, declared: Quantities) -> Iterator[SamplingReporter]:
+    """The reporter of a measurement; its last samples are sent however the block ends."""
+    reporter = SamplingReporter(events.beat, events.send, declared)
+    try:
+        yield reporter
+    finally:
+        reporter.close()
 
 
 def leave(files: Mapping[str, str | os.PathLike[str]], folder: str | None) -> tuple[protocol.File, ...]:

@@ -52,7 +52,7 @@ class Recorder:
         """Show a running point's progress in the store. Dropped while the store is away: only the present matters."""
         if self._store is not None and self._away_since is None:
             try:
-                self._store.beat(sign.run_id, sign.point_id, sign.at, sign.phase, sign.done, sign.total)
+                self._store.beat(sign.run_id, sign.point_id, sign.at, sign.phase, sign.done, sign.total, sign.rate)
             except StoreUnavailable as err:
                 self._went_away(err)
 

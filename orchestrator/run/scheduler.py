@@ -10,7 +10,7 @@ from typing import Protocol
 
 from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
-from orchestrator.messages import Assignment, Conditions, Progress, Update
+from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
 from orchestrator.run.executor import BatchEnded, Executor
 from orchestrator.run.recorder import Recorder
@@ -99,6 +99,8 @@ class Scheduler:
         elif isinstance(update, Progress):
             self._recorder.progress(update)
             self._watcher.progress(update)
+        elif isinstance(update, Series):
+            self._recorder.write(update.records)
         elif isinstance(update, OutcomeRecord):
             self._batches[batch].pop(update.point_id)
             self._keeping[batch] = update

@@ -50,7 +50,7 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
     """CSV with one row per metric; a point without metrics (a failed one) has one row with its state and no metric."""
-    points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "heartbeat_at"])
+    points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "rate", "heartbeat_at"])
     values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
     created = {run_id: (queries.run(store, run_id) or {}).get("created_at") for run_id in run_ids}
@@ -59,7 +59,7 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
 
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:
-    """JSON list of runs: specs, events, points with configuration, environment and samples; without files."""
+    """JSON list of runs: specs, events, points with configuration, environment, samples and series; without files."""
     return json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=_jsonable) + "\n"
 
 
@@ -68,10 +68,28 @@ def _run(store: Store, run_id: str) -> dict[str, Any]:
         **(queries.run(store, run_id) or {"run_id": run_id}),
         "events": _rows(queries.events(store, run_id)),
         "points": [
-            {**(queries.point(store, point_id) or {}), "metrics": _rows(queries.metrics(store, point_id))}
+            {
+                **(queries.point(store, point_id) or {}),
+                "metrics": _rows(queries.metrics(store, point_id)),
+                "series": _series(queries.series(store, point_id)),
+            }
             for point_id in queries.points(store, run_id)["point_id"]
         ],
     }
+
+
+def _series(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """One mapping a series of an attempt and a rank, its samples as lists."""
+    names = ["attempt", "name", "rank", "unit"]
+    return [
+        {
+            **_rows(rows.loc[:, names])[0],
+            "steps": rows["step"].tolist(),
+            "times": rows["at"].tolist(),
+            "values": rows["value"].tolist(),
+        }
+        for _, rows in frame.groupby(names, sort=False)
+    ]
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

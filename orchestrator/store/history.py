@@ -2,13 +2,14 @@
 
 Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the progress
 of a running point (`phase`, `done`, `total`), which no journal holds either. Of a point's earlier attempts the database
-keeps the artifacts and the events only, so the records begin with its latest.
+keeps the artifacts, the series and the events only, so the records begin with its latest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import groupby, islice
 
 from pydantic import TypeAdapter
 from sqlalchemy import select
@@ -26,14 +27,16 @@ from orchestrator.records import (
     Record,
     RunEndRecord,
     RunRecord,
+    SeriesRecord,
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run
+from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
 
 _AXES = TypeAdapter(tuple[Axis, ...])
 _QUANTITIES = TypeAdapter(tuple[Quantity, ...])
+_PIECE = 1000  # samples of a record
 _COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "quantities", "axes"}
 
 
@@ -82,6 +85,28 @@ def _points(session: Session, run: Run) -> Iterator[Record]:
             file = ArtifactData(**{name: getattr(row, name) for name in ArtifactData.model_fields})
             yield ArtifactRecord(
                 run_id=run.id, at=point.state_at, point_id=point.id, attempt=row.attempt, artifact=file
+            )
+        yield from _series(session, point)
+
+
+def _series(session: Session, point: Point) -> Iterator[SeriesRecord]:
+    """The series of all attempts at a point, in pieces."""
+    order = (Series.attempt, Series.name, Series.rank, Series.unit)
+    query = select(*order, Series.step, Series.at, Series.value).where(Series.point_id == point.id)
+    rows = session.execute(query.order_by(*order, Series.step))
+    for (attempt, name, rank, unit), samples in groupby(rows, lambda row: (row.attempt, row.name, row.rank, row.unit)):
+        while piece := list(islice(samples, _PIECE)):
+            yield SeriesRecord(
+                run_id=point.run_id,
+                at=piece[-1].at,
+                point_id=point.id,
+                attempt=attempt,
+                rank=rank,
+                name=name,
+                unit=unit,
+                steps=tuple(row.step for row in piece),
+                times=tuple(round(row.at.timestamp(), 3) for row in piece),
+                values=tuple(row.value for row in piece),
             )
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    PrimaryKeyConstraint,
     String,
     Text,
     UniqueConstraint,
@@ -119,6 +120,7 @@ class Point(Base):
     phase: Mapped[str | None] = mapped_column(Text)
     done: Mapped[int | None] = mapped_column(BigInteger)
     total: Mapped[int | None] = mapped_column(BigInteger)
+    rate: Mapped[float | None]  # steps of the phase a second
 
     more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
 
@@ -189,6 +191,22 @@ class Artifact(Base):
     sha256: Mapped[str] = mapped_column(String(64))
     content: Mapped[str | None] = mapped_column(Text)
     truncated: Mapped[bool]
+
+
+class Series(Base):
+    """One sample of a live series of an attempt; a point in any state has them, and keeps those of earlier attempts."""
+
+    __tablename__ = "series"
+    __table_args__ = (PrimaryKeyConstraint("point_id", "attempt", "name", "rank", "step"), {"sqlite_with_rowid": False})
+
+    point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    name: Mapped[str] = mapped_column(String(80))
+    rank: Mapped[int]
+    step: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime]
+    value: Mapped[float]
+    unit: Mapped[str] = mapped_column(String(20))
 
 
 class Event(Base):

@@ -19,7 +19,17 @@ from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 from jobs.axes import MORE
 from jobs.quantities import Quantities, Quantity
 from orchestrator.states import FAILED, Origin, PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Verdict
+from orchestrator.store.models import (
+    Artifact,
+    DeclaredQuantity,
+    Environment,
+    Event,
+    Metric,
+    Point,
+    Run,
+    Series,
+    Verdict,
+)
 from orchestrator.store.store import Store
 from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
 
@@ -92,6 +102,28 @@ def metrics(store: Store, point_id: str) -> pd.DataFrame:
         Metric.method,
     )
     return _frame(store, select(*columns).where(Metric.point_id == point_id).order_by(Metric.id))
+
+
+def series(store: Store, point_id: str, *, attempt: int | None = None, most: int | None = None) -> pd.DataFrame:
+    """The samples of a point's series, by attempt, name, rank and step.
+
+    Args:
+        attempt: the attempt to read; None: all.
+        most: samples to read of each series, evenly spaced, and the last; None: all.
+    """
+    one = (Series.attempt, Series.name, Series.rank)
+    columns = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
+    query = select(*columns).where(Series.point_id == point_id)
+    if attempt is not None:
+        query = query.where(Series.attempt == attempt)
+    if most is not None:
+        place = func.row_number().over(partition_by=one, order_by=Series.step).label("place")
+        rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()
+        stride = (rows.c.of + most - 1) // most
+        query = select(*(rows.c[column.key] for column in columns))
+        query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
+    shown = query.selected_columns
+    return _frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.step))
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:

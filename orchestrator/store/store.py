@@ -92,10 +92,11 @@ class Store:
         phase: str,
         done: int | None = None,
         total: int | None = None,
+        rate: float | None = None,
     ) -> None:
         """Store the progress of a running point. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            writer.beat(session, run_id, point_id, at, phase, done, total)
+            writer.beat(session, run_id, point_id, at, phase, done, total, rate)
 
     def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""

@@ -49,6 +49,7 @@ v_points = _view(
         "phase": _TEXT,
         "done": _INT,
         "total": _INT,
+        "rate": _FLOAT,
         "heartbeat_at": _TIME,
         "started_at": _TIME,
         "ended_at": _TIME,

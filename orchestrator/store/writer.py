@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import delete, insert, select, update
@@ -30,10 +30,21 @@ from orchestrator.records import (
     Record,
     RunEndRecord,
     RunRecord,
+    SeriesRecord,
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Verdict
+from orchestrator.store.models import (
+    Artifact,
+    DeclaredQuantity,
+    Environment,
+    Event,
+    Metric,
+    Point,
+    Run,
+    Series,
+    Verdict,
+)
 
 # Stages of an attempt, in order: started, ended, and planned again afterwards.
 _STARTED, _ENDED, _PLANNED = range(3)
@@ -55,6 +66,8 @@ def apply(session: Session, record: Record) -> None:
         case ArtifactRecord():
             _existing(session, record.point_id)
             _artifact(session, record.point_id, record.attempt, record.artifact)
+        case SeriesRecord():
+            _series(session, record)
         case EventRecord():
             _event(session, record)
         case RunEndRecord():
@@ -63,13 +76,20 @@ def apply(session: Session, record: Record) -> None:
 
 
 def beat(
-    session: Session, run_id: str, point_id: str, at: datetime, phase: str, done: int | None, total: int | None
+    session: Session,
+    run_id: str,
+    point_id: str,
+    at: datetime,
+    phase: str,
+    done: int | None,
+    total: int | None,
+    rate: float | None,
 ) -> None:
     """Store a running point's progress; ignored for a point in another state."""
     session.execute(
         update(Point)
         .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
-        .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total)
+        .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total, rate=rate)
     )
 
 
@@ -153,7 +173,7 @@ def _begin(session: Session, point: Point, attempt: int, state: PointState, at: 
         session.execute(delete(Metric).where(Metric.point_id == point.id))
     point.state, point.reason, point.state_at, point.attempt = state, None, at, attempt
     point.started_at = point.ended_at = point.heartbeat_at = None
-    point.node = point.phase = point.done = point.total = None
+    point.node = point.phase = point.done = point.total = point.rate = None
     point.route, point.environment_id = {}, None
 
 
@@ -207,6 +227,19 @@ def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData)
     session.execute(insert(Artifact), [values])
 
 
+def _series(session: Session, record: SeriesRecord) -> None:
+    """Store the samples that are not stored."""
+    _existing(session, record.point_id)
+    same = {"point_id": record.point_id, "attempt": record.attempt, "rank": record.rank}
+    same |= {"name": _clean(record.name), "unit": _clean(record.unit)}
+    rows = [
+        {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
+        for step, seconds, value in zip(record.steps, record.times, record.values, strict=True)
+    ]
+    if rows:
+        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), rows)
+
+
 def _environment(session: Session, content: dict[str, Any]) -> str | None:
     if not content:
         return None
@@ -254,8 +287,12 @@ def _unknown(what: str, name: str) -> StoreError:
 def _insert_new(session: Session, table: type[Event] | type[Environment], values: dict[str, Any]) -> None:
     """Insert a row unless its id exists, even if another writer inserts it concurrently."""
     if session.scalar(select(table.id).where(table.id == values["id"])) is None:
-        dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-        session.execute(dialect.insert(table).values(values).on_conflict_do_nothing())
+        session.execute(_dialect(session).insert(table).values(values).on_conflict_do_nothing())
+
+
+def _dialect(session: Session) -> Any:
+    """The dialect's module, for statements that both databases have but SQL has not."""
+    return postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
 
 
 def _digest(content: object) -> str:

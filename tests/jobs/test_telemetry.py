@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 
 from jobs.measure import nvml
-from jobs.measure.telemetry import Telemetry
+from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.telemetry import Sample, Telemetry, energy, summarise_samples
+from jobs.quantities import (
+    CPU_UTILIZATION,
+    GPU_MEMORY_USED,
+    GPU_POWER,
+    GPU_SM_CLOCK,
+    GPU_UTILIZATION,
+    RESIDENT_MEMORY,
+)
 
 
 def _refuse(*_: Any) -> Any:
@@ -76,3 +88,52 @@ def test_visible_gpus_follow_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.visible_gpus() == ["GPU-a", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert nvml.visible_gpus() == []
+
+
+def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    power = {"handle0": iter([100_000, 300_000] + [200_000] * 1000), "handle1": iter([50_000] * 1000)}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: next(power[handle]))
+    telemetry = Telemetry(["0", "1"], period_s=0.1)
+    assert telemetry.readings() == []
+    telemetry.start()
+    time.sleep(0.15)
+    first = telemetry.readings()
+    telemetry.stop()
+    last = telemetry.readings()
+    assert [reading.rank for reading in first] == [0, 1]
+    assert first[0].values == {GPU_UTILIZATION: 80, GPU_POWER: 200, GPU_SM_CLOCK: 1755, GPU_MEMORY_USED: 3 * 1024}
+    assert first[1].values[GPU_POWER] == 50
+    assert all(reading.number > first[0].number for reading in last)
+    assert telemetry.readings() == []
+
+
+def test_energy_is_the_integral_of_the_power_of_all_gpus() -> None:
+    def sample(gpu: str, seconds: float, watts: float | None) -> Sample:
+        return Sample(gpu, 0, seconds, None, None, watts, None, None, None, None)
+
+    samples = [sample("0", 0, 100), sample("1", 0, 50), sample("0", 2, 300), sample("1", 2, None), sample("1", 4, 50)]
+    summary = summarise_samples(samples)
+    [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
+    assert (found.value, found.unit) == (400 + 200, "J")
+    assert energy([sample("0", 0, 100)]) is None
+
+
+def test_usage_of_a_process_tree_counts_its_children() -> None:
+    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])"
+    child = subprocess.Popen([sys.executable, "-c", code])
+
+    def tree() -> list[psutil.Process]:
+        root = psutil.Process(child.pid)
+        return [root, *root.children(recursive=True)]
+
+    try:
+        usage = ProcessUsage(tree, cores=2)
+        assert usage.readings() == [], "too soon to tell"
+        time.sleep(1)
+        [reading] = usage.readings()
+        assert 5 < reading.values[CPU_UTILIZATION] < 60, "one core of two, where others may be busy, too"
+        assert 5 < reading.values[RESIDENT_MEMORY] < 500
+    finally:
+        for process in tree():
+            process.kill()
+        child.wait()

@@ -33,6 +33,7 @@ COMMANDS = [
 EVENTS = [
     protocol.Ready(17),
     protocol.Beat("timing – ü\n", 1, 2),
+    protocol.Samples(1, 1 << 40, 1795435243.343, {"loss": 2.5}, {"loss": "nat/byte"}),
     protocol.Environment({"gpu": {"uuid": "GPU-1"}, "threads": 2, "cuda": None}),
     protocol.Machine(point.Machine("cuda", "H100", 80 << 30, {"torch": "2.13"})),
     protocol.Result(
@@ -92,7 +93,7 @@ def test_a_malformed_line_is_an_error_that_says_which(line: bytes, message: str)
 
 
 def test_a_malformed_part_of_a_result_is_named() -> None:
-    data = json.loads(protocol.encode(EVENTS[4]))
+    data = json.loads(protocol.encode(EVENTS[5]))
     data["measurement"]["metrics"][1]["samples"] = [1.0, "2"]
     with pytest.raises(ProtocolError, match=r"result\.measurement\.metrics\[1\]\.samples\[1\]: '2' is not"):
         protocol.decode_event(json.dumps(data).encode())

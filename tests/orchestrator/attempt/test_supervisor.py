@@ -13,12 +13,13 @@ import pytest
 from supervised import Ended, supervised
 
 from jobs.measure.telemetry import TelemetrySummary
-from jobs.point import Metric
+from jobs.point import Metric, Reading
+from jobs.quantities import GPU_UTILIZATION
 from jobs.spec import Deadlines
 from orchestrator.attempt import diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.supervisor import probe, supervise
-from orchestrator.messages import Assignment, Conditions, Progress
+from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.records import ArtifactRecord, EventRecord, StartRecord
 from orchestrator.states import PointState
 
@@ -213,9 +214,17 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
         def stop(self) -> TelemetrySummary:
             return TelemetrySummary((Metric("gpu_utilization", "%", 50.0), Metric("time", "ms", 0.0)), "sampled\n")
 
+        def readings(self) -> list[Reading]:
+            return [Reading(rank, 7, 1e9, {GPU_UTILIZATION: 50.0 + rank}) for rank in range(2)]
+
     monkeypatch.setattr(supervisor, "Telemetry", Fake)
     cuda = dataclasses.replace(STRICT, device="cuda")
-    good, bad = ended(measure("pass", "raise ValueError", conditions=cuda, gpus="0"))
+    updates = measure("pass", "raise ValueError", conditions=cuda, gpus="0")
+    good, bad = ended(updates)
+    series = [record for update in updates if isinstance(update, Series) for record in update.records]
+    assert {(s.point_id, s.name, s.unit, s.rank, s.steps, s.values) for s in series} == {
+        (point, "gpu_utilization", "%", rank, (7,), (50.0 + rank,)) for point in ("r/0", "r/1") for rank in range(2)
+    }
     assert {m.name: m.value for m in good.outcome.metrics} == {"time": 1.0, "gpu_utilization": 50.0}
     assert good.files["telemetry.txt"] == bad.files["telemetry.txt"] == "sampled\n"
     assert bad.outcome.metrics == ()

@@ -22,6 +22,7 @@ from orchestrator.records import (
     Record,
     RunEndRecord,
     RunRecord,
+    SeriesRecord,
     StartRecord,
 )
 from orchestrator.run import plan
@@ -115,6 +116,11 @@ class Life:
             began = self.now if started else None
             if started and self.random.random() < 0.2:
                 return  # still running
+            steps = tuple(range(attempt))
+            told = {"steps": steps, "times": tuple(1.8e9 + 0.25 * n for n in steps), "values": tuple(map(float, steps))}
+            self.records.append(
+                SeriesRecord(run_id=RUN, at=self.now, **where, rank=1, name="loss", unit="nat/byte", **told)
+            )
             state = self.random.choice(ENDS)
             ok = self.ok[point.point_id]
             more = {"metrics": ok.metrics, "route": ok.route} if state is PointState.OK else {"reason": "nul \0 byte"}

@@ -24,8 +24,8 @@ from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upg
 from orchestrator.store.models import Base, Event, Metric, Point, Run
 
 RUN = "20261120-120000-demo-abcd"
-TABLES = {"run", "point", "quantity", "metric", "environment", "artifact", "event", "verdict"}
-VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics"}
+TABLES = {"run", "point", "quantity", "metric", "environment", "artifact", "event", "verdict", "series"}
+VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics", "v_series"}
 
 
 def contents(store: Store) -> dict[str, list[tuple]]:

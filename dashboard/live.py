@@ -1,0 +1,218 @@
+"""Live series of a point on its page: when it ends, what was expected of it, and small charts that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from statistics import median
+from typing import Any, NamedTuple
+
+import altair as alt
+import pandas as pd
+import streamlit as st
+from pydantic import ValidationError
+
+from dashboard import data, parts
+from jobs.quantities import LIVE, Quantities
+from jobs.training_plan import TrainingPlan
+from orchestrator.report.series import BLUE
+from orchestrator.states import PointState
+from orchestrator.store import Store
+
+_SHOWN = 400  # samples drawn of a series; the first and the last are always among them
+_HEIGHT = 180
+_FIRST = ("loss", "throughput", "gpu_utilization", "cpu_utilization", "training_memory", "gpu_memory_used")
+_UTILIZATION = ("gpu_utilization", "cpu_utilization")
+_BUSY = 80.0  # percent that a processor should be busy at least
+_ESTIMATE = 1.1  # measured memory may be this much of the estimate
+
+
+class Expectation(NamedTuple):
+    """A row of the table "expected against actual"; `holds` is None where it cannot be told yet."""
+
+    what: str
+    expected: str
+    actual: str
+    holds: bool | None
+
+
+def live_series(store: Store, point: Mapping[str, Any]) -> None:
+    """Draw the series of a point's latest attempt, anew every two seconds while it runs."""
+    live = point["state"] == PointState.RUNNING
+    st.fragment(_now, run_every=data.LIVE_SECONDS if live else None)(store, point["point_id"])
+
+
+@data.part
+def _now(store: Store, point_id: str) -> None:
+    point = data.point(store, point_id)
+    if point is None:
+        return
+    frame = data.series(store, point_id, attempt=point["attempt"], most=_SHOWN)
+    if left := remaining(point):
+        st.markdown(f":material/timer: {left}")
+    metrics = data.metrics(store, point_id)
+    if not frame.empty and (rows := expectations(point, frame, metrics)):
+        st.subheader("Expected against actual")
+        _table(rows)
+    if not frame.empty:
+        st.subheader("Series")
+        _charts(frame, Quantities([*data.quantities(store, [point["run_id"]]), *LIVE]))
+
+
+def remaining(point: Mapping[str, Any]) -> str:
+    """A running point's rate, and when its phase ends at this rate (Markdown); empty where it is unknown."""
+    told = [point[name] for name in ("done", "total", "rate")]
+    if point["state"] != PointState.RUNNING or not all(value and not pd.isna(value) for value in told):
+        return ""
+    done, total, rate = told
+    seconds = max(0.0, total - done) / rate
+    if seconds > timedelta(days=3650).total_seconds():
+        return ""
+    start = datetime.now(UTC)
+    end = start + timedelta(seconds=seconds)
+    return (
+        f"{parts.plain(point['phase'])}: {done:,.0f} of {total:,.0f} at {parts.number(rate)} a second, "
+        f"about **{parts.duration(start, end)}** left, until {parts.moment(end)}"
+    )
+
+
+def expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.DataFrame) -> list[Expectation]:
+    """What the point's plan and memory estimate promise beside what was measured; none without plan and estimate."""
+    measured = dict(zip(metrics["name"], metrics["value"], strict=True))
+    plan, rows = _plan(point), []
+    if plan is not None:
+        speed = measured.get("throughput", _last(frame, "throughput"))
+        hours = plan.hours_at(speed) if speed else None
+        needed = f"≥ {parts.number(plan.needed, 'tok/s')}"
+        rows.append(Expectation("Throughput", needed, parts.number(speed, "tok/s"), _most(plan.needed, speed)))
+        rows.append(
+            Expectation(
+                "Time of the planned run",
+                f"≤ {parts.number(plan.hours, 'h')}",
+                parts.number(hours, "h"),
+                _most(hours, plan.hours) if hours else None,
+            )
+        )
+    estimate = point["estimate_bytes"]
+    if estimate is not None and not pd.isna(estimate):
+        memory = measured.get("peak_memory", _allocated(point, frame))
+        holds = _most(memory, _ESTIMATE * estimate / 2**20) if memory is not None else None
+        rows.append(Expectation("Memory", f"{parts.number(estimate / 2**20, 'MiB')} estimated", _mib(memory), holds))
+    busy = _busy(frame)
+    if rows and busy is not None:
+        rows.append(
+            Expectation(
+                "Utilisation, median of the least busy rank",
+                f"≥ {parts.number(_BUSY, '%')}",
+                parts.number(busy, "%"),
+                busy >= _BUSY,
+            )
+        )
+    return rows
+
+
+def _plan(point: Mapping[str, Any]) -> TrainingPlan | None:
+    """The planned run of a point's configuration; None without one, or where a kind means something else by it."""
+    try:
+        return TrainingPlan.model_validate(point["config"].get("plan"))
+    except ValidationError:
+        return None
+
+
+def _last(frame: pd.DataFrame, name: str) -> float | None:
+    values = frame.loc[frame["name"] == name, "value"]
+    return None if values.empty else float(values.iloc[-1])
+
+
+def _allocated(point: Mapping[str, Any], frame: pd.DataFrame) -> float | None:
+    """Most memory allocated on a GPU so far [MiB]; None on a CPU, where the resident memory holds far more."""
+    values = frame.loc[frame["name"] == "training_memory", "value"]
+    return None if values.empty or point["device"] != "cuda" else float(values.max())
+
+
+def _busy(frame: pd.DataFrame) -> float | None:
+    """Median utilisation of the least busy rank [%]."""
+    rows = frame.loc[frame["name"].isin(_UTILIZATION)]
+    return min((median(mine["value"]) for _, mine in rows.groupby("rank")), default=None)
+
+
+def _mib(value: float | None) -> str:
+    return "measured after the training" if value is None else parts.number(value, "MiB")
+
+
+def _most(value: float | None, bound: float | None) -> bool | None:
+    return None if value is None or bound is None else value <= bound
+
+
+def _table(rows: list[Expectation]) -> None:
+    signs = {True: "✓ yes", False: "✗ no", None: "–"}
+    table = pd.DataFrame(
+        {
+            "Quantity": [row.what for row in rows],
+            "Expected": [parts.plain(row.expected) for row in rows],
+            "Actual": [parts.plain(row.actual) for row in rows],
+            "Holds": [signs[row.holds] for row in rows],
+        }
+    )
+    st.table(table, border="horizontal", hide_index=True)
+
+
+def _charts(frame: pd.DataFrame, quantities: Quantities) -> None:
+    """One small chart a series, two side by side, its ranks as lines."""
+    by_name = {str(name): rows for name, rows in frame.groupby("name")}
+    names = sorted(by_name, key=lambda name: _place(name, quantities))
+    begun = frame["at"].min()
+    for place in range(0, len(names), 2):
+        for column, name in zip(st.columns(2), names[place : place + 2], strict=False):
+            rows = by_name[name]
+            unit = str(rows["unit"].iloc[-1])
+            with column:
+                st.caption(parts.plain(f"{quantities.of(name, unit).title}: {_present(rows, unit)}"))
+                st.altair_chart(chart(rows, begun, unit), key=f"series {name}")
+
+
+def _place(name: str, quantities: Quantities) -> tuple[int, int, str]:
+    first = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+    return (first, *quantities.place(name))
+
+
+def _present(rows: pd.DataFrame, unit: str) -> str:
+    """The last value of a series; of several ranks, the lowest and the highest."""
+    last = [float(mine["value"].iloc[-1]) for _, mine in rows.groupby("rank")]
+    if len(last) == 1:
+        return parts.number(last[0], unit)
+    return f"{parts.number(min(last))} to {parts.number(max(last), unit)}, {len(last)} ranks"
+
+
+def chart(rows: pd.DataFrame, begun: Any, unit: str) -> alt.Chart:
+    """Line chart of one series against the time since the Timestamp `begun`, a line a rank."""
+    seconds = [(at - begun).total_seconds() for at in rows["at"]]
+    scale, name = next((s, n) for s, n in ((3600, "h"), (60, "min"), (1, "s")) if max(seconds) >= 2 * s or s == 1)
+    shown = pd.DataFrame(
+        {
+            "elapsed": [second / scale for second in seconds],
+            "value": rows["value"].tolist(),
+            "rank": [str(rank) for rank in rows["rank"]],
+            "step": rows["step"].tolist(),
+        }
+    )
+    several = len(set(shown["rank"])) > 1
+    color = alt.Color("rank:N", legend=alt.Legend(title="rank", orient="bottom")) if several else alt.value(BLUE)
+    scale_y = alt.Scale(zero=unit == "%" or not _far_from_zero(shown["value"].tolist()))
+    return (
+        alt.Chart(shown, height=_HEIGHT)
+        .mark_line(point=len(shown) < 3)
+        .encode(
+            x=alt.X("elapsed:Q", title=name, axis=alt.Axis(grid=False, tickCount=5)),
+            y=alt.Y("value:Q", title=unit if unit != "1" else None, scale=scale_y, axis=alt.Axis(tickCount=4)),
+            color=color,
+            tooltip=["step:Q", alt.Tooltip("value:Q", format=".4g"), "rank:N"],
+        )
+        .properties(width="container")
+    )
+
+
+def _far_from_zero(values: list[float]) -> bool:
+    """Whether an axis from zero would hide the changes."""
+    low, high = min(values), max(values)
+    return low > 0 and high - low < 0.5 * high

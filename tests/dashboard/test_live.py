@@ -1,0 +1,160 @@
+"""The live part of a point's page: series that grow, the end of the phase, what was expected."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import streamlit as st
+from example_databases import HALF
+from streamlit.testing.v1 import AppTest
+
+from dashboard import live
+from orchestrator.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
+from orchestrator.states import PointState
+from orchestrator.store import Store, queries
+
+RUN = "20261123-120000-train-ab12"
+POINT = f"{RUN}/0"
+PLAN = {"steps": 1000, "tokens_per_step": 1024, "hours": 1.0}
+ROOT = Path(__file__).resolve().parents[2]
+EVIL = "<b>bold</b> **loud** [x](javascript:0)"
+
+
+def piece(
+    name: str, unit: str, values: list[float], first: int = 0, rank: int = 0, at: datetime | None = None
+) -> SeriesRecord:
+    steps = tuple(range(first, first + len(values)))
+    begun = (at or datetime.now(UTC)).timestamp()
+    return SeriesRecord(
+        run_id=RUN, point_id=POINT, attempt=1, rank=rank, name=name, unit=unit, steps=steps,
+        times=tuple(begun + step for step in steps), values=tuple(values),
+    )  # fmt: skip
+
+
+def training(
+    url: str, *pieces: SeriesRecord, plan: Any = None, estimate: int | None = None, device: str = "cpu"
+) -> None:
+    """A database with one running training."""
+    now = datetime.now(UTC) - timedelta(minutes=2)
+    begun = RunRecord(run_id=RUN, at=now, name="train", kind="train", spec={}, spec_hash="5")
+    axes = {"implementation": "nsa", "seq_len": 128, "device": device}
+    planned = PointRecord(
+        run_id=RUN, at=now, point_id=POINT, index=0, key="0", label="nsa tiny", config={"plan": plan}, axes=axes,
+        estimate_bytes=estimate,
+    )  # fmt: skip
+    with Store.open(url) as store:
+        store.apply_many([begun, planned, StartRecord(run_id=RUN, at=now, point_id=POINT, attempt=1), *pieces])
+        store.beat(RUN, POINT, datetime.now(UTC), "train", 300, 900, 2.0)
+
+
+def show(point_id: str) -> AppTest:
+    """The page of a point as drawn on a first visit."""
+    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
+    app.switch_page("runs.py")
+    app.query_params["run"], app.query_params["point"] = point_id.rpartition("/")[0], point_id
+    return check(app.run())
+
+
+def check(app: AppTest) -> AppTest:
+    assert not app.exception, [(found.message, found.stack_trace) for found in app.exception]
+    return app
+
+
+def text(app: AppTest) -> str:
+    """The text on the page."""
+    said = [str(element.value) for kind in (app.subheader, app.markdown, app.caption, app.info) for element in kind]
+    tables = [table.value.to_csv() for table in app.table]
+    return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def charts(app: Any) -> list[dict]:
+    """The charts' data, by what Streamlit sends to the browser."""
+    return [
+        json.loads(element.proto.spec) for element in app.get("vega_lite_chart") or app.get("arrow_vega_lite_chart")
+    ]
+
+
+def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> None:
+    training(database, piece("loss", "nat/byte", [4.0, 3.0]), piece("cpu_utilization", "%", [91.0, 90.0]))
+    app = show(POINT)
+    said = text(app)
+    assert "train: 300 of 900 at 2 a second, about **5 min 00 s** left" in said
+    assert "Series" in said
+    assert "CPU utilisation: 90 %" in said
+    assert ": 3 nat/byte" in said
+    assert "Expected against actual" not in said, "without a plan or an estimate nothing was expected"
+    assert len(charts(app)) == 2
+
+
+def test_a_series_grows_and_stays_after_the_end(database: str) -> None:
+    training(database, piece("loss", "nat/byte", [4.0, 3.0]))
+    assert ": 3 nat/byte" in text(app := show(POINT))
+    with Store.open(database) as store:
+        store.apply(piece("loss", "nat/byte", [2.5, 2.25], first=2))
+    st.cache_data.clear()  # two seconds later
+    assert ": 2.25 nat/byte" in text(check(app.run()))
+    with Store.open(database) as store:
+        store.apply(OutcomeRecord(run_id=RUN, point_id=POINT, attempt=1, state=PointState.CRASH, reason="killed"))
+    st.cache_data.clear()
+    said = text(show(POINT))  # a reload
+    assert ": 2.25 nat/byte" in said
+    assert "left, until" not in said
+
+
+def test_expected_stands_against_actual(database: str) -> None:
+    pieces = [
+        piece("throughput", "tok/s", [100.0, 142.2]),
+        *(piece("gpu_utilization", "%", [10.0, 96.0 - 30 * rank, 97.0 - 30 * rank], rank=rank) for rank in range(2)),
+        piece("training_memory", "MiB", [50.0, 120.0]),
+    ]
+    training(database, *pieces, plan=PLAN, estimate=100 << 20, device="cuda")
+    said = text(show(POINT))
+    assert "Throughput,≥ 284.4 tok/s,142.2 tok/s,✗ no" in said
+    assert "Time of the planned run,≤ 1 h,2 h,✗ no" in said
+    assert "Memory,100 MiB estimated,120 MiB,✗ no" in said
+    assert 'median of the least busy rank",≥ 80 %,66 %,✗ no' in said
+    assert "67 to 97 %, 2 ranks" in said
+
+
+def test_what_is_not_measured_yet_is_not_told(database: str) -> None:
+    pieces = [piece("training_memory", "MiB", [400.0]), piece("cpu_utilization", "%", [85.0])]
+    training(database, *pieces, plan={"phases": 3}, estimate=100 << 20)  # another kind's plan
+    said = text(show(POINT))
+    assert "Memory,100 MiB estimated,measured after the training,–" in said
+    assert "≥ 80 %,85 %,✓ yes" in said
+    assert "planned run" not in said
+
+
+def test_text_from_outside_is_text(database: str) -> None:
+    training(database, piece(EVIL, "u", [1.0]))
+    app = show(POINT)
+    [caption] = [each.value for each in app.caption if "bold" in each.value]
+    assert "\\<b\\>bold\\</b\\> \\*\\*loud\\*\\* \\[x\\](javascript\\:0)" in caption
+    assert len(charts(app)) == 1
+
+
+def test_a_point_without_series_has_no_such_part(half_finished: str) -> None:
+    said = text(show(f"{HALF}/2"))
+    assert "timing" in said
+    assert "Series" not in said
+
+
+@pytest.mark.parametrize("changes", [{"rate": None}, {"rate": 0.0}, {"total": 0}, {"state": "ok"}, {"rate": 1e-300}])
+def test_an_end_that_is_unknown_is_not_told(changes: dict) -> None:
+    point = {"state": "running", "phase": "train", "done": 300, "total": 900, "rate": 2.0}
+    assert live.remaining(point)
+    assert live.remaining(point | changes) == ""
+
+
+def test_a_long_series_is_drawn_thinned(database: str) -> None:
+    training(database, piece("loss", "nat/byte", [1.0 + 1 / (1 + step) for step in range(5000)]))
+    with Store.open(database) as store:
+        frame = queries.series(store, POINT, attempt=1, most=live._SHOWN)
+    assert isinstance(frame, pd.DataFrame)
+    assert live._SHOWN - 20 <= len(frame) <= live._SHOWN + 1
+    assert frame["step"].iloc[-1] == 4999

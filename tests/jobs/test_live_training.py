@@ -1,0 +1,102 @@
+"""The live series of a training: a sample a step, as the step was, at no cost that counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from jobs._live import LiveTraining
+from jobs._training import OptimizerSpec, learning_rate
+from jobs.point import Machine
+from jobs.quantities import Quantities
+from jobs.train import QUANTITIES, Spec, measure
+from orchestrator.attempt.sampling import SamplingReporter
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    data = {"path": str(folder), "heldout": 0.2, "heldout_batches": 2}
+    optimizer = {"warmup_steps": 3, "learning_rate": 1e-2}
+    spec = Spec.model_validate(
+        {"kind": "train", "name": "t", "seq_len": 48, "batch": 4, "steps": STEPS, "optimizer": optimizer, "data": data}
+    )
+    return dict(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0].config)
+
+
+class Report:
+    """Keeps all that a measurement reports."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[int, Mapping[str, float]]] = []
+        self.beats: list[tuple[str, int, int]] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.beats.append((phase, done, total))
+
+    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+        assert rank == 0
+        self.samples.append((step, dict(values)))
+
+
+def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def noted(*args: Any, **more: Any) -> torch.Tensor:
+        norms.append(clip(*args, **more).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
+    report = Report()
+    result = measure(config, report)
+    losses = next(metric.samples for metric in result.metrics if metric.name == "loss")
+    assert [step for step, _ in report.samples] == list(range(1, STEPS + 1))
+    declared = Quantities(QUANTITIES)
+    for (step, values), loss, norm in zip(report.samples, losses, norms, strict=False):
+        assert values.keys() == {"loss", "gradient_norm", "learning_rate", "throughput", "training_memory"}
+        assert all(name in declared.names() for name in values)
+        assert values["loss"] == loss
+        assert values["gradient_norm"] == pytest.approx(norm)
+        assert values["learning_rate"] == learning_rate(
+            OptimizerSpec.model_validate(config["optimizer"]), step - 1, STEPS
+        )
+        assert 50 < values["training_memory"] < 8 * 1024
+    assert ("train", STEPS - 1, STEPS) in report.beats
+
+
+def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
+    monkeypatch.setattr("jobs._live.time.perf_counter", lambda: next(clock))
+    report = Report()
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
+    for step in range(1, 25):
+        live.step(step, 1.0, 1.0, 1.0)
+    speeds = [values["throughput"] for _, values in report.samples]
+    assert speeds[:8] == pytest.approx([400] * 8)
+    assert speeds[-4:] == pytest.approx([800] * 4)
+
+
+def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any]) -> None:
+    sent: list[Any] = []
+    report = SamplingReporter(lambda phase, done=0, total=0: None, sent.append, Quantities(QUANTITIES))
+    result = measure(config, report)
+    step_s = next(metric.value for metric in result.metrics if metric.name == "time") / 1000
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
+    costs = []
+    for step in range(500):
+        begun = time.perf_counter()
+        live.step(step, 1.0, 1.0, 1.0)
+        costs.append(time.perf_counter() - begun)
+    report.close()
+    assert statistics.median(costs) < 0.01 * step_s
+    assert sent

@@ -1,0 +1,123 @@
+"""The table of live series: idempotent, of any attempt, read back whole or thinned."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from sqlalchemy import text
+
+from orchestrator.records import RECORD, OutcomeRecord, Record, SeriesRecord, StartRecord
+from orchestrator.states import PointState
+from orchestrator.store import Store, StoreError, exporter, history, queries
+
+RUN = "20261120-120000-demo-abcd"
+T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
+FAILED = f"{RUN}/8"
+
+
+def piece(first: int, count: int, **changes: Any) -> SeriesRecord:
+    steps = tuple(range(first, first + count))
+    told: dict[str, Any] = {
+        "run_id": RUN, "at": T0, "point_id": FAILED, "attempt": 1, "rank": 0, "name": "loss", "unit": "nat/byte",
+        "steps": steps, "times": tuple(T0.timestamp() + 0.125 * step for step in steps),
+        "values": tuple(2.0 / (1 + step) for step in steps),
+    }  # fmt: skip
+    return SeriesRecord.model_validate(told | changes)
+
+
+def rows(store: Store) -> list[tuple]:
+    with store.session() as session:
+        query = "SELECT point_id, attempt, latest, series, unit, rank, step, value FROM v_series ORDER BY 1, 2, 4, 6, 7"
+        return [tuple(row) for row in session.execute(text(query))]
+
+
+@pytest.fixture
+def failed(store: Store, sweep) -> Store:
+    store.apply_many(sweep(RUN, failures={PointState.HANG: "silent"}))
+    return store
+
+
+def test_a_replay_adds_nothing_and_a_failed_point_keeps_its_series(failed: Store) -> None:
+    pieces: list[Record] = [piece(0, 3), piece(3, 2), piece(0, 2, rank=1)]
+    failed.apply_many(pieces)
+    once = rows(failed)
+    assert [row[3:] for row in once] == [
+        *[("loss", "nat/byte", 0, step, 2.0 / (1 + step)) for step in range(5)],
+        *[("loss", "nat/byte", 1, step, 2.0 / (1 + step)) for step in range(2)],
+    ]
+    failed.apply_many([*pieces, piece(1, 3)])
+    assert rows(failed) == once
+    with failed.session() as session:
+        assert session.execute(text("SELECT state FROM v_points WHERE point_id = :p"), {"p": FAILED}).scalar() == "hang"
+
+
+def test_a_later_attempt_has_series_of_its_own(failed: Store) -> None:
+    later = T0 + timedelta(days=1)
+    failed.apply_many(
+        [piece(0, 2), StartRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2), piece(0, 4, attempt=2)]
+    )
+    assert [(row[1], bool(row[2])) for row in rows(failed)] == [(1, False)] * 2 + [(2, True)] * 4
+    ended = OutcomeRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2, state=PointState.OK)
+    failed.apply(ended)
+    assert len(queries.series(failed, FAILED)) == 6
+    assert list(queries.series(failed, FAILED, attempt=2)["step"]) == [0, 1, 2, 3]
+
+
+def test_history_gives_them_back(failed: Store) -> None:
+    told = [piece(0, 1500), piece(0, 2, rank=1), piece(0, 1, name="speed", unit="tok/s", attempt=2)]
+    failed.apply_many(told)
+    again = [record for record in history.records(failed, RUN) if isinstance(record, SeriesRecord)]
+    assert [len(record.steps) for record in again] == [1000, 500, 2, 1]
+    assert again[0].steps + again[1].steps == told[0].steps
+    assert again[0].times + again[1].times == told[0].times
+    assert again[0].values + again[1].values == told[0].values
+    kept = {name: getattr(told[2], name) for name in SeriesRecord.model_fields if name != "at"}
+    assert {name: getattr(again[3], name) for name in kept} == kept
+
+
+def test_a_read_can_be_thinned_to_samples_evenly_spaced_with_the_last(failed: Store) -> None:
+    failed.apply_many([piece(0, 1000), piece(0, 7, rank=1)])
+    frame = queries.series(failed, FAILED, attempt=1, most=100)
+    many = frame.loc[frame["rank"] == 0, "step"].tolist()
+    assert many == [*range(0, 1000, 10), 999]
+    assert frame.loc[frame["rank"] == 1, "step"].tolist() == list(range(7))
+    assert frame["at"].iloc[1] == T0 + timedelta(seconds=1.25)
+
+
+def test_series_of_an_unknown_point_are_refused(failed: Store) -> None:
+    with pytest.raises(StoreError, match="is not in the database"):
+        failed.apply(piece(0, 1, point_id=f"{RUN}/99"))
+
+
+def test_an_export_holds_them(failed: Store) -> None:
+    failed.apply(piece(0, 3))
+    [exported] = json.loads(exporter.to_json(failed, [RUN]))
+    [series] = exported["points"][8]["series"]
+    assert (series["name"], series["unit"], series["steps"]) == ("loss", "nat/byte", [0, 1, 2])
+    assert series["values"] == [2.0, 1.0, 2.0 / 3]
+    assert exported["points"][0]["series"] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"values": (1.0,)},
+        {"values": (1.0, float("nan"))},
+        {"rank": -1},
+        {"steps": (0, -1)},
+        {"name": ""},
+        {"times": (0.0, 1e12)},
+    ],
+)
+def test_a_record_that_cannot_be_stored_is_none(changes: dict) -> None:
+    with pytest.raises(ValidationError):
+        piece(0, 2, **changes)
+
+
+def test_a_record_survives_the_journal() -> None:
+    record = piece(0, 3)
+    assert RECORD.validate_json(RECORD.dump_json(record)) == record
