@@ -23,10 +23,10 @@ import psutil
 from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
 from orchestrator.run import ray_token
-from orchestrator.run.ray_folder import folder_of_a_new_cluster
+from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 
-_READY_S = 60.0
+_READY_S = 90.0
 _STOP_S = 40.0
 
 
@@ -81,10 +81,9 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     folder = folder_of_a_new_cluster(settings)
     given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
+    begun = [service for service in services if _start(settings, service)]
     for service in services:
-        _start(settings, service)
-    for service in services:
-        _await(settings, service)
+        _await(settings, service, noted=service.name == "ray" and service in begun)
     return status(settings)
 
 
@@ -149,9 +148,10 @@ def _dashboard(settings: Settings) -> Service:
     return Service("dashboard", tuple(command), f"http://127.0.0.1:{settings.dashboard_port}/_stcore/health")
 
 
-def _start(settings: Settings, service: Service) -> None:
+def _start(settings: Settings, service: Service) -> bool:
+    """Start a service; False if it runs already."""
     if _pid(settings, service) is not None:
-        return
+        return False
     if answers(service.health):
         raise ServiceError(
             f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
@@ -170,11 +170,13 @@ def _start(settings: Settings, service: Service) -> None:
         )
     record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
     _pidfile(settings, service).write_text(json.dumps(record))
+    return True
 
 
-def _await(settings: Settings, service: Service) -> None:
+def _await(settings: Settings, service: Service, noted: bool) -> None:
+    """Wait for a service to answer; `noted`: and for Ray to note its address, as it answers before its node is there."""
     deadline = time.monotonic() + _READY_S
-    while not answers(service.health):
+    while not (answers(service.health) and (not noted or local_address(settings))):
         dead = _pid(settings, service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
