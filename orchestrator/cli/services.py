@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,7 +80,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
         print(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up",
               file=sys.stderr)  # fmt: skip
     folder = folder_of_a_new_cluster(settings)
-    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder}
+    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
     begun = [service for service in services if _start(settings, service)]
     for service in services:
@@ -174,7 +175,7 @@ def _start(settings: Settings, service: Service) -> bool:
 
 
 def _await(settings: Settings, service: Service, noted: bool) -> None:
-    """Wait for a service to answer; `noted`: and for Ray to note its address, as it answers before its node is there."""
+    """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
     while not (answers(service.health) and (not noted or local_address(settings))):
         dead = _pid(settings, service) is None
@@ -221,6 +222,13 @@ def _log(settings: Settings, service: Service) -> Path:
 def _addresses() -> set[str]:
     """The addresses of this host's interfaces."""
     return {one.address.partition("%")[0] for interface in psutil.net_if_addrs().values() for one in interface}
+
+
+def _free_port() -> int:
+    """A free port for Ray Client, whose servers of one user would otherwise share 10001 and get each other's calls."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _base(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
@@ -99,7 +100,7 @@ def _welcome(port: int) -> str:
             return "metrics" if answer.read().startswith(b"# HELP") else "open by HTTP"
     except urllib.error.HTTPError as err:
         return "refused" if err.code == 401 else f"HTTP {err.code}"
-    except (OSError, ValueError):  # it speaks gRPC
+    except (OSError, http.client.HTTPException):  # it speaks gRPC
         pass
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         said = []
@@ -116,7 +117,7 @@ METHODS = (
     "NodeInfoGcsService/GetAllNodeInfo",  # the head's
     "InternalKVGcsService/InternalKVGet",
     "NodeManagerService/GetNodeStats",  # the raylet's
-    "ObjectManagerService/FreeObjects",
+    "ObjectManagerService/Pull",
     "ReporterService/GetTraceback",  # the agent's
     "RayletDriver/ClusterInfo",  # Ray Client's
     "CoreWorkerService/PushTask",  # a worker's
