@@ -13,7 +13,7 @@ RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),$(call in_env,NSA_RAY_DASHBOARD),htt
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench wheel up down test test-gpu aot lint format check clean
+.PHONY: help env demo bench results wheel up down test test-gpu aot lint format check clean
 
 # Fails on a host without a usable GPU, before anything is started, and says what does not fit.
 NEED_GPU = $(BIN)/python -m jobs.measure.driver
@@ -34,7 +34,7 @@ $(DEV): $(RUN)
 	@bash docker/install.sh $(BIN)/python dev
 	@touch $@
 
-demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, reported results beside it, verdict, dashboard
+demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and others' figures beside it, verdict, dashboard
 	@$(BIN)/nsa up
 	@$(BIN)/ray job submit --address $(RAY_DASHBOARD) --working-dir . -- python -m jobs jobs/configs/demo.yaml
 	@$(BIN)/nsa import --reference
@@ -56,6 +56,10 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 	  $(BIN)/nsa report $$job --out var/bench.md || exit $$?; \
 	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"; \
 	  exit $$status
+
+# After a change of reports or gates, or with JOURNALS="PATH ..." to take journals of new runs in.
+results: $(RUN)  ## write the pages of docs/results again, from the journals in docs/results/data
+	@$(BIN)/python docs/results/generate.py $(JOURNALS)
 
 # setuptools packs whatever an earlier build left in build/, modules that are gone included.
 wheel: $(RUN)  ## build the wheel in dist/

@@ -1,4 +1,4 @@
-"""Cached reads for the pages: the store's queries, fits and verdicts.
+"""Cached reads for the pages: the store's queries, fits and decisions.
 
 Many browsers may view one database, so each read runs at most once in CACHE_SECONDS. For a database that is missing,
 unreachable or too old, `page` and `part` show the fix instead of a traceback.
@@ -14,13 +14,17 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import help_pages
+from jobs.axes import AXES, more_columns
 from orchestrator import analysis
 from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
+from orchestrator.branches import BranchShares, branch_shares
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
-from orchestrator.gates import verdicts as judging
+from orchestrator.gates import decisions as judging
+from orchestrator.gates.rules import Gates, load_gates
 from orchestrator.settings import Settings, load_settings
+from orchestrator.states import PointState
 from orchestrator.store import Store, exporter, queries
 
 CACHE_SECONDS = 2.0
@@ -51,14 +55,39 @@ csv = _read(exporter.to_csv)
 
 @_read
 def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
-    """Scaling fits of the runs, a row per fit."""
-    return analysis.fits_frame(analysis.scaling_fits(queries.scaling(store, run_ids=run_ids)))
+    """Scaling fits of the runs, a row per fit, with its local slopes in the column `local`."""
+    found = analysis.scaling_fits(queries.scaling(store, run_ids=run_ids))
+    return analysis.fits_frame(found).assign(local=[fit.local for fit in found])
 
 
 @_read
-def verdicts(store: Store) -> list[judging.TargetVerdict]:
-    """Verdicts on all targets from the whole store. Raises GatesError if the rules cannot be read."""
-    return judging.evaluate(store, judging.load_gates(load_settings().gates))
+def branches(store: Store, run_ids: Sequence[str]) -> list[BranchShares]:
+    """Time by branch of every series and length of the runs for which stages are stored."""
+    return branch_shares(queries.measurements(store, run_ids=run_ids))
+
+
+@_read
+def lengths(store: Store, run_ids: Sequence[str]) -> dict[str, int]:
+    """Most lengths that a series of each run has measured, by run id; runs without any are left out."""
+    states = queries.states(store, run_ids=run_ids)
+    measured = states.loc[(states["state"] == PointState.OK) & states["seq_len"].notna()]
+    columns = [axis.name for axis in AXES if axis.in_series]
+    counts = measured.groupby(["run_id", *columns, *more_columns(states.columns)], dropna=False)["seq_len"].nunique()
+    return {str(run_id): int(count) for run_id, count in counts.groupby("run_id").max().items()}
+
+
+def decisions(store: Store) -> list[judging.Decision]:
+    """Decisions on all targets from the whole store. Raises GatesError if the rules cannot be read."""
+    gates = load_gates(load_settings().gates)
+    return _decisions(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
+
+
+# Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.
+@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
+def _decisions(
+    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
+) -> list[judging.Decision]:  # `rules`, `held` and `changed` are part of the cache's key only
+    return judging.decide(store, _gates)
 
 
 @_read

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
 from dashboard import parts
-from jobs.axes import MORE, more_columns
+from jobs.axes import AXES, MORE, more_columns
 from jobs.quantities import Quantities, Role
+from orchestrator.report import series
+from orchestrator.report.charts import length_label
+from orchestrator.report.table import shape_of
 from orchestrator.states import Origin
 
 
@@ -73,15 +79,81 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
     return _clicked(table, [row["point_id"] for row in rows], columns, key)
 
 
+def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
+    """Draw a grid of fits (`analysis.fits_frame`). Returns the id of the clicked one's run, or None."""
+    rows = parts.records(frame)
+    looks = [series.look(row["implementation"]) for row in rows]
+    table = pd.DataFrame(
+        {
+            " ": [look.sign for look in looks],
+            "Implementation": frame["implementation"].to_list(),
+            "Quantity": [quantities.of(row["metric"]).title for row in rows],
+            "Exponent": [row["exponent"] for row in rows],
+            "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
+            "Rests on": [_lengths(row["lengths"]) for row in rows],
+            "Local exponents": frame["local_text"].to_list(),
+            "Overhead": [_overhead(row, quantities) for row in rows],
+            "All lengths": [row["plain_exponent"] for row in rows],
+            "Pass": [row["pass"] or "–" for row in rows],
+            "Shape": [shape_of(row) or "–" for row in rows],
+            "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
+            "Run": frame["run_name"].to_list(),
+        }
+    )
+    columns = {
+        " ": st.column_config.TextColumn(width=30, help="colour and mark in the charts"),
+        "Exponent": st.column_config.NumberColumn(format="%.2f", help="asymptotic: 1 is linear, 2 quadratic"),
+        "All lengths": st.column_config.NumberColumn(format="%.2f", help="slope of a power law through all lengths"),
+        "Local exponents": st.column_config.TextColumn(width="medium", help="slopes over about an octave, at its end"),
+        "Overhead": st.column_config.TextColumn(help="constant part, as of launches"),
+    }
+    return _clicked(table, [row["run_id"] for row in rows], columns, key, looks)
+
+
+def unfinished(frame: pd.DataFrame, key: str) -> str | None:
+    """Draw a grid of points without metrics (`queries.states`). Returns the clicked point's id, or None."""
+    rows = frame.to_dict("records")
+    table = pd.DataFrame(
+        {
+            "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
+            "Point": frame["label"].to_list(),
+            "Why": [row["reason"] or "–" for row in rows],
+            "Run": frame["run_name"].to_list(),
+        }
+    )
+    return _clicked(table, [row["point_id"] for row in rows], {"Why": st.column_config.TextColumn(width="large")}, key)
+
+
+def numbers(frame: pd.DataFrame, key: str) -> str | None:
+    """Draw a grid of measurements (`queries.scaling`). Returns the clicked one's point's id, or None."""
+    axes = [axis.name for axis in AXES if axis.name in ("implementation", "workload", "pass", "seq_len", "batch")]
+    names = ["origin", "run_name", *axes, *more_columns(frame.columns), "metric", "value", "unit"]
+    table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True)
+    return _clicked(table, frame["point_id"].to_list(), {}, key)
+
+
+def _overhead(fit: dict, quantities: Quantities) -> str:
+    return parts.number(fit["overhead"], quantities.of(fit["metric"]).unit) if fit["overhead"] else "–"
+
+
+def _lengths(lengths: Sequence[Any]) -> str:
+    return f"{len(lengths)}: {length_label(lengths[0])} to {length_label(lengths[-1])}"
+
+
 def _took(run: dict) -> str:
     """Duration of a run; a dash for a reported one."""
     measured = run["origin"] == Origin.MEASURED
     return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"
 
 
-def _clicked(table: pd.DataFrame, ids: list[str], columns: dict, key: str) -> str | None:
+def _clicked(
+    table: pd.DataFrame, ids: list[str], columns: dict, key: str, looks: Sequence[series.Look] = ()
+) -> str | None:
+    """Draw a grid, with the looks' colours in its first column. Returns the id of the row that was clicked, or None."""
+    first = table.columns[:1]
+    styled = table.style.apply(lambda _: [f"color: {look.color}" for look in looks], subset=first) if looks else table
     event = st.dataframe(
-        table, hide_index=True, on_select="rerun", selection_mode="single-row", key=key, column_config=columns
+        styled, hide_index=True, on_select="rerun", selection_mode="single-cell", key=key, column_config=columns
     )
-    rows = event["selection"]["rows"]
-    return ids[rows[0]] if rows and rows[0] < len(ids) else None
+    cells = event["selection"]["cells"]
+    return ids[cells[0][0]] if cells and cells[0][0] < len(ids) else None

@@ -1,27 +1,21 @@
-"""Overview page: verdicts on the targets with their rules, running and latest runs."""
+"""Overview page: the running runs, a decision card for each target, the latest runs."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
-import pandas as pd
 import streamlit as st
 
-from dashboard import data, grids, help_pages, parts
+from dashboard import data, decision, grids, help_pages, parts
 from orchestrator.errors import UserError
-from orchestrator.states import Origin, PointState, Result, RunState
+from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
-if TYPE_CHECKING:
-    from orchestrator.gates.verdicts import RuleVerdict, TargetVerdict
-
-LATEST = 8
+LATEST = 5
 
 
 @data.page
 def page(store: Store) -> None:
     st.title("Overview")
+    st.html("<style>[data-testid=stMainBlockContainer] { padding-bottom: 3rem; }</style>")
     counts = data.counts(store)
     if not counts["runs"]:
         help_pages.nothing_yet()
@@ -29,7 +23,7 @@ def page(store: Store) -> None:
     live = bool(counts["runs_running"])
     if live:
         st.fragment(_going_on, run_every=data.LIVE_SECONDS)(store, seen=counts)
-    _verdicts(store)
+    _decisions(store)
     _latest_runs(store, live)
     _counts(counts)
 
@@ -40,56 +34,30 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
     if data.counts(store) != seen:
         st.rerun()
     for row in data.runs(store, state=RunState.RUNNING).to_dict("records"):
-        with st.container(border=True):
-            st.markdown(
-                f"{parts.badge('running', parts.RUN_STATES)} **{parts.plain(row['name'])}** {parts.code(row['run_id'])}"
-            )
+        with st.container(border=True, gap="xsmall"):
+            with st.container(horizontal=True, vertical_alignment="center"):
+                st.markdown(
+                    f"{parts.badge('running', parts.RUN_STATES)} **{parts.plain(row['name'])}** "
+                    f"{parts.code(row['run_id'])}",
+                    width="stretch",
+                )
+                query = {"run": row["run_id"]}
+                st.page_link("runs.py", label="Follow this run", icon=":material/open_in_full:", query_params=query)
             st.progress(parts.progress(row), text=f"{parts.tally(row)} of {parts.count(row['points'], 'point')}")
             points = data.points(store, row["run_id"])
             for point in points.loc[points["state"] == PointState.RUNNING].to_dict("records"):
                 st.caption(parts.doing(point))
-            query = {"run": row["run_id"]}
-            st.page_link("runs.py", label="Follow this run", icon=":material/open_in_full:", query_params=query)
 
 
-def _verdicts(store: Store) -> None:
-    st.header("Go or no-go", help="Judged on what is stored now. A rule without evidence is UNKNOWN, never a pass.")
+def _decisions(store: Store) -> None:
+    """Draw a card for each target; wrong rules leave the rest of the page."""
     try:
-        verdicts = data.verdicts(store)
+        decisions = data.decisions(store)
     except UserError as err:
         help_pages.explain(err)
         return
-    for verdict in verdicts:
-        _target(verdict)
-
-
-def _target(verdict: TargetVerdict) -> None:
-    measured = any(rule.value is not None for rule in verdict.rules)
-    with st.container(border=True):
-        st.markdown(f"#### {parts.badge(verdict.result, parts.RESULTS)} {parts.plain(verdict.title)}")
-        if len(verdict.commits) > 1:
-            st.caption(parts.plain(f"The rules rest on different commits: {', '.join(verdict.commits)}"))
-        with st.expander(_summary(verdict.rules), expanded=measured, icon=":material/rule:"):
-            table = pd.DataFrame([_rule(rule) for rule in verdict.rules])
-            st.table(table, border="horizontal", hide_index=True)
-
-
-def _summary(rules: list[RuleVerdict]) -> str:
-    found = Counter(rule.result for rule in rules)
-    named = ((Result.NO_GO, "NO-GO"), (Result.UNKNOWN, "without evidence"), (Result.GO, "GO"))
-    return f"{parts.count(len(rules), 'rule')}: " + ", ".join(f"{found[r]} {name}" for r, name in named if found[r])
-
-
-def _rule(rule: RuleVerdict) -> dict[str, str]:
-    return {
-        "Result": parts.badge(rule.result, parts.RESULTS),
-        "Rule": parts.plain(rule.title),
-        "Value": parts.number(rule.value, rule.unit),
-        "Bound": parts.bound(rule),
-        "Margin": parts.number(rule.margin, rule.unit),
-        "Why": parts.plain(rule.reason),
-        "Evidence": parts.evidence(rule.evidence),
-    }
+    for each in decisions:
+        decision.show(each)
 
 
 def _latest_runs(store: Store, live: bool) -> None:
@@ -110,15 +78,13 @@ def _runs_table(store: Store, live: bool) -> None:
 
 
 def _counts(counts: dict[str, int]) -> None:
-    st.header("In this database")
     failed = sum(counts[f"points_{state}"] for state in PointState if state.failed)
-    with st.container(horizontal=True):
-        st.metric("Measured runs", counts["runs_measured"], border=True)
-        st.metric("Reported by others", counts["runs_reported"], border=True)
-        st.metric("Points ok", counts["points_ok"], border=True)
-        st.metric("Points failed", failed, border=True)
-        st.metric("Points skipped", counts["points_skipped"], border=True, help="predicted not to fit")
-        st.metric("Numbers stored", counts["metrics"], border=True)
+    st.caption(
+        f"**In this database** {parts.count(counts['runs_measured'], 'measured run')}, {counts['runs_reported']} "
+        f"reported by others · {parts.count(counts['points_ok'], 'point')} ok, {failed:,} failed, "
+        f"{counts['points_skipped']:,} skipped, predicted not to fit · "
+        f"{parts.count(counts['metrics'], 'number')} stored"
+    )
 
 
 if __name__ == "__main__":

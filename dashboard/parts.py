@@ -72,12 +72,17 @@ def sign(name: str, looks: Mapping[str, Look]) -> str:
     return f"{looks.get(name, _UNKNOWN_LOOK).sign} {name}"
 
 
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The frame's rows, with names of columns as text."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def number(value: float | None, unit: str = "") -> str:
     """Value with four significant digits and its unit ("1" is not shown); a dash for None and NaN."""
     if value is None or math.isnan(value):
         return "–"
     value += 0.0  # avoids "-0"
-    text = f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:.4g}"
+    text = f"{value:,.0f}" if 1_000 <= abs(value) < 1e15 else f"{value:.4g}"
     return f"{text}\N{NO-BREAK SPACE}{unit}" if unit and unit != "1" else text
 
 
@@ -89,6 +94,13 @@ def size(count: float | None) -> str:
         if count >= factor:
             return f"{count / factor:,.4g} {unit}"
     return f"{count:,.0f} bytes"
+
+
+def amount(value: float | None, unit: str = "") -> str:
+    """Value with four significant digits and its unit; MiB from 1,024 on as GiB; a dash for None and NaN."""
+    if value is not None and unit == "MiB" and abs(value) >= 1024:
+        return number(value / 1024, "GiB")
+    return number(value, unit)
 
 
 def count(n: int, noun: str) -> str:
@@ -123,6 +135,12 @@ def duration(start: object, end: object) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def minutes(length: float) -> str:
+    """A predicted duration [min], as 12 min or 1 h 05 min; at least 1 min."""
+    hours, rest = divmod(max(1, round(length)), 60)
+    return f"{hours} h {rest:02d} min" if hours else f"{rest} min"
+
+
 def tally(row: Mapping[str, Any]) -> str:
     """Point counts by state, omitting zeros."""
     names = ("ok", "failed", "skipped", "cancelled", "running", "pending")
@@ -134,10 +152,20 @@ def progress(row: Mapping[str, Any]) -> float:
     return 1 - (row["running"] + row["pending"]) / row["points"] if row["points"] else 0.0
 
 
-def point_link(point_id: str, label: str | None = None) -> str:
-    """Markdown link to a point's page; relative, so that it also works behind a proxy's prefix."""
+def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
+    """Markdown link to a point's page; relative, so that it also works behind a proxy's prefix.
+
+    Args:
+        label: Markdown; the point's number if None.
+        hover: text to show under the pointer, with any characters.
+    """
     run_id, _, index = point_id.rpartition("/")
-    return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})})"
+    return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})}{_link_title(hover)})"
+
+
+def _link_title(text: str) -> str:
+    """The text as the title of a Markdown link: in quotes, on one line, every mark escaped."""
+    return ' "' + re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text.split())) + '"' if text.strip() else ""
 
 
 def run_link(run_id: str, label: str) -> str:
@@ -181,7 +209,7 @@ def bound(rule: RuleVerdict) -> str:
     if rule.bound is None:
         return "–"
     comparison = {"<=": "≤", ">=": "≥"}.get(rule.comparison or "", "")
-    return f"{comparison}\N{NO-BREAK SPACE}{number(rule.bound, rule.unit)}".strip()
+    return f"{comparison}\N{NO-BREAK SPACE}{amount(rule.bound, rule.unit)}".strip()
 
 
 def doing(point: Mapping[str, Any]) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import data, grids, help_pages, parts, point_files
+from dashboard.address import Address
 from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
@@ -41,13 +44,19 @@ def _list_page(store: Store) -> None:
 
 
 def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | None]:
-    kinds = sorted(data.runs(store)["kind"].unique())
+    address, kinds = Address(), sorted(data.runs(store)["kind"].unique())
     columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
-    text = columns[0].text_input("Search", key="text", placeholder="id, name, source or host", icon=":material/search:")
-    origin = columns[1].selectbox("Origin", list(Origin), index=None, placeholder="any", key="origin")
-    state = columns[2].selectbox("State", list(RunState), index=None, placeholder="any", key="state")
-    kind = columns[3].selectbox("Kind", kinds, index=None, placeholder="any", key="kind")
-    return text or None, origin, state, kind
+    text = columns[0].text_input(
+        "Search", placeholder="id, name, source or host", icon=":material/search:", **address.one("text", None)
+    )
+    chosen = [
+        column.selectbox(name.capitalize(), options, index=None, placeholder="any", **address.one(name, options))
+        for column, (name, options) in zip(
+            columns[1:], {"origin": list(Origin), "state": list(RunState), "kind": kinds}.items(), strict=True
+        )
+    ]
+    address.tell()
+    return text or None, *chosen
 
 
 @data.part
@@ -80,7 +89,7 @@ def _run_page(store: Store, run_id: str) -> None:
             on_click="ignore",
         )
         st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
-    provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"])
+    provenance, spec, events = _tabs(["Provenance", "Spec", "Events"], "Provenance")
     with provenance:
         _table(_provenance(run))
     with spec:
@@ -158,7 +167,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     _measured(store, point)
     names = ["Environment", "Configuration", "Logs and artifacts"]
     first = names[0] if point["state"] == PointState.OK else names[2]
-    environment, config, files = st.tabs(names, default=first)
+    environment, config, files = _tabs(names, first)
     with environment:
         if point["environment"]:
             _table({name: _cell(value) for name, value in point["environment"].items()})
@@ -168,6 +177,14 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
         st.json(point["config"], expanded=2)
     with files:
         point_files.show(store, data.run(store, run_id) or {}, point)
+
+
+def _tabs(names: list[str], first: str) -> Sequence[DeltaGenerator]:
+    """Tabs whose open one is in the address."""
+    address = Address(own=("run", "point"))
+    tabs = st.tabs(names, **address.one("tab", names, first))
+    address.tell()
+    return tabs
 
 
 @data.part

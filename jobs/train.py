@@ -19,9 +19,10 @@ from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._training import OptimizerSpec, Run, Trainer
 from jobs.measure import check
 from jobs.measure.environment import environment
-from jobs.measure.flops import BF16_PEAKS, training_flops_per_token
+from jobs.measure.flops import training_flops_per_token
 from jobs.measure.memory import Peak, measure_peak
 from jobs.measure.stats import summarize
+from jobs.peaks import BF16_PEAKS
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.quantities import (
     AGREEMENT,

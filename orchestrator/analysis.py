@@ -18,7 +18,7 @@ from scipy import stats
 
 from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
-from orchestrator.growth import Growth, PowerLaw, fit_growth, fit_power_law
+from orchestrator.growth import Growth, LocalSlope, PowerLaw, fit_growth, fit_power_law, local_slopes
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
@@ -37,11 +37,13 @@ class Fit(Growth):
 
     Attributes:
         plain: the power law through all of the series' lengths.
+        local: the slopes of all of the series' octaves, shortest first.
         series: the series' values of `series_columns`; None for a missing one.
         point_ids: ids of the points fitted.
     """
 
     plain: PowerLaw
+    local: tuple[LocalSlope, ...]
     series: Mapping[str, Any]
     point_ids: tuple[str, ...]
 
@@ -52,6 +54,11 @@ class Fit(Growth):
     @property
     def run_id(self) -> str:
         return self.series["run_id"]
+
+    @property
+    def local_text(self) -> str:
+        """The local exponents in short: "4K 1.2, 8K 1.5"."""
+        return ", ".join(map(str, self.local))
 
 
 def surroundings(row: Mapping[str, Any]) -> list[str]:
@@ -75,16 +82,18 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
         lengths, values = tuple(group["seq_len"]), tuple(group["per_sequence"])
         if not all(number > 0 for number in (*lengths, *values)):
             continue
-        law, plain = _laws(lengths, values, tuple(group["spread"]))
+        law, plain, local = _laws(lengths, values, tuple(group["spread"]))
         if law is not None and plain is not None:
             points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
-            fits.append(Fit(**asdict(law), plain=plain, series=_series(columns, identity), point_ids=points))
+            series = series_of(columns, identity)
+            fits.append(Fit(**asdict(law), plain=plain, local=local, series=series, point_ids=points))
     return fits
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Frame with a row per fit: the series' columns, then the attributes of its growth and its points."""
-    law = ("exponent", "ci_low", "ci_high", "coefficient", "overhead", "residual", "n", "lengths", "point_ids")
+    """Frame with a row per fit: the series' columns, then its growth, points, `plain_exponent` and `local_text`."""
+    growth = ("exponent", "ci_low", "ci_high", "coefficient", "overhead", "residual", "n", "lengths")
+    law = (*growth, "point_ids", "local_text")
     columns = series_columns({name for fit in fits for name in fit.series})
     rows = [
         {**fit.series, **{name: getattr(fit, name) for name in law}, "plain_exponent": fit.plain.exponent}
@@ -96,8 +105,12 @@ def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
 @lru_cache(maxsize=5000)  # pages, gates and reports ask for the same fits every few seconds
 def _laws(
     lengths: tuple[float, ...], values: tuple[float, ...], spreads: tuple[float, ...]
-) -> tuple[Growth | None, PowerLaw | None]:
-    return fit_growth(lengths, values, spreads), fit_power_law(lengths, values)
+) -> tuple[Growth | None, PowerLaw | None, tuple[LocalSlope, ...]]:
+    return (
+        fit_growth(lengths, values, spreads),
+        fit_power_law(lengths, values),
+        local_slopes(lengths, values, spreads),
+    )
 
 
 def _spreads(rows: pd.DataFrame) -> np.ndarray:
@@ -107,7 +120,8 @@ def _spreads(rows: pd.DataFrame) -> np.ndarray:
         return np.fmax((high - low) / 2 / _INTERVAL / value, 0.0)
 
 
-def _series(columns: Sequence[str], values: Any) -> dict[str, Any]:
+def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:
+    """Series by the values of its columns; None for a missing one."""
     whole = {axis.name for axis in AXES if axis.type == "whole"}
     series = {name: None if pd.isna(value) else value for name, value in zip(columns, values, strict=True)}
     return {name: int(value) if name in whole and value is not None else value for name, value in series.items()}

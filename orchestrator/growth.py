@@ -8,11 +8,8 @@ exponent that is left is the asymptotic one, quoted with the lengths that it res
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,13 +17,16 @@ from scipy import stats
 
 MIN_LENGTHS = 3
 _MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
-_HOLDS = 0.05  # relative residual up to which a law describes its values
+HOLDS = 0.05  # relative residual up to which a law describes its values
 _EXACT = 0.002  # up to here it is exact, as of memory: preferred to a longer range on which it only holds
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
 _LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
+_OCTAVE = 1.9  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
+_FEW_OCTAVES = 3  # beyond, a slope spans more than one
+_SURE = 0.25  # half of a local slope's interval up to which it stands alone
 _EXPONENTS = np.linspace(-1, 4, 2001)
 
 
@@ -89,6 +89,28 @@ class Growth:
         return f"{self.overhead:.3g} + c S^{self.exponent:.2f}" if self.overhead else f"S^{self.exponent:.2f}"
 
 
+@dataclass(frozen=True)
+class LocalSlope:
+    """Slope on log-log axes between two lengths, about an octave apart.
+
+    Attributes:
+        low, high: the shortest and the longest length that it rests on.
+        exponent: the slope: 1 is linear, 2 quadratic.
+        error: half of its 95 % interval, from the spread of the values.
+    """
+
+    low: int
+    high: int
+    exponent: float
+    error: float
+
+    def __str__(self) -> str:
+        """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
+        start = f"{_short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
+        slope = round(self.exponent, 1) + 0.0  # not -0.0
+        return f"{start}{_short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
+
+
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
     """Fit value = c · S^p to all values by least squares on log10, with Student's interval.
 
@@ -143,25 +165,71 @@ def fit_growth(
     distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS:
         return None
-    noise = _noise(len(x), spreads)
+    noise = _noise(len(x), spreads, _NOISE)
     last = max(0, len(distinct) - _MIN_RANGE)
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
     exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
-    holding = (law for law in laws if law.residual <= _HOLDS)
+    holding = (law for law in laws if law.residual <= HOLDS)
     return next(exact, None) or next(holding, None) or laws[-1]
 
 
-def local_slopes(lengths: Sequence[float], values: Sequence[float]) -> list[tuple[int, float]]:
-    """Slopes between neighbouring lengths, as (longer length, slope); they show bends that a single fit hides.
+def local_slopes(
+    lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None = None
+) -> tuple[LocalSlope, ...]:
+    """Slopes of neighbouring octaves on log-log axes, shortest first; they show bends that a single fit hides.
 
-    Several values at one length are replaced by their geometric mean. Two lengths a factor 2 apart with values of ratio
-    r give log2(r).
+    Octaves are counted from the longest length down; lengths within one share its slope, by least squares weighted
+    with the spreads. An octave without a length at its lower end reaches to the next one that was measured, as does one
+    whose slope is less certain than ±0.25. Several values at one length count as their geometric mean.
+
+    Args:
+        spreads: as in `fit_growth`; 0.1 % at least.
+
+    Raises:
+        ValueError: as in `fit_growth`.
     """
-    logs: dict[int, list[float]] = defaultdict(list)
-    for length, value in zip(lengths, values, strict=True):
-        logs[int(length)].append(math.log2(value))
-    means = [(length, fmean(logs[length])) for length in sorted(logs)]
-    return [(b, (high - low) / math.log2(b / a)) for (a, low), (b, high) in pairwise(means)]
+    x, y = _checked(lengths, values)
+    points = _means(x, y, _noise(len(x), spreads, _LEAST_NOISE))
+    slopes: list[LocalSlope] = []
+    high = len(points) - 1
+    while high > 0:
+        low = high - 1
+        while low > 0 and (
+            points[high].length < _OCTAVE * points[low].length or _slope(points[low : high + 1]).error > _SURE
+        ):
+            low -= 1
+        slopes.append(_slope(points[low : high + 1]))
+        high = low
+    return tuple(reversed(slopes))
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """Geometric mean of the values at one length: log2 of it, and its standard error."""
+
+    length: int
+    log: float
+    error: float
+
+
+def _means(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> list[_Mean]:
+    """Means of the values at each length, shortest first."""
+    logs = np.log2(y)
+    places = [(length, np.flatnonzero(x.astype(int) == length)) for length in _distinct(x)]
+    return [
+        _Mean(length, float(logs[at].mean()), float(np.sqrt((noise[at] ** 2).sum()) / len(at) / math.log(2)))
+        for length, at in places
+    ]
+
+
+def _slope(points: Sequence[_Mean]) -> LocalSlope:
+    """Weighted line through two points or more."""
+    x = np.array([math.log2(point.length) for point in points])
+    y, weights = np.array([point.log for point in points]), np.array([point.error for point in points]) ** -2.0
+    away = x - np.average(x, weights=weights)
+    squares = float(weights @ away**2)
+    error = float(stats.norm.ppf(0.975)) / math.sqrt(squares)
+    return LocalSlope(points[0].length, points[-1].length, float(weights * away @ y) / squares, error)
 
 
 @dataclass(frozen=True)
@@ -245,12 +313,20 @@ def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
     return x, y
 
 
-def _noise(n: int, spreads: Sequence[float] | None) -> np.ndarray:
-    """The relative noise of `n` values."""
+def _noise(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
+    """The relative noise of `n` values, `least` at least."""
     noise = np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float)
     if len(noise) != n or not (noise >= 0).all():
         raise ValueError(f"spreads: {noise.tolist()}: give one of 0 or more for each of the {n} values")
-    return np.clip(noise, _NOISE, _VAGUE)
+    return np.clip(noise, least, _VAGUE)
+
+
+def _short(length: int) -> str:
+    """A length in three digits: 512, 4K, 90.5K, 1M."""
+    for size, suffix in ((2**20, "M"), (2**10, "K")):
+        if length >= size:
+            return f"{length / size:.3g}{suffix}"
+    return str(length)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ A process that dies while writing leaves a torn last line; readers skip it, and 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from orchestrator.errors import UserError
 from orchestrator.records import RECORD, Record
 
 NAME = "journal.jsonl"
+COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be read, not continued
+EXPANDED_LIMIT = 256 << 20  # bytes; a hundred times the journal of a sweep of a hundred points
 _POINT = re.compile(r"\d+")  # a point's id is <run id>/<number>
 
 
@@ -70,20 +74,43 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Records of a journal in order, without a torn last line.
+    """Records of a journal, plain or compressed by gzip (.jsonl.gz), in order, without a torn last line.
 
     Raises:
-        JournalError: the file cannot be read, a line before the last is not a record, or a record names a point of
-            another run.
+        JournalError: the file cannot be read, expands to more than EXPANDED_LIMIT, a line before the last is not a
+            record, or a record names a point of another run.
     """
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            return
+        yield _record(path, number, line)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines with their ends. Raises JournalError."""
     try:
+        if path.name.endswith(COMPRESSED):
+            yield from _expanded(path)
+            return
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    return
-                yield _record(path, number, line)
+            yield from file
+    except (gzip.BadGzipFile, zlib.error, EOFError) as err:
+        raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
     except OSError as err:
         raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+
+
+def _expanded(path: Path) -> Iterator[bytes]:
+    left = EXPANDED_LIMIT
+    with gzip.open(path) as file:
+        while line := file.readline(left + 1):
+            left -= len(line)
+            if left < 0:
+                raise JournalError(
+                    f"journal: {str(path)!r}: expands to more than {EXPANDED_LIMIT >> 20} MiB; if it is a journal "
+                    "indeed, expand it first and give the journal.jsonl"
+                )
+            yield line
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:

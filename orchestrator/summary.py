@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.analysis import Fit
-    from orchestrator.gates.verdicts import TargetVerdict
+    from orchestrator.gates.decisions import Decision
+    from orchestrator.gates.results import TargetVerdict
     from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 
@@ -44,6 +45,7 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
     from orchestrator.analysis import scaling_fits
+    from orchestrator.gates.decisions import decisions
     from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
     from orchestrator.report import bench, bench_text
     from orchestrator.store import queries
@@ -58,9 +60,10 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
             print_fits(fits, console)
         else:
             print_results(queries.measurements(store, run_ids=[run_id]), headline, console)
-    verdicts = evaluate(store, load_gates(gates_file), run_ids=[run_id])
+    gates = load_gates(gates_file)
+    verdicts = evaluate(store, gates, run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
-    print_verdicts(verdicts, console, brief=True)
+    print_decisions(decisions(gates, verdicts), console, brief=True)
 
 
 def print_table(table: ReportTable, console: Console) -> None:
@@ -102,16 +105,31 @@ def print_fits(fits: Sequence[Fit], console: Console) -> None:
     console.print(table)
 
 
-def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console, *, brief: bool = False) -> None:
-    """Print each target's verdict, then a line per rule: result, value against bound, margin, reason.
+def print_decisions(decisions: Sequence[Decision], console: Console, *, brief: bool = False) -> None:
+    """Print each decision in a sentence, then the rules on each hardware that has evidence.
 
-    `brief` leaves out the rules of a target that has no evidence at all.
+    `brief` leaves out transferred evidence, and names in one line the decisions that have no other.
     """
-    for target in verdicts:
-        console.print(f"{target.result}  {target.name}: {target.title}", style=_STYLE[target.result], markup=False)
-        if brief and all(rule.result is Result.UNKNOWN for rule in target.rules):
-            console.print("  no rule has evidence in this run; nsa gate says what each needs")
+    blank = []
+    for decision in decisions:
+        shown = [each for each in decision.verdicts if each.measured or (not brief and each.judged)]
+        if brief and not shown:
+            blank.append(decision.name)
             continue
+        title = f"{decision.result}  {decision.name}: {decision.title}"
+        console.print(title, style=_STYLE[decision.result], markup=False)
+        console.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
+        print_verdicts(shown or [each for each in decision.verdicts if each.hardware is None], console)
+        if any(each not in shown for each in decision.verdicts if each.hardware):
+            console.print(f"  what would settle the rest: nsa plan {decision.name}", markup=False)
+    if blank:
+        console.print(f"no evidence in this run for {', '.join(blank)}", markup=False)
+
+
+def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
+    """Print each verdict's name, then a line per rule: result, value against bound, margin, reason."""
+    for target in verdicts:
+        console.print(f"{target.result}  {target.name}", style=_STYLE[target.result], markup=False)
         if len(target.commits) > 1:
             console.print(f"  the rules rest on different commits: {', '.join(target.commits)}", markup=False)
         for rule in target.rules:

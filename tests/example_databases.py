@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def sweep() -> list[rec.Record]:
     records.append(rec.EventRecord(run_id=RUN, at=T0, level="warning", message="the database was away for 3 s"))
     records.append(rec.RunEndRecord(run_id=RUN, at=T0 + timedelta(minutes=2), state=RunState.DONE))
     return records
+
+
+def small_sweep(
+    run_id: str, lengths: Sequence[int], state: RunState | None, kind: str = "scaling", hours: int = 3
+) -> list[rec.Record]:
+    """A later run of one implementation, every point ok; `state` None: it goes on."""
+    at = T0 + timedelta(hours=hours)
+    records: list[rec.Record] = [_run(run_id, "small", at).model_copy(update={"kind": kind})]
+    for number, seq_len in enumerate(lengths):
+        records += _ok(run_id, number, "chunked", "forward+backward", seq_len, 3.0, at=at)
+    return records if state is None else [*records, rec.RunEndRecord(run_id=run_id, at=at, state=state)]
 
 
 def half_finished_run() -> list[rec.Record]:

@@ -1,21 +1,8 @@
-"""Model FLOPs of training, and the peaks of the GPUs that publish one."""
+"""Model FLOPs of training."""
 
 from __future__ import annotations
 
 from nsa_core.model import ModelConfig
-
-# Dense (not sparse) bf16 tensor-core FLOP/s by the name the driver gives. Sources: NVIDIA's data sheets "A100 Tensor
-# Core GPU" (312), "H100 Tensor Core GPU" (SXM 989.4, PCIe 756), "H200 Tensor Core GPU" (SXM 989.4); if a
-# sheet gives only the sparse figure, half of it. For other GPUs no MFU is reported.
-BF16_PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989.4e12,
-}
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.cli import deciding
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, example_spec, load_settings
-from orchestrator.states import Origin, Result, RunState
+from orchestrator.states import Origin, RunState
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -274,38 +275,21 @@ def report(
             print(f"wrote {out}")
 
 
-@app.command()
-def gate(
-    runs: Runs = None,
-    gates: Annotated[
-        Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="only this target")] = None,
-) -> None:
-    """Judge stored results, with reasons. Exit 0: all targets GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
-    from orchestrator import summary
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_runs
-    from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
-
-    settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target)
-    with _store(settings) as store:
-        verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-        if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
-            save_verdicts(store, None, verdicts)
-    summary.print_verdicts(verdicts, console.out)
-    results = {v.result for v in verdicts}
-    raise typer.Exit(1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0)
+for decision in (deciding.gate, deciding.plan, deciding.resolve):
+    app.command()(decision)
 
 
 @app.command("import")
 def import_(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="journal.jsonl, or CSV of reported results")
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="journal (.jsonl, .jsonl.gz), or CSV of reported results"),
     ] = None,
     reference: Annotated[
-        bool, typer.Option("--reference", help="the figures of other implementations that come with this package")
+        bool,
+        typer.Option(
+            "--reference", help="what comes with this package: our own GPU runs, and figures that others report"
+        ),
     ] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
@@ -314,7 +298,7 @@ def import_(
 
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
-        raise UserError("FILE: is missing; name a journal.jsonl or a CSV, or give --reference")
+        raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
     with _store(create=True) as store:
         for path in paths:
             print(importer.import_file(store, path))

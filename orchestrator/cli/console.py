@@ -15,6 +15,8 @@ from orchestrator.cli.doctor import Finding, Health, SettingRow
 from orchestrator.cli.exposure import Exposure
 from orchestrator.cli.fetching import StoredFile
 from orchestrator.cli.services import ServiceStatus
+from orchestrator.gates.decisions import Decision
+from orchestrator.gates.steps import Step
 from orchestrator.summary import wide_console
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
@@ -106,6 +108,32 @@ def files(found: Sequence[StoredFile]) -> None:
     for file in found:
         table.add_row(str(file.point), str(file.attempt), _name(file.name), str(file.size), file.sha256)
     out.print(table if found else "no files were kept")
+
+
+def plan(decisions: Sequence[Decision]) -> None:
+    """Print what would settle each decision's open rules: the commands in their order, then what no command settles."""
+    for decision in decisions:
+        out.print(f"{decision.name}: {decision.title}", style="bold", markup=False)
+        out.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
+        commands = [step for step in decision.steps if step.command]
+        others = [step for step in decision.steps if not step.command]
+        for number, step in enumerate(commands, 1):
+            out.print(f"  {number}. {step.command}", style="cyan", markup=False, soft_wrap=True)
+            out.print(f"     {cost(step)}", markup=False, soft_wrap=True)
+            out.print(f"     settles {', '.join(step.settles)} on {step.hardware}", markup=False, soft_wrap=True)
+        if others or not commands:
+            out.print("  no command settles:" if others else "  nothing is open")
+        for step in others:
+            text = f"    {', '.join(step.settles)} on {step.hardware}: {step.lacking}"
+            out.print(text, markup=False, soft_wrap=True)
+
+
+def cost(step: Step) -> str:
+    """A step's GPUs and predicted minutes with their ground."""
+    gpus = f"{step.gpus} GPU{'s' if step.gpus > 1 else ''}" if step.gpus else "no GPU"
+    if step.minutes is None:
+        return f"{gpus}; duration {step.basis}"
+    return f"{gpus}, about {max(1, round(step.minutes))} min ({step.basis})"
 
 
 class _Plain(Table):

@@ -1,4 +1,4 @@
-"""Files that come with the package and that users need at hand: the ready specs, and results reported by others."""
+"""Files that come with the package and that users need at hand: the ready specs, and results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import UserError
+from orchestrator.journal import COMPRESSED
 from orchestrator.settings import SOURCES
 
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
+_JOURNALS = _REFERENCE / "journals"  # in a checkout a link to docs/results/data
 
 
 class PackagedError(UserError):
@@ -56,5 +58,5 @@ def check_spec_exists(spec: Path) -> None:
 
 
 def reference_data() -> list[Path]:
-    """CSV files of results that others report, as `nsa import` reads them."""
-    return sorted(_REFERENCE.glob("*.csv"))
+    """Results that come with the package, as `nsa import` reads them: tables of others' figures, our own journals."""
+    return [*sorted(_REFERENCE.glob("*.csv")), *sorted(_JOURNALS.glob(f"*{COMPRESSED}"))]

@@ -100,12 +100,17 @@ def stop(settings: Settings, submission_id: str) -> bool:
     return _known(lambda: _client(settings).stop_job(submission_id), submission_id)
 
 
+def no_cluster(settings: Settings) -> SubmissionError:
+    """The error of an address at which no cluster answers."""
+    return SubmissionError(
+        f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r} does not answer; start a cluster with `nsa up`, "
+        "or run without one: python -m jobs SPEC --local"
+    )
+
+
 def _client(settings: Settings) -> JobSubmissionClient:
     if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
-        raise SubmissionError(
-            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r} does not answer; start a cluster with `nsa up`, "
-            "or run without one: python -m jobs SPEC --local"
-        )
+        raise no_cluster(settings)
     ray_token.send_it()
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient

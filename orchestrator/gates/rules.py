@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictInt,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictInt, ValidationError, model_validator
 
-from jobs.axes import AXES, MORE
+from jobs.axes import AXES
 from jobs.training_plan import TrainingPlan
 from jobs.validation import describe
 from orchestrator.errors import UserError
+from orchestrator.gates.filters import ANY, Strict, Where
+from orchestrator.gates.hardware import Hardware
+from orchestrator.settings import SOURCES
 from orchestrator.states import FAILED, PointState
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
+READY_SPECS = SOURCES / "jobs" / "configs"
+LONGEST_NAME = 80  # of the columns of the table `verdict`
 _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
 
 
@@ -33,86 +29,69 @@ class GatesError(UserError):
     """The rules cannot be used; one line per mistake: field, value, fix."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+class Measure(Strict):
+    """The way to missing evidence: a ready spec to submit, the missing part of this version, or any text."""
 
+    spec: str | None = Field(None, description="file name of a ready spec (jobs/configs)")
+    set: tuple[str, ...] = Field((), description="KEY=VALUE to override in it")
+    lacking: str | None = Field(None, min_length=1)
+    text: str | None = Field(None, min_length=1)
 
-class Range(_Strict):
-    """Inclusive bounds."""
-
-    at_least: StrictInt = 0
-    at_most: StrictInt | None = None
+    @model_validator(mode="before")
+    @classmethod
+    def _or_text(cls, data: Any) -> Any:
+        return {"text": data} if isinstance(data, str) else data
 
     @model_validator(mode="after")
-    def _holds_something(self) -> Self:
-        if not self.model_fields_set:
-            raise ValueError("is empty; give at_least, at_most or both")
-        if self.at_most is not None and self.at_most < self.at_least:
-            raise ValueError(f"at_most: {self.at_most}: is below at_least = {self.at_least}; exchange them")
+    def _one_way(self) -> Self:
+        if sum(each is not None for each in (self.spec, self.lacking, self.text)) != 1:
+            raise ValueError("give either spec (the file name of a ready spec), or lacking, or a text")
+        if self.set and self.spec is None:
+            raise ValueError("set: needs a spec; name one")
+        known = sorted(path.name for path in READY_SPECS.glob("*.yaml"))
+        if self.spec is not None and self.spec not in known:
+            raise ValueError(f"spec: {self.spec!r}: is no ready spec; use one of {', '.join(known)}")
+        if wrong := next((each for each in self.set if "=" not in each), None):
+            raise ValueError(f"set: {wrong!r}: is not KEY=VALUE; write e.g. lengths=[512,1024]")
         return self
 
 
-Row = Mapping[str, Any]
-Texts = str | Annotated[tuple[str, ...], Field(min_length=1)]
-Numbers = StrictInt | Annotated[tuple[StrictInt, ...], Field(min_length=1)]
+class Change(Strict):
+    """A rule's differences on one hardware; `where` replaces the fields that it gives."""
+
+    where: Where = ANY
+    measure: Measure | None = None
+    at_most: float | None = None
+    at_least: float | None = None
 
 
-class _Where(_Strict):
-    """Filter of points: all given fields must match. A text may be a pattern ("*H100*"); a list matches any member."""
-
-    gpu: Texts | None = None
-    job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
-    run_name: Texts | None = None
-    axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
-
-    @field_validator("axes")
-    @classmethod
-    def _own(cls, axes: dict[str, Any]) -> dict[str, Any]:
-        if named := sorted(axes.keys() & {axis.name for axis in AXES}):
-            raise ValueError(f"{named[0]}: is an axis of all kinds; write it beside axes, not below")
-        return axes
-
-    def matches(self, row: Row) -> bool:
-        """Whether a row of the views v_metrics or v_points matches."""
-        texts = {"gpu": row["gpu"], "job": row["kind"], "run_name": row["run_name"]}
-        return (
-            all(_counts(value, getattr(self, name)) for name, value in texts.items())
-            and all(_counts(row[axis.name], getattr(self, axis.attribute)) for axis in AXES)
-            and all(_counts(row.get(MORE + name), wanted) for name, wanted in self.axes.items())
-        )
-
-    def __str__(self) -> str:
-        """The filter in words, for reasons."""
-        given = self.model_dump(by_alias=True, exclude_none=True)
-        given |= given.pop("axes")
-        labels = {axis.name: axis.label for axis in AXES if axis.name == "seq_len"}
-        return ", ".join(f"{labels.get(name, name)} {_in_words(value)}" for name, value in given.items()) or "any point"
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict):  # a Range
-        low, high = value["at_least"], value.get("at_most")
-        return f">= {low:,}" if high is None else f"{low:,} to {high:,}"
-    return " or ".join(map(str, value if isinstance(value, list | tuple) else [value]))
-
-
-if TYPE_CHECKING:
-    Where = _Where
-else:  # one field per axis of AXES
-    _WANTED = {"text": Texts | None, "whole": Numbers | Range | None}
-    _FIELDS = {axis.attribute: (_WANTED[axis.type], Field(None, alias=axis.name)) for axis in AXES}
-    Where = create_model("Where", __base__=_Where, **_FIELDS)
-
-_ANY = Where.model_validate({})
-
-
-class _Rule(_Strict):
+class _Rule(Strict):
     """Fields of every rule; `measure` tells how to get missing evidence."""
 
-    rule: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    rule: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
-    measure: str = Field(min_length=1)
-    where: Where = _ANY
+    measure: Measure
+    where: Where = ANY
+    headline: bool = Field(False, description="its figure belongs into a sentence about the target")
+    gpus: Literal["all"] | None = Field(None, description="all: measured on all GPUs of the hardware; None: on one")
+    min_gpus: StrictInt = Field(0, ge=0, description="the rule is for hardware with that many")
+    transfers: bool = Field(False, description="evidence of another card of the same architecture may count")
+    per_hardware: dict[str, Change] = Field({}, description="what differs on a hardware, by its name")
+
+    @property
+    def of_hardware(self) -> str | None:
+        """The name of a field that has a meaning on hardware only; None if there is none."""
+        given = {"gpus": self.gpus, "min_gpus": self.min_gpus, "transfers": self.transfers}
+        given["per_hardware"] = self.per_hardware
+        return next((name for name, value in given.items() if value), None)
+
+    def on_hardware(self, hardware: Hardware) -> Self:
+        """The rule as it is judged on a hardware."""
+        change = self.per_hardware.get(hardware.name)
+        if change is None:
+            return self
+        given = {name: getattr(change, name) for name in change.model_fields_set}
+        return self.model_copy(update=given | {"where": self.where.also(change.where)})
 
 
 class _Bounded(_Rule):
@@ -123,6 +102,11 @@ class _Bounded(_Rule):
     def _one_bound(self) -> Self:
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError("give either at_most or at_least")
+        for name, change in self.per_hardware.items():
+            if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
+                raise ValueError(
+                    f"per_hardware.{name}.{other[0]}: is not the bound of this rule; change the one that it has"
+                )
         return self
 
 
@@ -139,17 +123,17 @@ class MetricRule(_Bounded):
 
     kind: Literal["metric"]
     metric: str
-    unit: str
+    unit: str = Field(max_length=20)
     absolute: bool = False
     every: bool = False
     min_points: int = Field(1, ge=1)
 
 
-class Side(_Strict):
+class Side(Strict):
     """One side of a ratio; times and memory are per sequence (divided by the batch)."""
 
     metric: str
-    where: Where = _ANY
+    where: Where = ANY
 
 
 class RatioRule(_Bounded):
@@ -185,47 +169,99 @@ _KINDS = ("exponent", "metric", "ratio", "states")
 Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discriminator="kind")]
 
 
-class Target(_Strict):
-    """A decision: GO only if every rule holds."""
+class Target(Strict):
+    """A decision: GO only if every rule holds; on each of its hardware separately, if it names any."""
 
-    name: str = Field(min_length=1, max_length=80, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
     plan: TrainingPlan | None = None
+    hardware: tuple[str, ...] = ()
     rules: tuple[Rule, ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.rules:
             raise ValueError("rules: is empty; without a rule nothing would be decided")
-        names = [rule.rule for rule in self.rules]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"rules: {sorted(double)[0]!r} comes twice; give each rule its own name")
+        if double := _double(rule.rule for rule in self.rules):
+            raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
         if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
             raise ValueError("at_least: 'plan' needs a plan; add steps, tokens_per_step and hours to the target")
+        if double := _double(self.hardware):
+            raise ValueError(f"hardware: {double!r} comes twice; remove one")
         return self
 
+    @model_validator(mode="after")
+    def _of_its_hardware(self) -> Self:
+        for rule in self.rules:
+            if not self.hardware and rule.of_hardware:
+                raise ValueError(f"rules.{rule.rule}.{rule.of_hardware}: needs a target with hardware; add hardware")
+            if unknown := sorted(rule.per_hardware.keys() - set(self.hardware)):
+                raise ValueError(
+                    f"rules.{rule.rule}.per_hardware: {unknown[0]!r} is not hardware of this target; add it there"
+                )
+        for name in self.hardware:
+            if len(self.verdict_name(name)) > LONGEST_NAME:
+                raise ValueError(f"name: {self.verdict_name(name)!r} is longer than {LONGEST_NAME} letters; shorten it")
+        return self
 
-class Gates(_Strict):
-    """The rules of all targets."""
+    def verdict_name(self, hardware: str) -> str:
+        """The name of the verdict on one hardware."""
+        return f"{self.name}/{hardware}"
 
+    def rules_on(self, hardware: Hardware | None) -> list[Rule]:
+        """The rules that are judged on a hardware, as they are judged there; None: on any machine."""
+        if hardware is None:
+            return list(self.rules)
+        return [rule.on_hardware(hardware) for rule in self.rules if hardware.gpus >= rule.min_gpus]
+
+
+class Gates(Strict):
+    """The rules of all targets, and the hardware that they are about."""
+
+    hardware: tuple[Hardware, ...] = ()
     targets: tuple[Target, ...]
 
     @model_validator(mode="after")
-    def _unique(self) -> Self:
+    def _consistent(self) -> Self:
         if not self.targets:
             raise ValueError("targets: is empty; add one")
-        names = [target.name for target in self.targets]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"targets: {sorted(double)[0]!r} comes twice; give each target its own name")
+        if double := _double(target.name for target in self.targets):
+            raise ValueError(f"targets: {double!r} comes twice; give each target its own name")
+        if double := _double(each.name for each in self.hardware):
+            raise ValueError(f"hardware: {double!r} comes twice; give each its own name")
+        for target in self.targets:
+            if unknown := sorted(set(target.hardware) - {each.name for each in self.hardware}):
+                raise ValueError(f"targets.{target.name}.hardware: {unknown[0]!r} is unknown; describe it in hardware")
+            for hardware in filter(None, self.of(target)):
+                if not target.rules_on(hardware):
+                    raise ValueError(f"targets.{target.name}.rules: none is for {hardware.name}; lower a min_gpus")
         return self
 
-    def only(self, target: str | None) -> Gates:
-        """The rules of one target; None: all targets. Raises GatesError for an unknown target."""
-        chosen = tuple(each for each in self.targets if target in (None, each.name))
-        if not chosen:
-            known = ", ".join(each.name for each in self.targets)
-            raise GatesError(f"target: {target!r} is unknown; use one of {known}")
-        return Gates(targets=chosen)
+    def of(self, target: Target) -> list[Hardware | None]:
+        """The hardware that a target is judged on; [None] if it names none."""
+        known = {each.name: each for each in self.hardware}
+        return [known[name] for name in target.hardware] or [None]
+
+    def only(self, wanted: str | None) -> Gates:
+        """The rules of one target, on one hardware if `wanted` is TARGET/HARDWARE; None: all targets.
+
+        Raises:
+            GatesError: the target, or its hardware, is unknown.
+        """
+        if wanted is None:
+            return self
+        name, _, hardware = wanted.partition("/")
+        for target in self.targets:
+            if target.name == name and hardware in ("", *target.hardware):
+                chosen = target.model_copy(update={"hardware": (hardware,)} if hardware else {})
+                return self.model_copy(update={"targets": (chosen,)})
+        names = [each for target in self.targets for each in (target.name, *map(target.verdict_name, target.hardware))]
+        raise GatesError(f"target: {wanted!r} is unknown; use one of {', '.join(names)}")
+
+
+def _double(names: Iterable[str]) -> str | None:
+    """The first name, by the alphabet, that comes twice."""
+    return next((name for name, number in sorted(Counter(names).items()) if number > 1), None)
 
 
 def load_gates(path: Path | None = None) -> Gates:
@@ -248,22 +284,3 @@ def load_gates(path: Path | None = None) -> Gates:
         return Gates.model_validate(data)
     except ValidationError as err:
         raise GatesError("\n".join(describe(err, data, "gates", _KINDS))) from None
-
-
-def _counts(value: str | float | None, wanted: Texts | Numbers | Range | None) -> bool:
-    """Whether a coordinate matches the wanted values; None accepts anything."""
-    match wanted:
-        case None:
-            return True
-        case Range(at_least=low, at_most=high):
-            return isinstance(value, int | float) and low <= value and (high is None or value <= high)
-        case int() | str():
-            return _is(value, wanted)
-        case _:
-            return any(_is(value, each) for each in wanted)
-
-
-def _is(value: str | float | None, wanted: str | int) -> bool:
-    if isinstance(value, str) and isinstance(wanted, str):
-        return fnmatchcase(value, wanted)
-    return value == wanted

@@ -2,130 +2,81 @@
 
 A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
 that is running, cancelled or failed is not complete, and one that measures less of the same series than an older run
-(a smoke run beside a sweep) does not displace it.
+(a smoke run beside a sweep) does not displace it. On a hardware only points measured on it count; where there are none,
+and the rule transfers, those of another card of the same architecture.
 GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import pandas as pd
-
-from jobs.axes import MORE, more_columns
 from jobs.training_plan import TrainingPlan
-from orchestrator.analysis import Fit, scaling_fits, surroundings
-from orchestrator.gates.evidence import Run, measured_runs, preferred
-from orchestrator.gates.rules import (
-    ExponentRule,
-    Gates,
-    GatesError,
-    MetricRule,
-    RatioRule,
-    Row,
-    Rule,
-    StatesRule,
-    Target,
-    Where,
-    load_gates,
-)
+from orchestrator.gates.candidates import BoundedRule, Candidate, Found, find, wanted
+from orchestrator.gates.durations import Durations
+from orchestrator.gates.evidence import Run, Scope, measured_runs, preferred
+from orchestrator.gates.hardware import Hardware
+from orchestrator.gates.results import RuleVerdict, TargetVerdict
+from orchestrator.gates.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
+from orchestrator.gates.steps import Step, step_of
 from orchestrator.records import now
 from orchestrator.states import PointState, Result, RunState
 from orchestrator.store import Store
 
-__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "load_gates", "save_verdicts"]
+__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
+
+_STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "bound", "margin", "evidence")
 
 
 @dataclass(frozen=True)
-class RuleVerdict:
-    """The verdict on one rule.
+class _Case:
+    """A rule to judge by the runs; `step` would settle it."""
 
-    Attributes:
-        rule, title: the rule's name and title.
-        value, unit: the worst value found; None if nothing was measured.
-        comparison, bound: "<=" or ">=", and the bound.
-        margin: distance of the value to the bound, in the unit; negative if the bound is violated.
-        reason: the evidence in words, or the missing evidence and how to measure it.
-        evidence: ids of the points behind the value.
-        run_id, commit: the run that the verdict rests on, and its commit if it is known.
-    """
-
-    rule: str
-    title: str
-    result: Result
-    reason: str
-    value: float | None = None
-    unit: str = "1"
-    comparison: str | None = None
-    bound: float | None = None
-    margin: float | None = None
-    evidence: list[str] = field(default_factory=list)
-    run_id: str | None = None
-    commit: str | None = None
+    rule: Rule
+    plan: TrainingPlan | None
+    runs: list[Run]
+    step: Step
 
     @property
-    def limit(self) -> str:
-        """The bound in words: "<= 1.15"."""
-        if self.bound is None:
-            return ""
-        return f"{self.comparison} {self.bound:.6g}" + ("" if self.unit == "1" else f" {self.unit}")
-
-
-@dataclass(frozen=True)
-class TargetVerdict:
-    """The verdict on a target: NO-GO if a rule fails, else UNKNOWN if one lacks evidence, else GO."""
-
-    name: str
-    title: str
-    result: Result
-    rules: list[RuleVerdict]
-
-    @property
-    def commits(self) -> list[str]:
-        """The commits that the rules rest on, in the order of the rules; more than one is worth a warning."""
-        return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A value to compare with the bound: its points, its description, and the interval if it is a fit."""
-
-    value: float
-    points: list[str]
-    what: str
-    interval: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The evidence of a run for a rule; `lacking`: the reason that it is incomplete."""
-
-    candidates: list[_Candidate]
-    lacking: str = ""
-    unit: str = "1"
+    def how(self) -> str:
+        """The way to missing evidence, in words."""
+        if self.step.command:
+            return f"run `{self.step.command}`"
+        return self.rule.measure.text or f"this version lacks {self.rule.measure.lacking}"
 
 
 def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
-    """Evaluate every target on the measured runs in `run_ids` (None: all). Raises StoreUnavailable."""
-    runs = measured_runs(store, run_ids)
-    return [_target(target, runs) for target in gates.targets]
+    """Evaluate every target on the measured runs in `run_ids` (None: all), on each of its hardware.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+    """
+    return judge(measured_runs(store, run_ids), gates)
+
+
+def judge(runs: list[Run], gates: Gates) -> list[TargetVerdict]:
+    """The verdicts by these runs, newest first."""
+    durations = Durations(runs)
+    return [
+        _target(target, hardware, gates.hardware, runs, durations)
+        for target in gates.targets
+        for hardware in gates.of(target)
+    ]
 
 
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
     """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
     at = now()
-    stored = RuleVerdict.__dataclass_fields__.keys() - {"run_id", "commit"}  # the reason and the evidence name them
     rows = [
         {
             "evaluated_at": at,
             "run_id": run_id,
             "target": target.name,
-            "target_title": target.title,
+            "target_title": target.full_title,
             "target_result": target.result,
             "position": position,
-            **{name: getattr(rule, name) for name in stored},
+            **{name: getattr(rule, name) for name in _STORED},
         }
         for target in verdicts
         for position, rule in enumerate(target.rules)
@@ -133,60 +84,81 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
     store.add_verdicts(rows)
 
 
-def _target(target: Target, runs: list[Run]) -> TargetVerdict:
-    rules = [_judge(rule, target.plan, runs) for rule in target.rules]
+def _target(
+    target: Target, hardware: Hardware | None, known: Sequence[Hardware], runs: list[Run], durations: Durations
+) -> TargetVerdict:
+    rules = [
+        _judge(_Case(rule, target.plan, runs, step_of(rule, hardware, durations)), hardware, known)
+        for rule in target.rules_on(hardware)
+    ]
     results = {rule.result for rule in rules}
     worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
-    return TargetVerdict(target.name, target.title, worst, rules)
+    name = target.verdict_name(hardware.name) if hardware else target.name
+    return TargetVerdict(name, target.title, worst, rules, decision=target.name, hardware=hardware)
 
 
-def _judge(rule: Rule, plan: TrainingPlan | None, runs: list[Run]) -> RuleVerdict:
-    match rule:
-        case StatesRule():
-            return _judge_states(rule, runs)
-        case ExponentRule():
-            return _judge_bounded(rule, plan, runs, lambda run: _exponents(rule, run))
-        case MetricRule():
-            return _judge_bounded(rule, plan, runs, lambda run: _metrics(rule, run))
-        case RatioRule():
-            return _judge_bounded(rule, plan, runs, lambda run: _ratios(rule, run))
+def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) -> RuleVerdict:
+    """The verdict by the hardware's own evidence, else by that of another card where the rule transfers."""
+    rule = case.rule
+    scope = Scope(rule.where, hardware, whole=rule.gpus == "all")
+    verdict = _judge_in(case, scope)
+    if verdict.value is None and hardware is not None and rule.transfers:
+        verdict = _transferred(case, scope, hardware, known) or verdict
+    step = case.step if verdict.result is Result.UNKNOWN else None
+    return replace(verdict, step=step, headline=rule.headline)
 
 
-def _judge_bounded(
-    rule: ExponentRule | MetricRule | RatioRule,
-    plan: TrainingPlan | None,
-    runs: list[Run],
-    find: Callable[[Run], _Found],
-) -> RuleVerdict:
+def _transferred(case: _Case, own: Scope, hardware: Hardware, known: Sequence[Hardware]) -> RuleVerdict | None:
+    """The verdict by another card's evidence; None without any, and where complete runs failed on this card."""
+    if any(run.failed(own) for run in preferred(case.runs, own)):
+        return None
+    for other in known:
+        if hardware.akin(other):
+            there = other.model_copy(update={"gpus": hardware.gpus})
+            verdict = _judge_in(case, replace(own, hardware=there, lengths={}))
+            if verdict.value is not None:
+                card = next(run.gpu for run in case.runs if run.run_id == verdict.run_id) or other.title
+                return replace(verdict, transferred=card, reason=f"transferred from {card}: {verdict.reason}")
+    return None
+
+
+def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:
+    if isinstance(case.rule, StatesRule):
+        return _judge_states(case, case.rule, scope)
+    return _judge_bounded(case, case.rule, scope)
+
+
+def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     """Compare the worst candidate of the newest run that has any with the bound."""
-    comparison, bound = _bound(rule, plan)
+    comparison, bound = _bound(rule, case.plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
-    complete = ((run, find(run)) for run in preferred(runs, rule.where))
-    run, found = next(((run, found) for run, found in complete if found.candidates), (None, _Found([])))
+    complete = ((run, find(rule, run, scope)) for run in preferred(case.runs, scope))
+    run, found = next(((run, found) for run, found in complete if found.candidates), (None, Found([])))
     if run is None:
-        begun = next((run for run in runs if run.state is not RunState.DONE and find(run).candidates), None)
-        return replace(verdict, reason=_unmeasured(_wanted(rule), begun, rule))
+        others = (run for run in case.runs if run.state is not RunState.DONE)
+        begun = next((run for run in others if find(rule, run, scope).candidates), None)
+        return replace(verdict, reason=_unmeasured(wanted(rule, scope), begun, case.how))
     verdict = replace(verdict, run_id=run.run_id, commit=run.commit)
     if found.unit != unit:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
     worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
     margin = bound - worst.value if comparison == "<=" else worst.value - bound
-    lacking = f"{found.lacking}: {rule.measure}" if found.lacking else _undecided(found.candidates, comparison, bound)
+    lacking = f"{found.lacking}: {case.how}" if found.lacking else _undecided(found.candidates, comparison, bound)
     result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
     reason = f"{worst.what}; {run}" + (f"; {lacking}" if lacking else "")
     return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
 
 
-def _unmeasured(wanted: str, begun: Run | None, rule: Rule) -> str:
+def _unmeasured(missing: str, begun: Run | None, how: str) -> str:
     """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
     if begun is None:
-        return f"not measured: {wanted}; {rule.measure}"
+        return f"not measured: {missing}; {how}"
     ended = sum(PointState(point["state"]).ended for point in begun.points)
-    return f"no complete run: {begun} is {begun.state}, {ended} of {len(begun.points)} points ended; {rule.measure}"
+    return f"no complete run: {begun} is {begun.state}, {ended} of {len(begun.points)} points ended; {how}"
 
 
-def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> str:
+def _undecided(candidates: list[Candidate], comparison: str, bound: float) -> str:
     """The reason that the fits do not decide, an interval across the bound; "" if they do."""
     for low, high in (each.interval for each in candidates if each.interval):
         if high > bound if comparison == "<=" else low < bound:
@@ -194,7 +166,7 @@ def _undecided(candidates: list[_Candidate], comparison: str, bound: float) -> s
     return ""
 
 
-def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: TrainingPlan | None) -> tuple[str, float]:
+def _bound(rule: BoundedRule, plan: TrainingPlan | None) -> tuple[str, float]:
     if rule.at_most is not None:
         return "<=", rule.at_most
     if rule.at_least == "plan":
@@ -204,108 +176,24 @@ def _bound(rule: ExponentRule | MetricRule | RatioRule, plan: TrainingPlan | Non
     return ">=", rule.at_least
 
 
-def _wanted(rule: ExponentRule | MetricRule | RatioRule) -> str:
-    match rule:
-        case ExponentRule():
-            return f"{rule.metric} at {rule.min_lengths} or more lengths ({rule.where})"
-        case MetricRule():
-            return f"{rule.metric} ({rule.where})"
-        case RatioRule(numerator=above, denominator=below):
-            if above.where == below.where:
-                return f"{above.metric} with {below.metric} ({rule.where})"
-            return f"{above.metric} of {above.where} beside {below.metric} of {below.where} ({rule.where})"
-
-
-def _exponents(rule: ExponentRule, run: Run) -> _Found:
-    rows = run.of(rule.metric, rule.where)
-    fits = scaling_fits(pd.DataFrame(rows)) if rows else []
-    fits = [fit for fit in fits if len(fit.lengths) >= rule.min_lengths]
-    return _Found(
-        [
-            _Candidate(fit.exponent, list(fit.point_ids), _growth(fit, len(fits)), (fit.ci_low, fit.ci_high))
-            for fit in fits
-        ]
-    )
-
-
-def _growth(fit: Fit, number: int) -> str:
-    series = f"{fit.series['implementation']} {fit.series['pass']}"
-    series += "".join(f" [{text}]" for text in surroundings(fit.series))
-    return (
-        f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
-        f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
-        + _more(number, "series")
-    )
-
-
-def _metrics(rule: MetricRule, run: Run) -> _Found:
-    rows = run.of(rule.metric, rule.where)
-    candidates = []
-    for row in rows:
-        value = abs(row["value"]) if rule.absolute else row["value"]
-        what = f"{row['label']}: {rule.metric} {row['value']:.6g} {row['unit']}" + _more(len(rows), "points")
-        candidates.append(_Candidate(value, [row["point_id"]], what))
-    unit = rows[0]["unit"] if rows else rule.unit
-    return _Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, rule.where), unit)
-
-
-def _ratios(rule: RatioRule, run: Run) -> _Found:
-    above, below = rule.numerator, rule.denominator
-    under: dict[tuple, list[Row]] = defaultdict(list)
-    for row in run.of(below.metric, rule.where, below.where):
-        if row["per_sequence"] > 0:
-            under[_alike(rule, row)].append(row)
-    pairs = [
-        (top, bottom) for top in run.of(above.metric, rule.where, above.where) for bottom in under[_alike(rule, top)]
-    ]
-    candidates = []
-    for top, bottom in pairs:
-        what = f"{top['label']}: {above.metric} {top['per_sequence']:.4g} against {bottom['per_sequence']:.4g}"
-        what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
-        points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
-        ratio = top["per_sequence"] / bottom["per_sequence"]
-        candidates.append(_Candidate(ratio, points, what + _more(len(pairs), "pairs")))
-    return _Found(candidates, _lacking(rule, run, {top["point_id"] for top, _ in pairs}, rule.where, above.where))
-
-
-def _alike(rule: RatioRule, row: Row) -> tuple:
-    """The values in which both sides of a ratio must agree: the columns `same` and all kind-specific axes."""
-    asked = {MORE + name for side in (rule.numerator, rule.denominator) for name in side.where.axes}
-    return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in asked)))
-
-
-def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], *filters: Where) -> str:
-    """The missing evidence of this run; "" if it is complete."""
-    if len(have) < rule.min_points:
-        return f"only {len(have)} of at least {rule.min_points} points"
-    if not rule.every:
-        return ""
-    points = [point for point in run.points if all(each.matches(point) for each in filters)]
-    # A failed point lacks the value, too; only skipped points, which were never to be measured, are left out.
-    without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
-    if not without:
-        return ""
-    return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
-
-
-def _judge_states(rule: StatesRule, runs: list[Run]) -> RuleVerdict:
+def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
-    run = next(iter(preferred(runs, rule.where)), None)
+    run = next(iter(preferred(case.runs, scope)), None)
     if run is None:
-        begun = next((run for run in runs if run.lengths(rule.where)), None)
-        return replace(verdict, reason=_unmeasured(f"no points ({rule.where})", begun, rule))
-    points = [point for point in run.points if rule.where.matches(point)]
+        begun = next((run for run in case.runs if run.lengths(scope)), None)
+        return replace(verdict, reason=_unmeasured(f"no points ({scope})", begun, case.how))
+    points = run.in_scope(scope)
     bad = [point for point in points if point["state"] in rule.none_of]
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
-    wanted = max(len(due), rule.min_points)
+    least = max(len(due), rule.min_points)
     reason = f"{len(bad)} of {len(points)} points ended {', '.join(rule.none_of)}"
     if bad:
         reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
-    elif len(ended) < wanted:
-        reason += f"; {len(ended)} of {wanted} were run to their end: {rule.measure}"
-    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < wanted else Result.GO
+    elif len(ended) < least:
+        reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
+    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least else Result.GO
     return replace(
         verdict,
         result=result,
@@ -316,7 +204,3 @@ def _judge_states(rule: StatesRule, runs: list[Run]) -> RuleVerdict:
         run_id=run.run_id,
         commit=run.commit,
     )
-
-
-def _more(number: int, what: str) -> str:
-    return f", the worst of {number} {what}" if number > 1 else ""

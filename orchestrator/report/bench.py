@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from orchestrator.branches import BranchShares, branch_shares
 from orchestrator.report.series import text
 from orchestrator.report.table import shape
 from orchestrator.states import Origin
@@ -64,6 +65,7 @@ class Bench:
             the run has several), in the order of the run.
         values: measured values, by place, implementation and metric.
         routes: the kernels of dense attention that ran, by place and implementation.
+        shares: the time of each branch, by place and implementation, shortest lengths first.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
         alike: the report's other runs with the same card and the same clean commit.
     """
@@ -72,6 +74,7 @@ class Bench:
     states: Mapping[tuple[Place, str], str]
     values: Mapping[tuple[Place, str, str], float]
     routes: Mapping[tuple[Place, str], str]
+    shares: Mapping[tuple[Place, str], BranchShares]
     peers: Mapping[tuple[Place, str], Figure]
     alike: Sequence[Bench] = ()
 
@@ -152,9 +155,15 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
         states.setdefault(at, row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
             routes[at] = row["route"].get("dense", "")
-    measured = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
-    values = {(_place(row), _contender(row, several), row["metric"]): row["value"] for row in measured}
-    return Bench(name, states, values, routes, _best_peers(reported, str(run["gpu"] or "")))
+    measured = queries.measurements(store, run_ids=[run["run_id"]])
+    values = {
+        (_place(row), _contender(row, several), row["metric"]): row["value"] for row in measured.to_dict("records")
+    }
+    shares = {
+        (_place({**one.series, "seq_len": one.seq_len, "batch": one.batch}), _contender(one.series, several)): one
+        for one in branch_shares(measured)
+    }
+    return Bench(name, states, values, routes, shares, _best_peers(reported, str(run["gpu"] or "")))
 
 
 def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Figure]:

@@ -1,24 +1,43 @@
-"""Tables of runs of kind `bench`: the operator beside dense attention and the best peer, its growth, its stages."""
+"""Tables of runs of kind `bench`: the operator beside dense attention and peers, its growth, branches and stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.growth import fit_growth
+from orchestrator.branches import Branch, take_overs
+from orchestrator.growth import fit_growth, local_slopes
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
 from orchestrator.states import PointState
 
 UNMEASURED = "-"
+LOCAL = (
+    "Local exponents: the slope of each octave on log-log axes, by the length at its end, with half of its 95 % "
+    "interval from the values' spread if that is above 0.1."
+)
+
+_BRANCHES = (
+    " Device milliseconds of a call by branch, and their part of all kernels. Compressed: with its scores and the "
+    "choice of blocks; window: with the blocks that are always selected; rest: compression, merging, gates; other: "
+    "PyTorch's own kernels. A stage of the compressed branch and the window is divided by a fit over the lengths: per "
+    "token, the window costs a constant and the compressed branch a multiple of S. Compressed / dense: beside the time "
+    "of the fastest dense attention. By design, with one compressed key every 16 tokens (cmp_stride; "
+    "arXiv:2502.11089), the last query sees S/16 compressed keys and a query S/32 on average, where dense attention "
+    "sees S/2: 1/16 of its work, and just as quadratic; the scores visit the same keys once more."
+)
 
 
 def tables(benches: Sequence[Bench]) -> Iterable[Table]:
-    """Tables of each run: the operator, its growth, its stages."""
+    """Tables of each run: the operator, its growth, the share of each branch, its stages."""
+    explained = _BRANCHES
     for bench in benches:
         of = f", {bench.name}" if len(benches) > 1 else ""
         if any(bench.rows()):  # a run of dense attention only has no rows; it appears in the rows of other runs
             yield _operator(bench, of)
         yield _growth(bench, of)
+        for table in _branches(bench, of, explained):
+            yield table
+            explained = ""  # said once
         yield from _stages(bench, of)
 
 
@@ -60,11 +79,10 @@ def _growth(bench: Bench, of: str) -> Table:
     rows = [row for one in series for metric in (TIME, MEMORY) if (row := _fitted(bench, *one, metric))]
     note = (
         f"Asymptotic exponent p of value = overhead + c · S^p, {pass_}, per sequence, with its 95 % interval and the "
-        "lengths that it rests on."
+        f"lengths that it rests on. {LOCAL}"
     )
-    return Table(
-        f"Growth{of}", note, ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n"], rows
-    )
+    columns = ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n", "local exponents"]
+    return Table(f"Growth{of}", note, columns, rows)
 
 
 def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
@@ -78,8 +96,44 @@ def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> l
     law = fit_growth(list(found), list(found.values()))
     if law is None:
         return None
+    local = ", ".join(map(str, local_slopes(list(found), list(found.values()))))
     interval, lengths = f"{law.ci_low:.3f} to {law.ci_high:.3f}", f"{law.lengths[0]:,} to {law.lengths[-1]:,}"
-    return [str(layout), implementation, metric, f"{law.exponent:.3f}", interval, lengths, f"{law.n}"]
+    return [str(layout), implementation, metric, f"{law.exponent:.3f}", interval, lengths, f"{law.n}", local]
+
+
+def _branches(bench: Bench, of: str, explained: str) -> Iterable[Table]:
+    """One table of shares per layout, implementation and pass; `explained`: ends the first one's note."""
+    for taken in take_overs(list(bench.shares.values())):
+        staged = {at: one for at, one in bench.shares.items() if one.series == taken.series}
+        places = sorted(staged, key=lambda at: at[0].seq_len)
+        (first, name), shares = places[0], [staged[at] for at in places]
+        shown = [branch for branch in Branch if any(branch in one.milliseconds for one in shares)]
+        rows = [
+            [
+                f"{place.seq_len:,}",
+                *(_shared(one.milliseconds.get(branch), one.share(branch)) for branch in shown),
+                _ms(one.total),
+                _part(one.milliseconds.get(Branch.COMPRESSED), bench.dense(place)),
+            ]
+            for (place, _), one in zip(places, shares, strict=True)
+        ]
+        unknown = sorted({stage for one in shares for stage in one.unknown})
+        more = f" Stages of unknown names, which count as other: {', '.join(unknown)}." if unknown else ""
+        columns = ["S", *(_TITLES.get(branch, branch.value) for branch in shown), "all kernels", "compressed / dense"]
+        title = f"Share of each branch of {first.layout}, {name} {first.pass_}{of}"
+        yield Table(title, f"{taken.sentence}{more}{explained}", columns, rows)
+        explained = ""
+
+
+_TITLES = {Branch.SHARED: "compressed and window"}
+
+
+def _shared(time: float | None, share: float) -> str:
+    return UNMEASURED if time is None else f"{_ms(time)} ({100 * share:.0f} %)"
+
+
+def _part(time: float | None, dense: Figure | None) -> str:
+    return UNMEASURED if time is None or dense is None else f"{time / dense.value:.3f}"
 
 
 def _stages(bench: Bench, of: str) -> Iterable[Table]:

@@ -1,7 +1,8 @@
 """Charts from data frames, shared by the dashboard and the reports.
 
 Text and grid take the colours of the theme that shows the chart (Streamlit's or a report's); only series and guides
-are coloured here. Reported results are hollow and dashed, measured ones filled and solid.
+are coloured here. Reported results are hollow and dashed, measured ones filled. A fitted curve is drawn over the
+lengths on which it rests; points at other lengths are paler.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from orchestrator.report.series import BLUE, GREY
 Row = dict[str, Any]
 
 _CURVE_STEPS = 24
+_TITLE = 40  # characters of an axis title that fit in one line
+_PALE = 0.35  # opacity of points that a fit leaves out
 
 # Guide slopes on log-log axes and their labels, by kind of plot.
 _GUIDES = {
@@ -48,63 +51,31 @@ def scaling_chart(
     points = _points(rows, quantity)
     if not points:
         raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
-    lines = _lines(points, _fits(fits))
+    lines = _lines(points, fit_rows(fits))
     _name(points, lines)
-    ordered = {point["series"]: point for point in sorted(points, key=_order)}
-    domain, implementations = list(ordered), [point["implementation"] for point in ordered.values()]
-    x, y = _length_axis(points), _value_axis(points, quantity)
-    columns = 2 if max(map(len, domain)) < 30 else 1
-    color = alt.Color(
-        "series:N",
-        scale=alt.Scale(domain=domain, range=series.colors(implementations)),
-        legend=alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=420, symbolSize=90),
-    )
+    ordered = list({point["series"]: point for point in sorted(points, key=_order)}.values())
+    dashes = {point["key"]: list(dash) for point, dash in zip(ordered, series.dashes(ordered), strict=True)}
+    x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
+    color, shape = _looks(ordered)
     interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
+    pale = alt.Opacity("opacity:Q", scale=None, legend=None)
     layers = [
         *_guides(points, quantity, x, y),
-        *_fit_lines(points, lines, x, y, color),
-        interval.encode(x=x, y=_at(y, "low:Q"), y2="high:Q", color=color),
-        *_marks(points, quantity, x, y, color),
+        *_fit_lines(points, lines, dashes, x, y, color),
+        interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
+        *_marks(points, quantity, x=x, y=y, color=color, shape=shape, opacity=pale),
     ]
-    return _layered(layers).resolve_scale(shape="independent").properties(height=height)
+    return layered(layers).properties(height=height)
 
 
-def exponent_chart(
-    fits: Sequence[Fit] | pd.DataFrame, quantities: Quantities, *, row_height: int = 30
-) -> alt.LayerChart:
-    """Chart of fitted exponents with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth.
-
-    Raises:
-        ValueError: there is no fit.
-    """
-    rows = _fits(fits)
-    if not rows:
-        raise ValueError("fits: there is none to draw")
-    names = series.labels(rows, quantities)
-    frame = pd.DataFrame([{name: row[name] for name in ("exponent", "ci_low", "ci_high", "overhead")} for row in rows])
-    frame["series"] = [names[series.key(row)] for row in rows]
-    frame["color"] = [series.color(row["implementation"]) for row in rows]
-    # Intervals of few points can be very wide: the axis follows the exponents, and the intervals are clipped.
-    domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
-    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
-    x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
-    axis = alt.Axis(labelLimit=320, ticks=False, domain=False)
-    y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
-    color = alt.Color("color:N", scale=None)
-    marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
-    tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
-    layers = [
-        alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
-        alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
-        alt.Chart(frame)
-        .mark_rule(strokeWidth=3, clip=True)
-        .encode(x=_at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
-        alt.Chart(frame)
-        .mark_point(filled=True, size=90, opacity=1)
-        .encode(x=x, y=y, color=color, tooltip=["series:N", *tooltip]),
-    ]
-    room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
-    return _layered(layers).properties(height=alt.Step(row_height), padding=room)
+def _looks(ordered: list[Row]) -> tuple[alt.Color, alt.Shape]:
+    """Colour and mark of each series, in one legend."""
+    domain, looks = [point["series"] for point in ordered], [series.look(point["implementation"]) for point in ordered]
+    columns = 2 if max(map(len, domain)) < 30 else 1
+    legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=460, symbolSize=90, symbolOpacity=1)
+    colors = alt.Scale(domain=domain, range=[look.color for look in looks])
+    marks = alt.Scale(domain=domain, range=[look.mark for look in looks])
+    return alt.Color("series:N", scale=colors, legend=legend), alt.Shape("series:N", scale=marks, legend=legend)
 
 
 def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
@@ -147,19 +118,20 @@ def _points(rows: pd.DataFrame, quantity: Quantity) -> list[Row]:
         share = row["per_sequence"] / row["value"]
         bounds = (row["ci_low"], row["ci_high"])
         low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
-        shown = {"y": row["per_sequence"], "low": low, "high": high, "length": length_label(row["seq_len"])}
+        shown = {"y": row["per_sequence"], "low": low, "high": high, "opacity": 1.0}
+        shown["length"] = length_label(row["seq_len"])
         points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})
     return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
 
 
-def _fits(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
+def fit_rows(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
     """The fits as plain rows, with the columns of `fits_frame`."""
     frame = fits if isinstance(fits, pd.DataFrame) else fits_frame(fits)
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
-    """Points of each fitted curve of the points' series, over the lengths that it rests on."""
+    """Points of each fitted curve of the points' series, over the lengths that it rests on; the others turn paler."""
     by_key = {series.key(fit): fit for fit in fits}
     lines = []
     for key in dict.fromkeys(point["key"] for point in points):
@@ -168,9 +140,17 @@ def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
         own, fit = [point for point in points if point["key"] == key], by_key[key]
         for length in _geometric(fit["lengths"][0], fit["lengths"][-1]):
             value = fit["overhead"] + 10 ** fit["coefficient"] * length ** fit["exponent"]
-            end = {"exponent": fit["exponent"], "origin": own[0]["origin"], "seq_len": length, "y": value}
-            lines.append({"key": key, **end})
+            lines.append({"key": key, "law": law_label(fit), "seq_len": length, "y": value})
+        for point in own:
+            point["opacity"] = 1.0 if fit["lengths"][0] <= point["seq_len"] <= fit["lengths"][-1] else _PALE
     return lines
+
+
+def law_label(fit: Row) -> str:
+    """A fit's exponent, its 95 % interval and the lengths that it rests on, in short."""
+    low, high, lengths = fit["ci_low"], fit["ci_high"], fit["lengths"]
+    interval = f"{low:.2f} to {high:.2f}"
+    return f"S^{fit['exponent']:.2f} ({interval}), {length_label(lengths[0])}–{length_label(lengths[-1])}"
 
 
 def _geometric(first: float, last: float) -> list[float]:
@@ -179,19 +159,19 @@ def _geometric(first: float, last: float) -> list[float]:
 
 
 def _name(points: list[Row], lines: list[Row]) -> None:
-    """Set the legend name of points and lines: the label of the series and its exponent."""
+    """Set the legend name of points and lines: the label of the series and its law."""
     names = series.labels(points, Quantities())
-    exponents = {line["key"]: f"  ~ S^{line['exponent']:.2f}" for line in lines}
+    laws = {line["key"]: f"  ~ {line['law']}" for line in lines}
     for row in (*points, *lines):
-        row["series"] = names[row["key"]] + exponents.get(row["key"], "")
+        row["series"] = names[row["key"]] + laws.get(row["key"], "")
 
 
 def _order(point: Row) -> tuple[str, str, str]:
     return str(point["origin"]), str(point["implementation"]), point["series"]
 
 
-def _length_axis(points: list[Row]) -> alt.X:
-    lengths = [point["seq_len"] for point in points]
+def length_axis(lengths: Sequence[float]) -> alt.X:
+    """The axis of the sequence length, wide enough for the lengths."""
     first, last = math.floor(math.log2(min(lengths))), math.ceil(math.log2(max(lengths)))
     label = (
         "datum.value >= 1048576 ? datum.value / 1048576 + 'M' :"
@@ -228,6 +208,8 @@ def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
     else:
         title, ticks, label = f"{title} [{quantity.unit}]", _decimal_ticks(low, high), "format(datum.value, ',')"
     scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    lines = title.split(" per sequence ") if len(title) > _TITLE else [title]
+    title = [lines[0], f"per sequence {lines[1]}"] if len(lines) > 1 else title
     return alt.Y("y:Q", title=title, scale=scale, axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35))
 
 
@@ -282,14 +264,21 @@ def _within(anchor: float, slope: float, ratio: float, low: float, high: float) 
     return max(1.0, min(ratio, (edge / anchor) ** (1 / slope)))
 
 
-def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """Fitted lines (dashed if reported), and thin lines through the points of series without a fit."""
-    fitted = {line["key"] for line in lines}
+def _fit_lines(
+    points: list[Row], lines: list[Row], dashes: dict[str, list[int]], x: alt.X, y: alt.Y, color: alt.Color
+) -> list[alt.Chart]:
+    """Fitted curves, thin lines through the points of series without one, and paler ones through points left out."""
+    fitted = {line["key"]: line["seq_len"] for line in reversed(lines)}  # their first lengths
     drawn: list[tuple[list[Row], dict[str, Any]]] = [
-        ([line for line in lines if line["origin"] != "reported"], {"strokeWidth": 2.5}),
-        ([line for line in lines if line["origin"] == "reported"], {"strokeWidth": 2.5, "strokeDash": [7, 4]}),
         ([point for point in points if point["key"] not in fitted], {"strokeWidth": 1}),
+        (
+            [point for point in points if point["seq_len"] <= fitted.get(point["key"], 0)],
+            {"strokeWidth": 1, "opacity": _PALE},
+        ),
     ]
+    for dash in sorted({tuple(dash) for dash in dashes.values()}):
+        own = [line for line in lines if tuple(dashes[line["key"]]) == dash]
+        drawn.append((own, {"strokeWidth": 2.5, "strokeDash": list(dash)} if dash[1] else {"strokeWidth": 2.5}))
     return [
         alt.Chart(pd.DataFrame(rows)).mark_line(**style).encode(x=x, y=y, color=color, detail="key:N")
         for rows, style in drawn
@@ -297,42 +286,34 @@ def _fit_lines(points: list[Row], lines: list[Row], x: alt.X, y: alt.Y, color: a
     ]
 
 
-def _marks(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """Point marks: filled circles for measured points, hollow diamonds for reported ones."""
+def _marks(points: list[Row], quantity: Quantity, **channels: Any) -> list[alt.Chart]:
+    """Point marks: filled for measured points, hollow for reported ones."""
     numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
     texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
-    texts |= {
-        "dtype": "dtype",
-        "device": "device",
-        "gpu": "GPU",
-        "origin": "origin",
-        "source": "source",
-        "run_id": "run",
-    }
+    texts |= {name: name for name in ("dtype", "device", "gpu", "origin", "source")} | {"gpu": "GPU", "run_id": "run"}
     texts |= {name: name.removeprefix(MORE) for point in points for name in more_columns(point)}
     tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
-    styles: list[tuple[list[Row], dict[str, Any]]] = [
-        ([point for point in points if point["origin"] != "reported"], {"filled": True, "shape": "circle"}),
-        ([point for point in points if point["origin"] == "reported"], {"filled": False, "shape": "diamond"}),
-    ]
+    by_fill = {
+        filled: [point for point in points if (point["origin"] != "reported") is filled] for filled in (True, False)
+    }
     return [
         alt.Chart(pd.DataFrame(rows))
-        .mark_point(size=80, opacity=1, strokeWidth=2, **style)
-        .encode(x=x, y=y, color=color, tooltip=tooltip)
-        for rows, style in styles
+        .mark_point(size=70, strokeWidth=2, filled=filled)
+        .encode(**channels, tooltip=tooltip)
+        for filled, rows in by_fill.items()
         if rows
     ]
 
 
-def _at(axis: Any, field: str) -> Any:
+def at(axis: Any, field: str) -> Any:
     """A copy of the axis for another field."""
     other = axis.copy()
     other.shorthand = field
     return other
 
 
-def _layered(layers: list[alt.Chart]) -> alt.LayerChart:
+def layered(layers: list[alt.Chart]) -> alt.LayerChart:
     chart = alt.layer(*layers)
     assert isinstance(chart, alt.LayerChart), "no layer is faceted"
     return chart

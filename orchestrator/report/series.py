@@ -1,7 +1,8 @@
-"""Series of a chart: their keys, distinguishing labels and colours. Pure Python.
+"""Series of a chart: their keys, distinguishing labels and looks. Pure Python.
 
-The palette begins with the colour-blind-safe one of Okabe and Ito; three colours are added for benches, which have more
-series.
+An implementation's colour and mark follow from its name alone, so that they are the same in every chart, whatever else
+it shows. Series that share an implementation differ in their dashes. The colours stand out from light and dark grounds,
+and from one another also for the colour-blind (tests/orchestrator/report/test_series.py measures both).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import cycle
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 from jobs.axes import MORE, more_columns
 from jobs.quantities import Quantities
@@ -18,17 +19,41 @@ from orchestrator.analysis import series_columns
 
 Row = Mapping[str, Any]
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-WINE, OLIVE, VIOLET = "#882255", "#999933", "#6A4FC3"
+BLUE, SKY, VERMILLION, GREEN, VIOLET, CRIMSON = "#1B6FC0", "#4FB0E8", "#D55E00", "#12A07A", "#7A3CF0", "#BB0A3A"
+PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK = "#6E7BF2", "#77B05A", "#00687F", "#E8A000", "#7B6045", "#E07FB0"
 GREY = "#8a8f98"
-PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, WINE, OLIVE, VIOLET)
-IMPLEMENTATION_COLORS = {
-    "chunked": BLUE,
-    "triton": SKY,
-    "naive": VERMILLION,
-    "dense": GREEN,
-    "reference": PURPLE,
-    "nsa-vibe": ORANGE,
+OTHER_COLORS = (PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK)  # of names that are not listed below
+MARKS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼", "cross": "✚"}
+DASHES = ((1, 0), (7, 4), (2, 3), (9, 3, 2, 3))  # of a look's first, second, ... series in a chart
+
+
+class Look(NamedTuple):
+    """Colour and mark (a key of MARKS) of an implementation."""
+
+    color: str
+    mark: str
+
+    @property
+    def sign(self) -> str:
+        """The mark as a character, for tables."""
+        return MARKS[self.mark]
+
+
+LOOKS = {
+    "triton": Look(BLUE, "circle"),
+    "chunked": Look(SKY, "triangle-up"),
+    "naive": Look(VERMILLION, "square"),
+    "dense": Look(GREEN, "diamond"),
+    "reference": Look(VIOLET, "triangle-down"),
+    "nsa-vibe": Look(CRIMSON, "cross"),
+    "dense-sdpa-flash": Look(LEAF, "diamond"),
+    "dense, PyTorch cuDNN": Look(GREEN, "square"),
+    "dense, PyTorch flash": Look(LEAF, "cross"),
+    "dense, flash-attn-4": Look(TEAL, "diamond"),
+    "Scalable-Flash-NSA": Look(AMBER, "circle"),
+    "Flash-Sparse-Attention": Look(PINK, "triangle-up"),
+    "native-sparse-attention-triton": Look(PERIWINKLE, "triangle-down"),
+    "flash-linear-attention nsa": Look(BROWN, "cross"),
 }
 
 # Coordinates that distinguish series, most telling first; kind-specific axes follow.
@@ -61,18 +86,30 @@ def shape(row: Row) -> str:
     return " ".join(filter(None, parts))
 
 
-def color(implementation: object) -> str:
-    """The fixed colour of an implementation in every chart; grey if it has none."""
-    return IMPLEMENTATION_COLORS.get(str(implementation).split(" ")[0].rstrip(","), GREY)
+def look(implementation: object) -> Look:
+    """The fixed colour and mark of an implementation.
+
+    A variant ("dense, flash-attn-4 4.0", "nsa-vibe (cmp)") looks like the longest name of LOOKS that it begins with.
+    The looks of all other names are drawn from a hash of the name; two may share a colour, seldom a mark as well.
+    """
+    name = text(implementation)
+    known = [one for one in LOOKS if name == one or name.startswith((f"{one} ", f"{one},"))]
+    if known:
+        return LOOKS[max(known, key=len)]
+    number = int.from_bytes(sha256(name.encode()).digest()[:4], "big")
+    return Look(OTHER_COLORS[number % len(OTHER_COLORS)], list(MARKS)[number // len(OTHER_COLORS) % len(MARKS)])
 
 
-def colors(implementations: Sequence[object]) -> list[str]:
-    """One colour per series: an implementation's first series gets its fixed colour, others cycle through the rest."""
-    owners = {own: place for place, name in reversed(list(enumerate(implementations))) if (own := color(name)) != GREY}
-    spare = [candidate for candidate in PALETTE if candidate not in owners] or list(PALETTE)
-    places = {place: own for own, place in owners.items()}
-    free = cycle(spare)
-    return [places.get(place) or next(free) for place in range(len(implementations))]
+def dashes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """A dash pattern per series, given a row of each: series with one look differ, reported ones are never solid."""
+    seen: Counter[tuple[Look, bool]] = Counter()
+    found = []
+    for row in rows:
+        kind = look(row["implementation"]), row["origin"] == "reported"
+        place = seen[kind] % (len(DASHES) - kind[1])
+        found.append(DASHES[place + kind[1]])
+        seen[kind] += 1
+    return found
 
 
 def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from jobs.quantities import Quantity, Role
 from orchestrator.analysis import Fit
-from orchestrator.gates.verdicts import TargetVerdict
+from orchestrator.gates.results import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
 from orchestrator.report.table import Table, missing, shape, shape_of, whole
@@ -60,7 +60,9 @@ def _tables(content: Content) -> Iterable[Table]:
     yield _runs(content)
     yield from bench_text.tables(content.benches)
     for verdict in content.verdicts:
-        yield _verdict(verdict)
+        if verdict.measured:
+            yield _verdict(verdict)
+    yield from _unjudged([verdict for verdict in content.verdicts if not verdict.measured])
     if general := content.general:
         yield _fits([fit for fit in content.fits if fit.run_id in general], content.run_names)
         yield _measured(content)
@@ -101,9 +103,6 @@ def _commit(run: Mapping) -> str:
 def _verdict(verdict: TargetVerdict) -> Table:
     columns = ["rule", "result", "value", "bound", "margin", "reason"]
     title = f"Verdict {verdict.name}: {verdict.result.value}"
-    if all(rule.value is None for rule in verdict.rules):
-        note = f"{verdict.title}. These runs are evidence for no rule; `nsa gate` says what each needs."
-        return Table(title, note, columns, [])
     rows = [
         [
             rule.rule,
@@ -115,10 +114,22 @@ def _verdict(verdict: TargetVerdict) -> Table:
         ]
         for rule in verdict.rules
     ]
-    note = f"{verdict.title}. GO needs every rule; a rule without evidence is UNKNOWN."
+    note = f"{verdict.full_title}. GO needs every rule; a rule without evidence is UNKNOWN."
     if len(verdict.commits) > 1:
         note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
     return Table(title, note, columns, rows)
+
+
+def _unjudged(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
+    """A table with a line per decision that these runs are no evidence for on some hardware; none without."""
+    hardware: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        titles = hardware.setdefault(verdict.decision, [])
+        titles += [verdict.hardware.title] if verdict.hardware else []
+    if hardware:
+        rows = [[name, ", ".join(titles) or "any"] for name, titles in hardware.items()]
+        note = "These runs are evidence for no rule there; `nsa plan` lists the commands that would settle them."
+        yield Table("No verdict", note, ["decision", "hardware"], rows)
 
 
 def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
@@ -137,13 +148,14 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
             f"{fit.overhead:.3g}" if fit.overhead else "",
             f"{100 * fit.residual:.1f} %",
             f"{fit.plain.exponent:.3f}",
+            fit.local_text,
         ]
         for fit in fits
     ]
     note = (
         "Asymptotic exponent p of value = overhead + c · S^p, per sequence, on the longest range up to the longest "
         "length on which the law holds (one on which it is exact comes first); without an overhead where the "
-        "information criterion prefers that. Last column: the slope of a line through all lengths."
+        "information criterion prefers that. All lengths: the slope of a line through all of them. " + bench_text.LOCAL
     )
     columns = [
         "run",
@@ -159,6 +171,7 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
         "overhead",
         "residual",
         "all lengths",
+        "local exponents",
     ]
     return Table("Scaling", note, columns, rows)
 

@@ -38,17 +38,17 @@ class ImportSummary:
 
 
 def import_file(store: Store, path: Path) -> ImportSummary:
-    """Store the journal (.jsonl) or reported table (.csv) at `path`; importing it again adds no duplicates.
+    """Store the journal (.jsonl, .jsonl.gz) or reported table (.csv) at `path`; doing it again adds no duplicates.
 
     Raises:
         UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong.
         StoreUnavailable: the database cannot be reached.
     """
-    if path.suffix == ".jsonl":
+    if path.name.endswith((".jsonl", journal.COMPRESSED)):
         return _import_journal(store, path)
     if path.suffix == ".csv":
         return _import_table(store, path)
-    raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal.jsonl or a CSV")
+    raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
 def _import_journal(store: Store, path: Path) -> ImportSummary:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +13,11 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from free_ports import free_ports
-from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Playwright, ViewportSize, expect, sync_playwright
 
 from orchestrator import records as rec
 from orchestrator.artifacts import ArtifactStore, Source
@@ -24,7 +27,9 @@ from orchestrator.store import Store, queries
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 420, "height": 800}
+TRAINED = "20261120-090000-train-m7c-ef56"
+WIDE, SMALL = ViewportSize(width=1440, height=900), ViewportSize(width=1280, height=720)
+NARROW = ViewportSize(width=420, height=800)
 PATIENCE_MS = 30_000
 
 
@@ -55,10 +60,35 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, complete_file: Path) -> Path:
-    """The dashboard's home folder, with the complete database."""
+    """The dashboard's home folder, with the complete database and a training on an H200."""
     home = tmp_path_factory.mktemp("home")
     shutil.copy(complete_file, home / "nsa.db")
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(trained())
     return home
+
+
+def trained() -> list[rec.Record]:
+    """A training of the 125M model, older than the sweep."""
+    at, point = datetime(2026, 11, 20, 9, tzinfo=UTC), f"{TRAINED}/0"
+    axes = {
+        "implementation": "triton", "workload": "model", "pass_": "training", "seq_len": 2048, "batch": 2,
+        "query_heads": 12, "kv_heads": 2, "head_dim": 64, "layers": 12, "dtype": "bfloat16", "device": "cuda",
+    }  # fmt: skip
+    metrics = (
+        rec.MetricData(name="throughput", unit="tok/s", value=23_703.7),
+        rec.MetricData(name="peak_memory", unit="MiB", value=3_844.0),
+    )
+    return [
+        rec.RunRecord(run_id=TRAINED, at=at, name="train-m7c", kind="train", spec={}, spec_hash="2", git_commit="beef"),
+        rec.PointRecord(run_id=TRAINED, at=at, point_id=point, index=0, key="t", label="m7c", config={}, axes=axes),
+        rec.StartRecord(run_id=TRAINED, at=at, point_id=point, attempt=1),
+        rec.OutcomeRecord(
+            run_id=TRAINED, at=at, point_id=point, attempt=1, state=PointState.OK, metrics=metrics,
+            environment={"gpu": {"name": "NVIDIA H200"}},
+        ),
+        rec.RunEndRecord(run_id=TRAINED, at=at, state=RunState.DONE),
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +150,15 @@ def table(page: Page, *words: str):
 def test_every_page_shows_real_results(page: Page, address: str):
     visit(page, address, "Overview")
     expect(page.get_by_text("NO-GO").first).to_be_visible()
-    rules = table(page, "agrees with the float64 oracle")
-    expect(rules.get_by_role("row")).to_have_count(5)  # the header and four rules
+    expect(table(page, "Naive contrast").get_by_role("row")).to_have_count(6)  # header, verdict and four rules
     expect(page.get_by_text("UNKNOWN").first).to_be_visible()
     expect(page.get_by_test_id("stDataFrame").locator("canvas").first).to_be_visible()
 
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Scaling").click()
     settled(page, "Scaling")
     charts = page.get_by_test_id("stVegaLiteChart")
-    expect(charts).to_have_count(5)
-    for number in range(5):
+    expect(charts).to_have_count(6)
+    for number in range(6):
         drawn = charts.nth(number).locator("canvas, svg.marks").first
         drawn.scroll_into_view_if_needed()
         expect(drawn).to_be_visible()
@@ -137,8 +166,7 @@ def test_every_page_shows_real_results(page: Page, address: str):
         assert box is not None
         assert box["width"] > 300
         assert box["height"] > 100
-    expect(table(page, "95 % interval", "naive")).to_be_visible()
-    expect(table(page, "hang", "skipped", "93.1 GiB")).to_be_visible()
+    expect(page.get_by_test_id("stDataFrame")).to_have_count(3)  # exponents, points without a number, numbers
 
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Runs").click()
     settled(page, "Runs")
@@ -153,8 +181,41 @@ def test_every_page_shows_real_results(page: Page, address: str):
     assert sum(",hang," in line for line in lines) == 1
 
 
-def test_evidence_leads_to_its_point(page: Page, address: str):
+def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     visit(page, address, "Overview")
+    card = page.locator(".st-key-decision-m7c-125m-training")
+    rules, main = card.get_by_test_id("stTable"), page.get_by_test_id("stMain")
+    expect(rules.get_by_role("row")).to_have_count(12)  # header, verdict and ten rules
+    first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
+    inside = "e => [e, ...e.querySelectorAll('*')].filter(x => x.clientWidth && x.scrollWidth > x.clientWidth + 1)"
+    schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+    for size, scheme in itertools.product((WIDE, SMALL), schemes):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size(size)
+        for shown in first:
+            expect(shown).to_be_in_viewport(ratio=1)
+        assert rules.evaluate(f"e => ({inside})(e).length") == 0, "a cell is clipped"
+        assert main.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+        assert main.evaluate("e => e.scrollHeight") < 1600
+
+
+def test_what_is_opened_on_a_card_is_in_the_address(page: Page, address: str):
+    visit(page, address, "Overview")
+    card = page.locator(".st-key-decision-m7c-125m-training")
+    card.get_by_role("radio", name="1× H200").click()
+    expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
+    card.get_by_text("What would settle the open rules").click()
+    expect(card.get_by_test_id("stCode").first).to_be_visible()
+    page.wait_for_url("**next-m7c-125m-training=true**")
+    visit(page, page.url, "Overview")
+    expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
+    expect(card.get_by_test_id("stCode").first).to_be_visible()
+
+
+def test_evidence_leads_to_its_point(page: Page, address: str):
+    visit(page, f"{address}/?why-linear-scaling=CPU", "Overview")
+    value = table(page, "Naive contrast").get_by_role("link").first
+    expect(value).to_have_attribute("title", re.compile("agrees with the float64 oracle: .*; run " + RUN))
     link = table(page, "agrees with the float64 oracle").get_by_role("link").last
     with page.context.expect_page() as opened:
         link.click()
@@ -176,6 +237,76 @@ def test_a_click_on_a_run_opens_it(page: Page, address: str):
     settled(page, "demo")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, SMALL], ids=["1440x900", "1280x720"])
+def test_curves_and_exponents_are_on_the_first_screen_of_scaling(
+    page: Page, address: str, size: ViewportSize, scheme: Literal["light", "dark"]
+):
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme)
+    visit(page, f"{address}/scaling", "Scaling")
+    for place, title in enumerate(("Memory", "Time")):
+        expect(page.get_by_role("heading", name=f"{title}, measured")).to_be_in_viewport(ratio=1)
+        chart = page.get_by_test_id("stVegaLiteChart").nth(place)
+        expect(chart).to_be_in_viewport(ratio=1)
+        exponent = chart.get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
+        expect(exponent).to_be_in_viewport(ratio=0.99)
+    assert page.get_by_test_id("stMain").evaluate("main => main.scrollTop") == 0
+    expect(page.get_by_text("Implementation", exact=True)).to_be_hidden()  # the controls are folded
+
+
+def test_filters_survive_a_reload_and_a_copied_link(page: Page, address: str):
+    visit(page, f"{address}/scaling", "Scaling")
+    filters = page.get_by_role("button", name="Runs and filters")
+    filters.click()
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="forward", exact=True).click()
+    page.get_by_test_id("stPopoverBody").get_by_role("button", name="forward+backward", exact=True).click()
+    expect(page).to_have_url(f"{address}/scaling?pass=forward")
+    link = page.url
+    page.reload()
+    settled(page, "Scaling")
+    expect(page.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+    copied = page.context.new_page()
+    visit(copied, link, "Scaling")
+    expect(copied.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+    expect(copied).to_have_url(link)
+    visit(copied, f"{address}/runs?run={RUN}", "demo")
+    copied.get_by_role("tab", name="Spec").click()
+    expect(copied).to_have_url(f"{address}/runs?run={RUN}&tab=Spec")
+    copied.reload()
+    settled(copied, "demo")
+    expect(copied.get_by_role("tab", name="Spec")).to_have_attribute("aria-selected", "true")
+    visit(copied, f"{address}/runs?state=done&text=demo", "Runs")
+    expect(copied.get_by_placeholder("id, name, source or host")).to_have_value("demo")
+
+
+def click_row(page: Page, number: int, place: int) -> None:
+    """Click a row (the first is 0) of the page's grid at this place, on its third column."""
+    grid = page.get_by_test_id("stDataFrame").nth(place)
+    grid.scroll_into_view_if_needed()
+    expect(grid.locator("canvas").first).to_be_visible()
+    page.wait_for_timeout(500)  # the grid is drawn after it is attached
+    grid.click(position={"x": 220, "y": 55 + 35 * number})
+
+
+def test_a_click_on_an_exponent_opens_its_run_and_the_way_back_leads_back(page: Page, address: str):
+    visit(page, f"{address}/scaling?pass=forward", "Scaling")
+    click_row(page, 1, place=0)
+    settled(page, "demo")
+    expect(page).to_have_url(f"{address}/runs?run={RUN}")
+    page.go_back()
+    settled(page, "Scaling")
+    expect(page).to_have_url(f"{address}/scaling?pass=forward")
+    expect(page.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
+
+
+def test_a_click_on_a_point_without_a_number_opens_it(page: Page, address: str):
+    visit(page, f"{address}/scaling", "Scaling")
+    click_row(page, 1, place=1)
+    settled(page, "naive forward+backward S=8217")
+    expect(page.get_by_text("no progress for 120 s").first).to_be_visible()
+
+
 @pytest.mark.parametrize("path", ["", "scaling", f"runs?run={RUN}"])
 def test_a_narrow_window_scrolls_down_only(page: Page, address: str, path: str):
     page.set_viewport_size(NARROW)
@@ -185,7 +316,7 @@ def test_a_narrow_window_scrolls_down_only(page: Page, address: str, path: str):
 
 
 def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):
-    visit(page, address, "Overview")
+    visit(page, f"{address}/?why-linear-scaling=CPU", "Overview")
     with Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
         start = datetime.now(UTC)
         axes = {"implementation": "chunked", "workload": "attention", "seq_len": 512, "device": "cpu"}

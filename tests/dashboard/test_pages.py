@@ -5,19 +5,22 @@ from __future__ import annotations
 import sqlite3
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
-from orchestrator.states import PointState
+from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
+CURVE = "reported-002_0efc432e4c57f734"
 PAGES = ("overview", "scaling", "runs")
 
 
@@ -34,6 +37,11 @@ def show(page: str, **query: str) -> AppTest:
 def check(app: AppTest) -> AppTest:
     assert not app.exception, [(found.message, found.stack_trace) for found in app.exception]
     return app
+
+
+def asked(app: AppTest) -> dict[str, list[str]]:
+    """The names and values in the page's address."""
+    return {name: [found] if isinstance(found, str) else found for name, found in app.query_params.items()}
 
 
 def text(app: AppTest) -> str:
@@ -101,21 +109,42 @@ def test_a_database_that_goes_away_is_noticed(complete: str, tmp_path: Path):
     assert "No results yet" in text(show("overview"))
 
 
-def test_the_overview_judges_each_target_with_its_rules(complete: str):
+def test_the_overview_has_a_card_for_each_target(complete: str):
     app = show("overview")
     said = text(app)
     assert "NO-GO] Native sparse attention" in said
     assert "UNKNOWN] The 125M model" in said
-    rules = app.table[0].value
-    assert list(rules.columns) == ["Result", "Rule", "Value", "Bound", "Margin", "Why", "Evidence"]
-    memory = rules[rules["Rule"].str.contains("memory beyond the inputs")].iloc[0]
-    assert "GO" in memory["Result"]
-    assert "1.15" in memory["Bound"]
-    assert f"runs?run={RUN}&point={RUN}%2F" in memory["Evidence"]
-    failures = rules[rules["Rule"].str.contains("hung")].iloc[0]
-    assert "NO-GO" in failures["Result"]
-    assert "check_circle" in memory["Result"]  # icon and word, not colour alone
-    assert "cancel" in failures["Result"]
+    assert "need 2,370 tok/s · **Measured** nothing yet" in said
+    rules = next(table.value for table in app.table if "Bound" in table.value.columns).set_index("Rule")
+    ours = rules.iloc[:, -1]  # the CPU
+    assert "✓" in ours["Memory exponent"]
+    assert "1.15" in rules.loc["Memory exponent", "Bound"]
+    assert f"runs?run={RUN}&point={RUN}%2F" in ours["Memory exponent"]
+    assert "✗" in ours["No failures"]
+    assert "cancel" in said  # icon and word, not colour alone
+    assert len(app.table) == 1  # no table of unknowns alone, no reasons unless asked for
+
+
+def test_the_overview_gives_the_reasons_that_are_asked_for(complete: str):
+    app = show("overview")
+    machines = next(control for control in app.segmented_control if control.key == "why-linear-scaling")
+    machines.set_value(machines.options[-1]).run()
+    reasons = next(table.value for table in check(app).table if "Why" in table.value.columns)
+    assert list(reasons.columns) == ["Rule", "Value", "Why", "Evidence"]
+    failures = reasons[reasons["Rule"].str.contains("hung")].iloc[0]
+    assert "NO-GO" in failures["Rule"]
+    assert "RuntimeError" in failures["Why"] or "hang" in failures["Why"]
+    assert f"point={RUN}%2F" in failures["Evidence"]
+
+
+def test_a_target_of_ones_own_is_text(complete: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "gates.yaml").write_text(
+        "targets: [{name: x, title: 'a [link](http://x) :red[y]', rules: [{rule: r, title: '**t**', kind: states, "
+        "measure: 'n'}]}]"
+    )
+    monkeypatch.setenv("NSA_GATES", str(tmp_path / "gates.yaml"))
+    titles = [element.value for element in show("overview").markdown if "link" in element.value]
+    assert titles == [r"### :red-badge[:material/cancel: NO-GO] a \[link\](http\://x) \:red\[y\]"]
 
 
 def test_the_overview_shows_runs_and_counts(complete: str):
@@ -123,7 +152,7 @@ def test_the_overview_shows_runs_and_counts(complete: str):
     latest = app.dataframe[0].value
     assert latest["Id"].tolist() == [RUN]
     assert latest["Points"].tolist() == ["24 ok · 3 failed · 1 skipped"]
-    assert {metric.label: metric.value for metric in app.metric}["Points failed"] == "11"
+    assert "11 failed" in text(app)
     assert "nsa.db" in "".join(caption.value for caption in app.sidebar.caption)
 
 
@@ -132,19 +161,23 @@ def test_the_overview_follows_a_run(half_finished: str):
     said = text(app)
     assert "2 ok · 1 running · 2 pending" in said or "2 ok · 1 running · 2 pending" in str(app.get("progress"))
     assert "timing 3/10" in said
-    assert "without evidence" in "".join(expander.label for expander in app.expander)
+    assert "Not yet: nothing measured" in said
 
 
 def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: str):
     app = show("scaling")
-    assert [picked.value for picked in app.multiselect[:2]] == [[RUN], ["reported-002_0efc432e4c57f734"]]
+    assert app.multiselect[0].value == [RUN, CURVE]
+    assert asked(app) == {}  # defaults are left out
     titles = [subheader.value for subheader in app.subheader]
-    assert titles == ["Memory, measured", "Memory, reported", "Time, measured", "Throughput, measured"]
-    assert len(app.get("vega_lite_chart")) == 5
+    ours = ["Memory, measured", "Time, measured", "Fitted exponents", "Throughput, measured"]
+    assert titles == [*ours, "Memory, reported"]
+    assert len(app.get("vega_lite_chart")) == 6
     fits = _fits(app)
-    ours = fits[fits["Origin"].str.contains("measured")].set_index(["Metric", "Implementation"])["Exponent"]
-    assert float(ours["Peak memory beyond inputs", "naive"].strip("*")) == pytest.approx(2, abs=0.05)
-    assert float(ours["Peak memory beyond inputs", "chunked"].strip("*")) == pytest.approx(1, abs=0.05)
+    ours = fits[fits["Origin"].str.contains("measured")].set_index(["Quantity", "Implementation"])
+    assert ours["Exponent"]["Peak memory beyond inputs", "naive"] == pytest.approx(2, abs=0.05)
+    assert ours["Exponent"]["Peak memory beyond inputs", "chunked"] == pytest.approx(1, abs=0.05)
+    assert ours["Local exponents"]["Time", "naive"].startswith("1K ")
+    assert ours["Rests on"]["Time", "naive"] == "4: 512 to 4K"
     assert fits["95 % interval"].str.contains(" to ").all()
     assert fits["Origin"].str.contains("reported").any()
 
@@ -152,7 +185,63 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
 def test_a_bench_is_a_sweep_too(complete: str):
     with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
         connection.execute("UPDATE run SET kind = 'bench' WHERE id = ?", (RUN,))
-    assert show("scaling").multiselect[0].value == [RUN]
+    assert show("scaling").multiselect[0].value == [RUN, CURVE]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "state", "kind", "opens"),
+    [
+        ((512, 1024), RunState.DONE, "scaling", False),  # a smoke test of two lengths
+        ((512, 1024, 2048, 4096, 8192), RunState.CANCELLED, "scaling", False),
+        ((512, 1024, 2048, 4096, 8192), RunState.FAILED, "scaling", False),
+        ((512, 1024, 2048, 4096, 8192), None, "scaling", False),  # still running
+        ((512, 1024, 2048, 4096, 8192), RunState.DONE, "decode", True),  # the complete sweep has only four lengths
+        ((512, 1024, 2048, 4096), RunState.DONE, "decode", False),
+        ((512, 1024, 2048, 4096), RunState.DONE, "scaling", True),
+    ],
+)
+def test_scaling_begins_with_the_newest_complete_sweep(
+    complete: str, lengths: tuple[int, ...], state: RunState | None, kind: str, opens: bool
+):
+    with Store.open(complete) as store:
+        store.apply_many(small_sweep(HALF, lengths, state, kind))
+    assert show("scaling").multiselect[0].value[0] == (HALF if opens else RUN)
+
+
+def test_without_a_complete_sweep_scaling_begins_with_the_newest_results(database: str):
+    with Store.open(database) as store:
+        store.apply_many(small_sweep(RUN, (512, 1024, 2048), RunState.CANCELLED, hours=2))
+        store.apply_many(small_sweep(HALF, (512,), RunState.DONE))
+    assert show("scaling").multiselect[0].value == [HALF]
+
+
+def test_the_controls_of_scaling_are_in_the_address(complete: str):
+    app = show("scaling")
+    _pills(app, "Pass").set_value(["forward"]).run()
+    assert asked(check(app)) == {"pass": ["forward"]}
+    _control(app.segmented_control, "Reported results").set_value("together").run()
+    _pills(app, "Implementation").set_value([]).run()
+    chosen = {"pass": ["forward"], "reported": ["together"], "implementation": ["all"]}
+    assert asked(check(app)) == chosen
+    again = check(_visit("scaling", chosen))
+    assert _pills(again, "Pass").value == ["forward"]
+    assert _control(again.segmented_control, "Reported results").value == "together"
+    assert _pills(again, "Implementation").value == []
+    assert text(again) == text(app)
+    _pills(again, "Pass").set_value(["forward+backward"]).run()
+    assert "pass" not in asked(check(again))  # the default again
+
+
+def test_unknown_values_in_the_address_are_ignored_with_a_word(complete: str):
+    app = check(_visit("scaling", {"run": [RUN, "gone"], "pass": ["sideways"], "reported": ["x"], "colour": ["1"]}))
+    assert app.multiselect[0].value == [RUN]
+    said = text(app)
+    assert "Unknown in the address, ignored: `run=gone`, `pass=sideways`, `reported=x`, `colour`" in said
+    assert "Time, measured" in said
+    assert "ignored" not in text(show("scaling", run=RUN))
+    app = check(_visit("runs", {"state": ["finished"], "kind": ["scaling"]}))
+    assert "ignored: `state=finished`" in text(app)
+    assert len(app.dataframe[0].value) == 1
 
 
 def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it(complete: str):
@@ -163,13 +252,48 @@ def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it
     assert "Memory, reported" in titles
 
 
+def test_scaling_shows_the_share_of_each_branch_and_where_the_compressed_takes_over(complete: str):
+    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
+        connection.executemany(
+            "INSERT INTO metric (point_id, name, unit, value, samples, method) "
+            "SELECT id, ?, 'ms', ? * pow(seq_len / 1024.0, ?), '[]', 'profiler' FROM point "
+            "WHERE run_id = ? AND implementation = 'chunked' AND state = 'ok'",
+            [("stage_compressed", 1.0, 2, RUN), ("stage_window", 2.0, 1, RUN), ("stage_merge", 0.5, 1, RUN)],
+        )
+    app = show("scaling")
+    said = text(app)
+    assert "Share of each branch" in said
+    assert "The compressed branch grows as S^2.00" in said
+    assert "costs as much as all the rest from" in said
+    assert said.count("The compressed branch grows") == 1  # forward+backward, as the other charts show by default
+    _pills(app, "Implementation").set_value(["naive"]).run()
+    assert "Share of each branch" not in text(check(app))
+
+
 def _fits(app: AppTest) -> pd.DataFrame:
-    return next(table.value for table in app.table if "Exponent" in table.value.columns)
+    return next(grid.value for grid in app.dataframe if "Exponent" in grid.value.columns)
+
+
+def _control(kind: Any, label: str) -> Any:
+    return next(control for control in kind if control.label == label)
+
+
+def _pills(app: AppTest, label: str) -> Any:
+    return _control(app.pills, label)
+
+
+def _visit(page: str, query: dict[str, list[str]]) -> AppTest:
+    """The page at an address."""
+    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
+    app.switch_page(f"{page}.py")
+    for name, values in query.items():
+        app.query_params[name] = values
+    return app.run()
 
 
 def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
     app = show("scaling")
-    missing = next(table.value for table in app.table if "State" in table.value.columns)
+    missing = next(grid.value for grid in app.dataframe if "Why" in grid.value.columns)
     states = "".join(missing["State"])
     assert all(state in states for state in ("oom", "hang", "error", "skipped"))
     assert missing["Why"].str.contains("93.1 GiB").any()
@@ -179,22 +303,22 @@ def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
 
 def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
     app = show("scaling")
+    app.multiselect[0].set_value([CURVE]).run()
+    assert [subheader.value for subheader in check(app).subheader] == ["Memory, reported", "Fitted exponents"]
+    assert asked(app) == {"run": [CURVE]}
     app.multiselect[0].set_value([]).run()
-    assert [subheader.value for subheader in check(app).subheader] == ["Memory, reported"]
-    app.multiselect[1].set_value([]).run()
     assert "Choose a run" in text(check(app))
+    assert asked(app) == {"run": ["none"]}
     app = show("scaling")
-    layout = next(control for control in app.segmented_control if control.label == "Reported results")
-    layout.set_value("In one chart").run()
+    _control(app.segmented_control, "Reported results").set_value("together").run()
     assert [subheader.value for subheader in check(app).subheader][1] == "Peak memory allocated"
 
 
 def test_scaling_shows_the_run_that_a_link_names(complete: str):
     app = show("scaling", run="reported-peers-H200")
-    assert app.multiselect[0].value == []
-    assert app.multiselect[1].value == ["reported-peers-H200"]
+    assert app.multiselect[0].value == ["reported-peers-H200"]
     assert "Time, reported" in text(app)
-    shapes = next(control for control in app.pills if control.label == "Shape")
+    shapes = _pills(app, "Shape")
     assert shapes.value == ["12/2 heads d64"]  # one of three, which would hide each other
     shown = len(_fits(app))
     shapes.set_value(["12/2 heads d64", "64/4 heads d128"]).run()
@@ -214,6 +338,10 @@ def test_runs_can_be_found(complete: str):
     assert check(app).dataframe[0].value["Run"].tolist() == ["report 002"]
     app.selectbox[0].set_value("measured").run()
     assert "No run fits" in text(check(app))
+    assert asked(app) == {"text": ["report 002"], "origin": ["measured"]}
+    again = show("runs", text="report 002", origin="reported")
+    assert again.dataframe[0].value["Run"].tolist() == ["report 002"]
+    assert again.text_input[0].value == "report 002"
 
 
 def test_a_run_in_detail(complete: str):

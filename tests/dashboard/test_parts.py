@@ -28,6 +28,27 @@ def test_numbers(value: float | None, unit: str, text: str):
     assert parts.number(value, unit) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (122880.0, "MiB", f"120{NBSP}GiB"),
+        (-13625.0, "MiB", f"-13.31{NBSP}GiB"),
+        (1023.0, "MiB", f"1,023{NBSP}MiB"),
+        (2370.37, "tok/s", f"2,370{NBSP}tok/s"),
+        (None, "MiB", "–"),
+    ],
+)
+def test_amounts(value: float | None, unit: str, text: str):
+    assert parts.amount(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(0.2, "1 min"), (12.4, "12 min"), (59.7, "1 h 00 min"), (95, "1 h 35 min")]
+)
+def test_predicted_minutes(length: float, text: str):
+    assert parts.minutes(length) == text
+
+
 def test_every_state_has_a_look():
     assert set(parts.POINT_STATES) == set(PointState)
     assert set(parts.RUN_STATES) == set(RunState)
@@ -53,6 +74,12 @@ def test_evidence_links_to_points():
     text = parts.evidence([f"run-1/{n}" for n in range(8)])
     assert text.startswith("[#0](runs?run=run-1&point=run-1%2F0) [#1]")
     assert text.endswith("+2")
+
+
+def test_hover_text_cannot_leave_its_link():
+    link = parts.point_link("run-1/7", "✓", hover='a "quote" \\ and\n&lt; (b)')
+    assert link == r'[✓](runs?run=run-1&point=run-1%2F7 "a \"quote\" \\ and \&lt\; \(b\)")'
+    assert parts.point_link("run-1/7") == "[7](runs?run=run-1&point=run-1%2F7)"
 
 
 def test_text_is_escaped():

@@ -25,6 +25,7 @@ from orchestrator.run.upload import PACKAGES, sources
 from orchestrator.store import Store, queries
 
 ROOT = Path(__file__).resolve().parents[2]
+OUR_RUNS = ROOT / "docs" / "results" / "data"
 MIB = 2**20
 CORPUS = "the wheel is small. " * 200
 SHORT = ("attention=[nsa]", "seq_len=16", "batch=2", "steps=12", "optimizer.warmup_steps=2", "plan=null")
@@ -124,7 +125,9 @@ def _environment(venv: Path, wheel: Path) -> Path:
 def test_the_wheel_has_the_data_and_the_licence_but_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name for name in names if name.startswith(PACKAGES)} == {name for name, _ in sources(ROOT)}
+    journals = {f"orchestrator/reference_data/journals/{path.name}" for path in OUR_RUNS.glob("*.jsonl.gz")}
+    assert {name for name in names if name.startswith(PACKAGES)} == {name for name, _ in sources(ROOT)} | journals
+    assert journals
     assert {"dashboard/app.py", "dashboard/icon.svg", "dashboard/.streamlit/config.toml"} <= names
     assert {name.split("/")[0] for name in names} - {"nsa_core", "jobs", "orchestrator", "dashboard"} == {
         name.split("/")[0] for name in names if ".dist-info/" in name

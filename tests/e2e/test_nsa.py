@@ -67,6 +67,38 @@ def test_nsa_submit_does_the_same_and_its_log_stays(env: dict[str, str]) -> None
     assert "Traceback" in _run(env, "nsa", "logs", "last", "--point", "1").stdout  # the point's own, kept with it
 
 
+GATES = """
+hardware:
+  - {name: cpu, title: CPU, gpus: 0}
+  - {name: 1x-h100, title: 1× H100, gpu: "*H100*", gpus: 1, architecture: sm90, accelerator: H100}
+targets:
+  - name: quick
+    title: a point is measured
+    hardware: [1x-h100, cpu]
+    rules:
+      - {rule: wrong, title: its spec is wrong, kind: states, where: {job: decode}, measure: {
+          spec: demo.yaml, set: ["implementations=[nonesuch]"]}}
+      - {rule: measured, title: no point failed, kind: states, where: {job: scaling}, measure: {
+          spec: demo.yaml, set: ["lengths=[64]", "implementations=[chunked]", "passes=[forward]", timing.min_s=0]}}
+      - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: {lacking: the job kind `soak`}}
+"""
+
+
+def test_resolve_runs_what_this_cluster_can_and_judges(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "gates.yaml").write_text(GATES)
+    dry = _run(env, "nsa", "resolve", "quick", "--gates", str(tmp_path / "gates.yaml"), "--dry-run")
+    assert dry.returncode == 3, dry.stdout + dry.stderr
+    assert dry.stdout.count("would run: nsa submit jobs/configs/demo.yaml") == 2
+    done = _run(env, "nsa", "resolve", "quick", "--gates", str(tmp_path / "gates.yaml"))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert (_last(env)["kind"], _last(env)["ok"]) == ("scaling", 1)  # run after the wrong one
+    assert re.search(r"^failed \(implementations.*nonesuch", done.stdout, re.MULTILINE)
+    assert "needs a node with 1× H100; this cluster has no GPU" in done.stdout
+    assert "no command settles soaked on CPU: the job kind `soak`" in done.stdout
+    assert "GO      measured: 0 (bound <= 0 points, margin 0): 0 of 1 points ended" in done.stdout
+    assert "Not yet: nothing measured on 1× H100. On CPU: open: wrong, soaked." in done.stdout
+
+
 def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
     before = _last(env)["run_id"]
     done = _run(env, "nsa", "submit", "--no-wait", DRILL, "--set", "behaviours=[timeout, ok]", "--set", "slow_s=60")

@@ -75,6 +75,33 @@ def test_an_interval_that_is_reversed_or_missing_has_no_weight(sqlite_store: Sto
     assert [fit.exponent for fit in scaling_fits(rows)] == pytest.approx(expected)
 
 
+def test_a_fit_holds_the_local_exponents_of_all_lengths(store: Store, sweep):
+    """Constant up to 4,096 tokens, then quadratic: the fit leaves short lengths out, the local exponents show them."""
+    lengths = tuple(512 * 2**n for n in range(9))
+    store.apply_many(sweep(laws={"naive": 2.0}, lengths=lengths))
+    rows = queries.scaling(store)
+    flat = (rows["metric"] == "time") & (rows["seq_len"] < 4096)
+    at_4k = rows.loc[(rows["metric"] == "time") & (rows["seq_len"] == 4096), "per_sequence"].iloc[0]
+    rows.loc[flat, "per_sequence"] = at_4k
+    rows[["ci_low", "ci_high"]] = None
+    (time,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
+    assert time.lengths[0] == 4096
+    assert [slope.exponent for slope in time.local] == pytest.approx([0] * 3 + [2] * 5)
+    assert time.local_text == "1K 0.0, 2K 0.0, 4K 0.0, 8K 2.0, 16K 2.0, 32K 2.0, 64K 2.0, 128K 2.0"
+    assert fits_frame([time])["local_text"].tolist() == [time.local_text]
+
+
+def test_the_spread_of_the_samples_makes_a_local_exponent_uncertain(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
+    rows = queries.scaling(sqlite_store)
+    rows["ci_low"], rows["ci_high"] = 0.9 * rows["value"], 1.1 * rows["value"]
+    (time,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
+    assert [slope.error for slope in time.local] == pytest.approx([0.2041] * len(time.local), abs=0.001)
+    rows["ci_low"], rows["ci_high"] = 0.7 * rows["value"], 1.3 * rows["value"]
+    (wide,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
+    assert len(wide.local) < len(time.local)
+
+
 def test_fits_as_a_frame(store: Store, sweep):
     store.apply_many(sweep())
     frame = fits_frame(scaling_fits(queries.scaling(store)))

@@ -53,8 +53,58 @@ def test_values_that_all_scatter_without_bound_are_fitted_alike(spread: float):
 
 
 def test_slopes_between_neighbours_show_a_bend():
-    assert local_slopes([512, 1024, 2048, 512], [1, 2, 8, 1]) == [(1024, pytest.approx(1)), (2048, pytest.approx(2))]
-    assert local_slopes([512], [1.0]) == []
+    slopes = local_slopes([512, 1024, 2048, 512], [1, 2, 8, 1])
+    assert [(slope.low, slope.high) for slope in slopes] == [(512, 1024), (1024, 2048)]
+    assert [slope.exponent for slope in slopes] == [pytest.approx(1), pytest.approx(2)]
+    assert [str(slope) for slope in slopes] == ["1K 1.0", "2K 2.0"]
+    assert local_slopes([512], [1.0]) == ()
+
+
+def test_half_octaves_share_the_slope_of_their_octave():
+    values = [0.1 * length + (length / 4096) ** 2 * 800 for length in SWEEP]
+    slopes = local_slopes(SWEEP, values)
+    assert [slope.high for slope in slopes] == [1024 * 2**n for n in range(9)]
+    for slope in slopes:
+        ends = [values[SWEEP.tolist().index(length)] for length in (slope.low, slope.high)]
+        assert slope.exponent == pytest.approx(np.log2(ends[1] / ends[0]), abs=0.02)
+    assert slopes == local_slopes(SWEEP[::-1], values[::-1])
+
+
+def test_an_octave_without_its_lower_end_reaches_to_the_next_length():
+    slopes = local_slopes([2048, 8192, 16384], [1.0, 16.0, 32.0])
+    assert [str(slope) for slope in slopes] == ["2K to 8K 2.0", "16K 1.0"]
+    (half,) = local_slopes([65_536, 92_672], [1.0, 2.0])
+    assert str(half) == "90.5K 2.0"
+
+
+def test_a_scattered_length_is_joined_with_its_neighbours_and_weighs_less():
+    lengths = 1024 * 2.0 ** np.arange(6)
+    values = lengths.copy()
+    values[3] *= 1.5
+    known = local_slopes(lengths, values)
+    assert [round(slope.exponent, 2) for slope in known] == [1.0, 1.0, 1.58, 0.42, 1.0]
+    joined = local_slopes(lengths, values, [0.01] * 3 + [0.5] + [0.01] * 2)
+    assert [(slope.low, slope.high) for slope in joined] == [(1024, 2048), (2048, 4096), (4096, 16384), (16384, 32768)]
+    assert [slope.exponent for slope in joined] == pytest.approx([1.0] * 4, abs=0.02)
+
+
+def test_the_interval_of_a_slope_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    slopes = [
+        slope
+        for _ in range(100)
+        for slope in local_slopes(OCTAVES, OCTAVES**1.4 * np.exp(rng.normal(0, 0.05, 8)), [0.05] * 8)
+    ]
+    covered = [abs(slope.exponent - 1.4) <= slope.error for slope in slopes]
+    assert 0.93 < np.mean(covered) < 0.97
+    assert str(slopes[0]).endswith(" ± 0.2")
+    assert len(slopes) == 700
+
+
+@pytest.mark.parametrize("spreads", [[0.1] * 3, [0.1] * 3 + [float("nan")]])
+def test_spreads_that_are_none_give_no_slopes(spreads: list[float]):
+    with pytest.raises(ValueError, match="give one of 0 or more for each of the 4 values"):
+        local_slopes(LENGTHS, LENGTHS, spreads)
 
 
 @pytest.mark.parametrize("lengths", [OCTAVES, SWEEP], ids=["octaves", "half octaves at the top"])

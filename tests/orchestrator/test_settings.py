@@ -13,7 +13,6 @@ import pytest
 
 from orchestrator import settings
 from orchestrator.settings import Installation, SettingsError, installation
-from orchestrator.store import Store, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
@@ -85,10 +84,35 @@ def test_a_user_without_a_home_is_told_to_set_nsa_home(monkeypatch: pytest.Monke
         settings.default_home()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
-def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: Path) -> None:
-    (locked := tmp_path / "locked").mkdir(mode=0)
-    there = settings.Settings(home=locked / "home")
-    assert there.no_database_yet
-    with pytest.raises(StoreError, match="no such file"):
+NO_DATABASE = """
+import os, sys
+from pathlib import Path
+from orchestrator.settings import Settings
+from orchestrator.store import Store, StoreError
+
+def answers(home):
+    there = Settings(home=home)
+    try:
         Store.open(there.database, create=False, readonly=True)
+    except StoreError as error:
+        return there.no_database_yet, "no such file" in str(error)
+
+locked = Path(sys.argv[1])
+assert answers(locked / "home") == (True, True)  # what is imported on the way must be, before root gives up its rights
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    os.stat(locked / "home" / "nsa.db")
+except PermissionError:
+    print(answers(locked / "home"))
+"""
+
+
+def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: Path) -> None:
+    """In a process without root's rights, as root may read every folder."""
+    (locked := tmp_path / "locked").mkdir(mode=0)
+    command = [sys.executable, "-c", NO_DATABASE, str(locked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "(True, True)\n"), done.stderr

@@ -11,6 +11,7 @@ from orchestrator.cli import commands
 from orchestrator.run import driver
 from orchestrator.store import Store
 
+OUR_RUNS = Path(__file__).resolve().parents[3] / "docs" / "results" / "data"
 READY = Path(__file__).resolve().parents[3] / "jobs" / "configs"
 
 
@@ -74,10 +75,14 @@ def test_reference_data_is_imported_from_the_package(here: Path, monkeypatch: py
         from orchestrator.store import queries
 
         assert len(queries.runs(store, origin="reported", limit=None)) >= 3
+        ours = queries.runs(store, origin="measured", limit=None)
+    journals = {path.name.removesuffix(".jsonl.gz") for path in OUR_RUNS.glob("*.jsonl.gz")}
+    assert set(ours["run_id"]) == journals
+    assert "NVIDIA H200" in set(ours["gpu"])
 
 
 def test_import_without_a_file_names_both_ways(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert nsa(monkeypatch, "import") == 2
-    assert "error: FILE: is missing; name a journal.jsonl or a CSV, or give --reference" in capsys.readouterr().err
+    assert "error: FILE: is missing; name a journal or a CSV, or give --reference" in capsys.readouterr().err

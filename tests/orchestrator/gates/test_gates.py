@@ -44,7 +44,7 @@ def with_bound(records: list[Record], bound: float | None = 1e-3) -> list[Record
 
 
 def linear(store: Store) -> TargetVerdict:
-    (verdict,) = evaluate(store, load_gates().only("linear-scaling"))
+    (verdict,) = evaluate(store, load_gates().only("linear-scaling/cpu"))
     return verdict
 
 
@@ -177,7 +177,7 @@ def test_the_newest_run_with_evidence_counts(sqlite_store: Store, sweep):
     ]
     sqlite_store.apply_many(records)
     assert linear(sqlite_store).result is GO
-    (old,) = evaluate(sqlite_store, load_gates().only("linear-scaling"), ["old"])
+    (old,) = evaluate(sqlite_store, load_gates().only("linear-scaling/cpu"), ["old"])
     assert old.result is NO_GO
 
 
@@ -301,8 +301,9 @@ def test_verdicts_are_stored_and_the_newest_shown(store: Store, sweep):
     save_verdicts(store, None, evaluate(store, load_gates()))
     save_verdicts(store, RUN, evaluate(store, load_gates(), [RUN]))
     frame = queries.verdicts(store)
-    assert set(frame.target) == {"linear-scaling", "m7c-125m-training"}
-    shown = frame[frame.target == "linear-scaling"]
+    assert set(frame.target) == {verdict.name for verdict in empty}
+    shown = frame[frame.target == "linear-scaling/cpu"]
+    assert set(shown.target_title) == {f"{linear(store).title} (on CPU)"}
     assert shown.result.tolist() == ["GO"] * 4
     assert shown.evidence.iloc[1] == [f"{RUN}/{n}" for n in range(4)]
     assert len(queries.verdicts(store, latest=False)) == 2 * len(frame)
@@ -359,7 +360,9 @@ def test_rules_must_have_different_names(tmp_path: Path):
 
 
 def test_an_unknown_target_is_named():
-    with pytest.raises(GatesError, match="target: 'linear' is unknown; use one of linear-scaling, m7c-125m-training"):
+    with pytest.raises(
+        GatesError, match="target: 'linear' is unknown; use one of m7c-125m-training, m7c-125m-training/1x"
+    ):
         load_gates().only("linear")
 
 
@@ -369,11 +372,11 @@ def test_another_model_on_the_card_is_not_evidence_for_this_one(sqlite_store: St
         for record in sweep(laws={"triton": 1.0}, gpu="NVIDIA H200")
     ]
     sqlite_store.apply_many(records)
-    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
+    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training/1x-h200"))
     assert by_rule(verdict)["throughput"].result is UNKNOWN
     for shape, result in (({"layers": 12, "batch": 16}, UNKNOWN), ({"layers": 12, "batch": 2}, GO)):
         sqlite_store.apply_many(with_axes(records, shape))
-        (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training"))
+        (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training/1x-h200"))
         assert by_rule(verdict)["throughput"].result is result, shape
 
 

@@ -188,10 +188,70 @@ def test_stages_are_listed_by_length_slowest_first_with_gaps(sqlite_store: Store
         "| gaps | 1.25 | 0.500 |",
         "| call | 4.00 | 4.00 |",
     ]
-    assert "## Verdict m7c-125m-training: UNKNOWN" in text
-    assert "are evidence for no rule; `nsa gate` says what each needs.\n\nNone." in text
+    assert "## Verdict" not in text  # a bench is evidence for no rule
+    assert "| m7c-125m-training | 1× A100 80 GB, 2× A100 80 GB, 1× H100, 1× H200, 2× H200 |" in text
     assert "## Results" not in text  # would repeat the same figures
     assert "| time | Time | ms | events; 8192 samples (and 3 with other numbers) |" in text
+
+
+def test_the_share_of_each_branch_and_the_take_over_are_told(sqlite_store: Store, rows: Rows):
+    for seq_len in (32768, 65536, 131072):
+        times = seq_len / 32768
+        rows.staged(
+            seq_len, scores=0.62 * times**2, selected=times, merge=times / 4, other=times / 4, brand_new=times / 2
+        )
+    rows.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    shown = table(text, "Share of each branch of 12/2 d64, triton forward+backward")
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert lines[0] == "| S | compressed | selected | rest | other | all kernels | compressed / dense |"
+    assert lines[2:] == [
+        "| 32,768 | 0.620 (24 %) | 1.00 (38 %) | 0.250 (10 %) | 0.750 (29 %) | 2.62 | 0.103 |",
+        "| 65,536 | 2.48 (38 %) | 2.00 (31 %) | 0.500 (8 %) | 1.50 (23 %) | 6.48 | 0.413 |",
+        "| 131,072 | 9.92 (55 %) | 4.00 (22 %) | 1.00 (6 %) | 3.00 (17 %) | 17.9 | 1.653 |",
+    ]
+    assert "The compressed branch grows as S^2.00 (2.00 to 2.00), the rest as S^1.00" in shown
+    assert "It is the largest branch from about 53,000 tokens (between the measured 32,768 and 65,536);" in shown
+    assert "all the rest from about 110,000 tokens (between the measured 65,536 and 131,072)." in shown
+    assert "Stages of unknown names, which count as other: brand_new." in shown
+    assert "S/32 on average, where dense attention sees S/2: 1/16 of its work" in shown
+    assert text.index("## Growth") < text.index("## Share of each branch") < text.index("## Stages of")
+
+
+def test_the_design_of_the_branches_is_explained_once(sqlite_store: Store):
+    for run_id, stages in (("first", {"scores": 1.0}), (RUN, {"compressed_window_forced": 1.0, "selected": 3.0})):
+        made = Rows(run_id=run_id)
+        made.staged(32768, **stages)
+        made.into(sqlite_store)
+    text = report(sqlite_store, ["first", RUN])
+    assert text.count("1/16 of its work") == 1
+    shown = table(text, f"Share of each branch of 12/2 d64, triton forward+backward, {RUN}")
+    assert "| S | selected | compressed and window | all kernels | compressed / dense |" in shown
+    assert "| 32,768 | 3.00 (75 %) | 1.00 (25 %) | 4.00 | - |" in shown
+    assert "runs in stages with the window, and these lengths do not tell them apart" in shown
+
+
+def test_each_environment_has_a_share_of_each_branch(sqlite_store: Store):
+    made = Rows()
+    for env, value in ((None, 1.0), ("MALLOC_ARENA_MAX=1", 3.0)):
+        stages = [MetricData(name=f"stage_{name}", unit="ms", value=value) for name in ("scores", "selected")]
+        made.add("triton", BOTH, 32768, stages, env=env)
+    made.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    for name, line in (
+        ("triton", "| 32,768 | 1.00 (50 %) | 1.00 (50 %) | 2.00 | - |"),
+        ("triton [MALLOC_ARENA_MAX=1]", "| 32,768 | 3.00 (50 %) | 3.00 (50 %) | 6.00 | - |"),
+    ):
+        shown = table(text, f"Share of each branch of 12/2 d64, {name} forward+backward")
+        assert [row for row in shown.splitlines() if row.startswith("| 3")] == [line]
+
+
+def test_local_exponents_stand_beside_the_growth(sqlite_store: Store, rows: Rows):
+    rows.into(sqlite_store)
+    shown = table(report(sqlite_store, [RUN]), "Growth")
+    assert "| 12/2 d64 | triton | peak_extra_memory | 0.980 | 0.938 to 1.022 | 8,192 to 131,072 | 4 " in shown
+    assert "| 4 | 8K to 32K 1.0, 64K 1.0, 128K 1.0 |" in shown
+    assert "| 4 | 8K to 32K 1.0, 64K 0.0, 128K 0.0 |" in shown  # time, made constant from 32,768 on
 
 
 def test_a_bench_of_forward_passes_alone_has_their_growth_and_charts(sqlite_store: Store, tmp_path: Path):

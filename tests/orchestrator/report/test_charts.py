@@ -11,9 +11,9 @@ import pytest
 import vl_convert
 
 from jobs.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
-from orchestrator.analysis import fits_frame, scaling_fits
-from orchestrator.report import charts
-from orchestrator.report.series import IMPLEMENTATION_COLORS, colors
+from orchestrator.analysis import Fit, fits_frame, scaling_fits
+from orchestrator.report import charts, exponents
+from orchestrator.report.series import look
 from orchestrator.store import Store, queries
 
 
@@ -50,9 +50,26 @@ def test_fitted_exponents_are_in_the_legend(rows: pd.DataFrame):
     chosen = measured(rows)
     names = series(charts.scaling_chart(chosen, scaling_fits(chosen), SHARED.of("peak_extra_memory")))
     assert [name.split(" ")[0] for name in names] == ["chunked", "dense", "naive"]
-    exponents = {name.split(" ")[0]: float(name.split("^")[1]) for name in names}
-    assert exponents["chunked"] == pytest.approx(1, abs=0.05)
-    assert exponents["naive"] == pytest.approx(2, abs=0.05)
+    found = {name.split(" ")[0]: float(name.split("^")[1].split(" ")[0]) for name in names}
+    assert found["chunked"] == pytest.approx(1, abs=0.05)
+    assert found["naive"] == pytest.approx(2, abs=0.05)
+
+
+def test_a_law_in_the_legend_has_its_interval_and_its_lengths(rows: pd.DataFrame):
+    chosen = measured(rows).query("implementation == 'naive'")
+    fits = scaling_fits(chosen)
+    law = next(fit for fit in fits if fit.metric == "time")
+    [name] = series(charts.scaling_chart(chosen, fits, SHARED.of("time")))
+    assert name == f"naive  ~ S^{law.exponent:.2f} ({law.ci_low:.2f} to {law.ci_high:.2f}), 512–4K"
+
+
+def test_a_curve_spans_the_lengths_that_it_rests_on_and_other_points_are_paler(rows: pd.DataFrame):
+    chosen = measured(rows).query("implementation == 'naive' and metric == 'time'")
+    fits = [replace(fit, lengths=(2048, 4096)) for fit in scaling_fits(chosen)]
+    chart = charts.scaling_chart(chosen, fits, SHARED.of("time"))
+    assert drawn(chart).set_index("seq_len")["opacity"].to_dict() == {512: 0.35, 1024: 0.35, 2048: 1.0, 4096: 1.0}
+    curve = [row["seq_len"] for data in chart.to_dict()["datasets"].values() for row in data if "law" in row]
+    assert (min(curve), max(curve)) == pytest.approx((2048, 4096))
 
 
 def test_fits_may_come_as_objects_or_as_a_frame(rows: pd.DataFrame):
@@ -83,14 +100,14 @@ def test_series_are_named_by_their_distinguishing_coordinates(rows: pd.DataFrame
     ]
 
 
-def test_reported_points_have_another_shape_and_dashed_lines(rows: pd.DataFrame):
+def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
     reported = (rows["run_id"].str.startswith("reported-002")) & (rows["implementation"] == "nsa-vibe")
     both = rows[reported & (rows["metric"] == "peak_memory")]
     both = pd.concat([both, measured(rows).query("metric == 'peak_extra_memory'").assign(metric="peak_memory")])
     chart = charts.scaling_chart(both, scaling_fits(both), SHARED.of("peak_memory"))
     assert any(name.startswith("nsa-vibe (reported)") for name in series(chart))
     marks = [layer["mark"] for layer in _leaves(chart.to_dict())]
-    assert {mark["shape"] for mark in marks if mark["type"] == "point"} == {"circle", "diamond"}
+    assert [mark["filled"] for mark in marks if mark["type"] == "point"] == [True, False]
     assert any(mark["type"] == "line" and mark.get("strokeDash") == [7, 4] for mark in marks)
 
 
@@ -139,7 +156,7 @@ def test_charts_render(rows: pd.DataFrame, metric: str):
 
 
 def test_the_exponent_chart_renders(rows: pd.DataFrame):
-    svg = vl_convert.vegalite_to_svg(charts.exponent_chart(scaling_fits(measured(rows)), SHARED).to_json())
+    svg = vl_convert.vegalite_to_svg(exponents.exponent_chart(scaling_fits(measured(rows)), SHARED).to_json())
     assert "linear" in svg
     assert "chunked · time" in svg
 
@@ -152,7 +169,7 @@ def test_nothing_to_draw_is_an_error(rows: pd.DataFrame):
     with pytest.raises(ValueError, match="no rows"):
         charts.scaling_chart(rows[:0], [], SHARED.of("time"))
     with pytest.raises(ValueError, match="none to draw"):
-        charts.exponent_chart([], SHARED)
+        exponents.exponent_chart([], SHARED)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +179,43 @@ def test_lengths_are_shortened(length: int, label: str):
     assert charts.length_label(length) == label
 
 
-def test_an_implementation_keeps_its_colour_beside_others():
-    twice = ["chunked", "chunked", "naive", "dense, PyTorch cuDNN", "other"]
-    found = colors(twice)
-    assert [found[0], found[2], found[3]] == [IMPLEMENTATION_COLORS[name] for name in ("chunked", "naive", "dense")]
-    assert len(set(found)) == 5
+def looks_in(chart: alt.LayerChart) -> dict[str, tuple[str, str]]:
+    """Colour and mark of each implementation in a chart's legend."""
+    found = {}
+    for encoding in _encodings(chart.to_dict()):
+        if "shape" in encoding:
+            color, mark = encoding["color"]["scale"], encoding["shape"]["scale"]
+            found |= dict(zip(color["domain"], zip(color["range"], mark["range"], strict=True), strict=True))
+    return {name.split(" ")[0]: looked for name, looked in found.items()}
 
 
-def test_the_series_of_a_bench_have_different_colours():
-    assert len(set(colors([name for name in ("dense", "dense-sdpa-flash", "triton") for _ in range(3)]))) == 9
+def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
+    chosen = measured(rows).replace({"implementation": {"chunked": "fresh"}})
+    fits = scaling_fits(chosen)
+    expected = {name: tuple(look(name)) for name in ("fresh", "dense", "naive")}
+    for metric in ("time", "peak_extra_memory", "throughput"):
+        assert looks_in(charts.scaling_chart(chosen, fits, SHARED.of(metric))) == expected
+        fewer = chosen.query("implementation == 'fresh'")
+        assert looks_in(charts.scaling_chart(fewer, fits, SHARED.of(metric))) == {"fresh": expected["fresh"]}
+    for chart in (exponents.exponent_chart(fits, SHARED), exponents.local_chart(local(fits), SHARED)):
+        data = [row for rows in chart.to_dict()["datasets"].values() for row in rows if "series" in row]
+        assert {row["series"].split(" ")[0]: (row["color"], row["mark"]) for row in data} == expected
+
+
+def local(fits: list[Fit], metric: str = "time") -> pd.DataFrame:
+    """Fits of a metric with their local slopes, as the pages have them."""
+    own = [fit for fit in fits if fit.metric == metric]
+    return fits_frame(own).assign(local=[fit.local for fit in own])
+
+
+def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame):
+    fits = scaling_fits(measured(rows))
+    chart = exponents.local_chart(local(fits), SHARED)
+    svg = vl_convert.vegalite_to_svg(chart.to_json())
+    assert "local exponent of time" in svg
+    points = [row for rows in chart.to_dict()["datasets"].values() for row in rows if "range" in row]
+    naive = {row["range"]: row["exponent"] for row in points if row["series"].startswith("naive")}
+    assert set(naive) == {"512 to 1K", "1K to 2K", "2K to 4K"}
+    assert naive["2K to 4K"] == pytest.approx(2, abs=0.1)
+    with pytest.raises(ValueError, match="none to draw"):
+        exponents.local_chart(local([]), SHARED)

@@ -37,8 +37,8 @@ def test_markdown_contains_all_sections(filled: Store):
     text = report(filled, [RUN])
     assert text.startswith("# Report: demo\n")
     series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
-    assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 |" in text
-    assert "## Verdict linear-scaling: NO-GO" in text
+    assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 | 4K 2.0, 8K 2.0 |" in text
+    assert "## Verdict linear-scaling/cpu: NO-GO" in text
     assert "| naive-contrast | GO | 2 | >= 1.7 | +0.3 |" in text
     assert "| soak-memory-slope | UNKNOWN |  | <= 1 %/1000 steps |  | not measured:" in text
     assert "| naive S=65542 | hang | silent for 120 s \\| twice |" in text
@@ -140,7 +140,7 @@ def test_html_needs_no_other_file(filled: Store, tmp_path: Path):
     (file,) = write_report(filled, [RUN], tmp_path / "demo.html")
     text = file.read_text()
     assert text.count("<svg") == 2
-    assert "<h2>Verdict linear-scaling: NO-GO</h2>" in text
+    assert "<h2>Verdict linear-scaling/cpu: NO-GO</h2>" in text
     assert "src=" not in text
     assert "<link" not in text
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pandas as pd
 import pytest
 
 import orchestrator
+from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, Record
 from orchestrator.states import PointState
@@ -112,6 +115,47 @@ def test_a_journal_is_imported_without_its_torn_last_line(store: Store, sweep, t
 def written(path: Path, records: list[Record]) -> Path:
     path.write_text("".join(RECORD.dump_json(record).decode() + "\n" for record in records))
     return path
+
+
+def test_a_compressed_journal_is_the_journal(store: Store, sweep, tmp_path: Path):
+    plain = written(tmp_path / "journal.jsonl", sweep())
+    compressed = tmp_path / "run.jsonl.gz"
+    compressed.write_bytes(gzip.compress(plain.read_bytes()))
+    summary = import_file(store, compressed)
+    assert (summary.run_ids, summary.points, summary.metrics, summary.origin) == ((RUN,), 8, 32, "measured")
+    before = dump(store)
+    import_file(store, plain)
+    assert dump(store) == before
+
+
+def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(sqlite_store: Store, tmp_path: Path):
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(40 * gzip.compress(bytes(64 << 20), 1))  # 2.5 GiB
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"bomb\.jsonl\.gz': expands to more than 256 MiB; if it is a journal"):
+            import_file(sqlite_store, path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * journal.EXPANDED_LIMIT
+    finally:
+        tracemalloc.stop()
+    assert queries.counts(sqlite_store)["runs"] == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b[:-20], lambda b: b[:40] + b"\0" * 8 + b[48:], lambda _: b"{}\n"],
+    ids=["cut", "bits", "plain"],
+)
+def test_a_damaged_compressed_journal_is_refused_in_one_line(sqlite_store: Store, sweep, tmp_path: Path, damage):
+    plain = written(tmp_path / "journal.jsonl", sweep())
+    path = tmp_path / "run.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(plain.read_bytes())))
+    with pytest.raises(
+        UserError, match=r"run\.jsonl\.gz': is not whole gzip \(.+\); compress the journal again"
+    ) as caught:
+        import_file(sqlite_store, path)
+    assert "\n" not in str(caught.value)
+    assert queries.counts(sqlite_store)["runs"] == 0
 
 
 def test_a_journal_that_names_another_runs_points_steals_none(store: Store, sweep, tmp_path: Path):

@@ -1,0 +1,259 @@
+"""Tables of the READMEs, made of stored runs; each stands between `<!-- generated: NAME -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.analysis import scaling_fits
+from orchestrator.branches import Branch, take_overs
+from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, Place, collect, is_dense
+from orchestrator.store import Store, queries
+
+PAGES = {
+    "scaling": "scaling.md",
+    "bench": "bench.md",
+    "train": "training.md",
+    "decode": "decoding.md",
+    "drill": "drill.md",
+}
+"""The page of each kind of job."""
+
+_CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
+_BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_NAMES = {"dense": "dense", "naive": "naive", "chunked": "NSA in chunks", "triton": "NSA (Triton)"}
+_METRICS = {"time": "time", "peak_extra_memory": "extra memory"}
+_SHOWN = {(64, 2048), (64, 8192), (64, 32768), (64, 131072), (128, 65536)}  # head dim and S in the first README
+
+
+def fill(text: str, tables: Mapping[str, str]) -> str:
+    """The text with the generated blocks replaced. Raises KeyError for a block of an unknown name."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{tables[block[2]]}\n\n{block[3]}", text)
+
+
+def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The blocks by name."""
+    benches = collect(store, [run["run_id"] for run in runs if run["kind"] == KIND])
+    return {
+        "pages": _pages(runs),
+        "ran": _ran(store, runs),
+        "ran-in-short": _ran_in_short(store, runs),
+        "operator": _operator(benches, lambda _: True),
+        "operator-in-short": _operator(benches, lambda place: (place.layout.head_dim, place.seq_len) in _SHOWN),
+        "growth": _growth(store, runs),
+        "branches": _branches(benches),
+        "training": _training(store, runs),
+        "decoding": _decoding(store, runs),
+    }
+
+
+def minutes(run: Mapping[str, Any]) -> float:
+    """Minutes from a run's beginning to its end."""
+    return (run["ended_at"] - run["created_at"]).total_seconds() / 60
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def _pages(runs: Sequence[dict[str, Any]]) -> str:
+    def row(kind: str, page: str) -> list[str]:
+        own = [run for run in runs if run["kind"] == kind]
+        return [f"[{page}]({page})", _specs(own), f"{len(own)}", _commits(own)]
+
+    rows = [row(kind, page) for kind, page in PAGES.items() if any(run["kind"] == kind for run in runs)]
+    return _table(["page", "specs", "runs", "commit"], rows)
+
+
+def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """One row a run."""
+
+    def row(run: dict[str, Any]) -> list[str]:
+        states = queries.points(store, run["run_id"])["state"].value_counts(sort=False)
+        points = ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda item: -item[1]))
+        as_job = "Ray job" if run["submission_id"] else "`--local`"
+        return [run["run_id"], _spec(run), run["gpu"] or "CPU", as_job, points, f"{minutes(run):.1f}", _commits([run])]
+
+    return _table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
+
+
+def _ran_in_short(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """One row a host and commit."""
+    rows = []
+    for commit, host in dict.fromkeys((run["git_commit"], run["host"]) for run in runs):
+        own = [run for run in runs if (run["git_commit"], run["host"]) == (commit, host)]
+        with_card = [run for run in own if run["gpu"]] or own
+        cards = ", ".join(dict.fromkeys(run["gpu"] or "CPU" for run in with_card))
+        where = f"one {cards} ({_versions(store, with_card[0])}), commit {_commits(own)}"
+        as_jobs = ", as Ray jobs" if all(run["submission_id"] for run in own) else ""
+        rows.append([where, f"{_specs(own)}{as_jobs}"])
+    return _table(["where", "what"], rows)
+
+
+def _versions(store: Store, run: Mapping[str, Any]) -> str:
+    """Driver, PyTorch, Triton, Ray and Python of a run's first point that has them."""
+    for point_id in queries.points(store, run["run_id"])["point_id"]:
+        if found := (queries.point(store, point_id) or {})["environment"]:
+            packages = {name: found["packages"].get(name) for name in ("torch", "triton", "ray")}
+            named = [f"{name} {version}" for name, version in packages.items() if version]
+            driver = [f"driver {found['gpu']['driver']}"] if "gpu" in found else []
+            return ", ".join([*driver, *named, f"Python {found['python']}"])
+    return "versions unknown"
+
+
+def _specs(runs: Iterable[Mapping[str, Any]]) -> str:
+    counts = Counter(map(_spec, runs))
+    return ", ".join(f"{spec} ({count} times)" if count > 1 else spec for spec, count in counts.items())
+
+
+def _spec(run: Mapping[str, Any]) -> str:
+    """The file in jobs/configs of a run's name, else the name."""
+    for path in sorted(_CONFIGS.glob("*.yaml")):
+        if yaml.safe_load(path.read_text()).get("name") == run["name"]:
+            return f"`{path.name}`"
+    return str(run["name"])
+
+
+def _commits(runs: Iterable[Mapping[str, Any]]) -> str:
+    short = [str(run["git_commit"])[:7] + (" (with changes)" if run["git_dirty"] else "") for run in runs]
+    return ", ".join(dict.fromkeys(short))
+
+
+def _operator(benches: Sequence[Bench], wanted: Callable[[Place], bool]) -> str:
+    """NSA beside the fastest dense attention and the best peer, forward+backward."""
+    columns = ["heads, head dim", "S", "NSA, ms", "dense, ms", "best other NSA, ms", "NSA, MiB", "dense, MiB"]
+    rows = []
+    for bench in benches:
+        for place, name in bench.rows():
+            if wanted(place):
+                peer, layout = bench.peers.get((place, TIME)), place.layout
+                dense_ms, dense_mib = _dense(bench, place)
+                rows.append(
+                    [
+                        f"{layout.query_heads}/{layout.kv_heads}, {layout.head_dim}",
+                        f"{place.seq_len:,}",
+                        _number(bench.value(place, name, TIME)),
+                        dense_ms,
+                        "" if peer is None else f"{_number(peer.value)} ({peer.owner})",
+                        _number(bench.value(place, name, MEMORY), whole=True),
+                        dense_mib,
+                    ]
+                )
+    return _table(columns, rows)
+
+
+def _dense(bench: Bench, place: Place) -> tuple[str, str]:
+    """Milliseconds of the fastest dense attention with its kernel, and its MiB; empty where none was measured."""
+    times = {
+        name: value
+        for (at, name, metric), value in bench.values.items()
+        if at == place and metric == TIME and is_dense(name)
+    }
+    if not times:
+        return "", ""
+    name = min(times, key=lambda name: times[name])
+    kernel = bench.routes.get((place, name), name)
+    return f"{_number(times[name])} ({kernel})", _number(bench.value(place, name, MEMORY), whole=True)
+
+
+def _growth(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """Asymptotic exponents of the scaling runs' time and extra memory, with interval and range."""
+    scaling = [run["run_id"] for run in runs if run["kind"] == "scaling"]
+    found = {
+        (fit.metric, fit.series["implementation"], fit.series["pass"]): fit
+        for fit in scaling_fits(queries.scaling(store, run_ids=scaling))
+    }
+
+    def cell(metric: str, name: str, pass_: str) -> str:
+        fit = found.get((metric, name, pass_))
+        if fit is None:
+            return ""
+        interval = f"{fit.exponent:.2f} ({fit.ci_low:.2f} to {fit.ci_high:.2f})"
+        return f"{interval}, {min(fit.lengths):,} to {max(fit.lengths):,}"
+
+    rows = [
+        [f"{title}, {shown}", *(cell(metric, name, pass_) for pass_ in (FORWARD, BOTH))]
+        for metric, title in _METRICS.items()
+        for name, shown in _NAMES.items()
+    ]
+    return _table(["", "forward", BOTH], [row for row in rows if any(row[1:])]) + _longest(store, scaling)
+
+
+def _longest(store: Store, run_ids: Sequence[str]) -> str:
+    """A sentence on the times at the longest length that NSA and dense attention have in common."""
+    frame = queries.scaling(store, run_ids=run_ids)
+    times = frame.loc[(frame["metric"] == TIME) & (frame["pass"] == BOTH)]
+    by_name = {
+        str(name): dict(zip(own["seq_len"], own["value"], strict=True)) for name, own in times.groupby("implementation")
+    }
+    common = by_name.get("triton", {}).keys() & by_name.get("dense", {}).keys()
+    if not common:
+        return ""
+    nsa, dense = (_number(by_name[name][max(common)]) for name in ("triton", "dense"))
+    return f"\n\nAt {max(common):,.0f} tokens {BOTH} took {nsa} ms with NSA and {dense} ms with dense attention."
+
+
+def _branches(benches: Sequence[Bench]) -> str:
+    """Where the compressed branch takes over, by heads and pass; its share at the longest length."""
+    rows = []
+    for bench in benches:
+        shares = list(bench.shares.values())
+        for taken in take_overs(shares):
+            longest = max((one for one in shares if one.series == taken.series), key=lambda one: one.seq_len)
+            share = f"{100 * longest.share(Branch.COMPRESSED):.0f} % at {longest.seq_len:,}"
+            heads = f"{taken.series['query_heads']:.0f}/{taken.series['kv_heads']:.0f}, {taken.series['head_dim']:.0f}"
+            crossings = [(taken.largest, taken.largest_reason), (taken.equal, taken.equal_reason)]
+            laws = [f"S^{law.exponent:.2f}" if law else "" for law in (taken.compressed, taken.rest)]
+            texts = [str(crossing or reason) for crossing, reason in crossings]
+            rows.append([heads, str(taken.series["pass"]), share, *laws, *texts])
+    columns = ["heads, head dim", "pass", "its share", "it grows as", "the rest as", "largest from", "half from"]
+    return _table(columns, rows)
+
+
+def _training(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """Tokens a second of a training step, by length."""
+    rows = []
+    for seq_len, values in _by_length(store, runs, "train-speed"):
+        nsa, dense = values["triton", "throughput"], values["dense", "throughput"]
+        rows.append([f"{seq_len:,}", _rate(nsa), _rate(dense), f"{nsa / dense:.2f}"])
+    return _table(["S", "NSA, tok/s", "dense, tok/s", "NSA / dense"], rows)
+
+
+def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """Tokens a second and bytes read of a decoding step, by length of the context."""
+    rows = []
+    for seq_len, values in _by_length(store, runs, "decode-m7c"):
+        rates = [values[name, "throughput"] for name in ("triton", "dense")]
+        read = [values[name, "bytes_read"] for name in ("triton", "dense")]
+        ratio = f"{rates[0] / rates[1]:.2f}"
+        rows.append([f"{seq_len:,}", *map(_rate, rates), ratio, *(_number(mib, whole=True) for mib in read)])
+    columns = ["context", "NSA, tok/s", "dense, tok/s", "NSA / dense", "NSA reads, MiB", "dense reads, MiB"]
+    return _table(columns, rows)
+
+
+def _by_length(
+    store: Store, runs: Sequence[dict[str, Any]], name: str
+) -> Iterable[tuple[int, dict[tuple[str, str], float]]]:
+    """Values by (implementation, metric) at each length of the runs of this name."""
+    frame = queries.measurements(store, run_ids=[run["run_id"] for run in runs if run["name"] == name])
+    for _, group in frame.groupby("seq_len", sort=True):
+        keys = zip(group["implementation"], group["metric"], strict=True)
+        yield int(group["seq_len"].iloc[0]), dict(zip(keys, group["value"], strict=True))
+
+
+def _rate(value: float) -> str:
+    """Tokens a second, to three significant digits."""
+    return f"{float(f'{value:.3g}'):,.0f}"
+
+
+def _number(value: float | None, *, whole: bool = False) -> str:
+    """A value with three significant digits, or to the unit; empty if there is none."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if whole or value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"

@@ -1,0 +1,146 @@
+"""Take journals of our runs into docs/results/data: compressed, without what tells of the machines that ran them.
+
+Ids, states, configurations, numbers and versions stay as they are. Host names become host-1, host-2, ...; the kernel's
+release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them. What
+cannot be replaced, such as a path in a spec, is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from orchestrator import journal
+from orchestrator.errors import UserError
+from orchestrator.records import (
+    RECORD,
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    StartRecord,
+)
+
+DATA = Path(__file__).resolve().parent / "data"
+
+_PATH = re.compile(r"(?<![\w/.:-])(?:file://)?/(?:[\w.@+~-]+/)+([\w.@+~-]*)")
+_ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
+_CARD = re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]+")
+_LOGIN = re.compile(r"://[^/\s\"]*@|[\w.-]+@[\w-]+\.\w+")
+_PLATFORM = re.compile(r"(\w+)-.*-(\w+-with-.*)")  # system, release, machine, C library
+
+
+class PrivateError(UserError):
+    """A journal that cannot be published. One line: field, value, fix."""
+
+
+def take_in(path: Path, folder: Path = DATA) -> Path:
+    """Write the public form of the journal at `path` to `folder`; the same journal gives the same bytes.
+
+    Raises:
+        JournalError: it cannot be read. PrivateError: it is of a run that has not ended, or names a machine where
+            nothing can be replaced.
+    """
+    records = list(journal.read(path))
+    run = next((record for record in records if isinstance(record, RunRecord)), None)
+    if run is None or not isinstance(records[-1], RunEndRecord):
+        raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
+    lines = [RECORD.dump_json(record).decode() for record in public(records)]
+    for number, line in enumerate(lines, 1):
+        _check(path, number, line, _hosts(records))
+    target = folder / f"{run.run_id}{journal.COMPRESSED}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
+    return target
+
+
+def public(records: Iterable[Record]) -> list[Record]:
+    """The records without the files of points, and with hosts, paths, addresses and ids of cards replaced."""
+    records = list(records)
+    hosts = _hosts(records)
+    return [_public(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
+
+
+def _public(record: Record, hosts: dict[str, str]) -> Record:
+    match record:
+        case RunRecord():
+            host = record.host and hosts[record.host]
+            return record.model_copy(update={"host": host, "artifacts": None, "artifact_store": None})
+        case StartRecord():
+            return record.model_copy(update={"node": record.node and hosts[record.node]})
+        case OutcomeRecord():
+            changes = {"environment": _environment(record.environment, hosts), "artifacts": ()}
+            return record.model_copy(update={**changes, "reason": record.reason and _text(record.reason, hosts)})
+        case EventRecord():
+            return record.model_copy(update={"message": _text(record.message, hosts)})
+        case RunEndRecord():
+            return record.model_copy(update={"reason": record.reason and _text(record.reason, hosts)})
+    return record
+
+
+def _hosts(records: Iterable[Record]) -> dict[str, str]:
+    """The name to publish for each host, in the order of appearance."""
+    found: dict[str, str] = {}
+    for record in records:
+        match record:
+            case RunRecord(host=host) | StartRecord(node=host):
+                pass
+            case OutcomeRecord(environment=environment):
+                host = environment.get("host")
+            case _:
+                continue
+        if host:
+            found.setdefault(host, f"host-{len(found) + 1}")
+    return found
+
+
+def _environment(content: dict[str, Any], hosts: dict[str, str]) -> dict[str, Any]:
+    public = {name: _nested(value, hosts) for name, value in content.items()}
+    if "platform" in content:
+        public["platform"] = _PLATFORM.sub(r"\1-\2", content["platform"])
+    if "gpu" in content:
+        public["gpu"] = {name: value for name, value in content["gpu"].items() if name != "uuid"}
+    if "variables" in content:
+        public["variables"] = {name: value for name, value in content["variables"].items() if "/" not in str(value)}
+    return public
+
+
+def _nested(value: Any, hosts: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _nested(each, hosts) for name, each in value.items()}
+    return _text(value, hosts) if isinstance(value, str) else value
+
+
+def _text(text: str, hosts: dict[str, str]) -> str:
+    """A text in which paths are their last parts, and hosts and addresses are named as such."""
+    for host, name in hosts.items():
+        text = _host(host).sub(name, text)
+    return _CARD.sub("GPU", _ADDRESS.sub("ADDRESS", _PATH.sub(r"\1", text)))
+
+
+def _host(name: str) -> re.Pattern[str]:
+    """Pattern of a host's name, also without its domain."""
+    first, dot, domain = (name, "", "") if _ADDRESS.fullmatch(name) else name.partition(".")
+    more = f"(?:{re.escape(dot + domain)})?" if dot else ""
+    return re.compile(rf"(?<![\w.-]){re.escape(first)}{more}(?![\w-]|\.\w)")
+
+
+def _check(path: Path, number: int, line: str, hosts: dict[str, str]) -> None:
+    """Raise PrivateError if a record's text still names a machine."""
+    for what, pattern in (
+        ("a path", _PATH),
+        ("an address", _ADDRESS),
+        ("the id of a card", _CARD),
+        ("a login", _LOGIN),
+        *(("a host", _host(host)) for host, name in hosts.items() if host != name),
+    ):
+        if found := pattern.search(line):
+            raise PrivateError(
+                f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
+                "give the journal of a run without it"
+            )

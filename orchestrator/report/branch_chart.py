@@ -1,0 +1,62 @@
+"""Chart of the sparse attention's time by branch."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from orchestrator.branches import Branch
+from orchestrator.report.charts import length_label
+from orchestrator.report.series import AMBER, BROWN, GREY, PERIWINKLE, PINK, TEAL
+
+_COLORS = {
+    Branch.COMPRESSED: AMBER,
+    Branch.SELECTED: PERIWINKLE,
+    Branch.WINDOW: TEAL,
+    Branch.REST: GREY,
+    Branch.OTHER: BROWN,
+    Branch.SHARED: PINK,
+}
+
+
+def branch_chart(frame: pd.DataFrame, *, height: int = 320) -> alt.Chart:
+    """Chart of each branch's share of one series' time, a bar per sequence length, the compressed branch at the foot.
+
+    Args:
+        frame: rows of one series (`orchestrator.branches.shares_frame`).
+
+    Raises:
+        ValueError: there is no row.
+    """
+    if frame.empty:
+        raise ValueError("frame: there is no share to draw")
+    order = [branch.value for branch in Branch if branch.value in set(frame["branch"])]
+    lengths = sorted(set(frame["seq_len"]))
+    shown = frame.assign(
+        length=[length_label(length) for length in frame["seq_len"]],
+        place=[order.index(branch) for branch in frame["branch"]],
+    )[["branch", "milliseconds", "share", "length", "place"]]
+    colors = alt.Scale(domain=order, range=[_COLORS[Branch(branch)] for branch in order])
+    share = alt.Axis(format="%", tickCount=5, gridOpacity=0.35)
+    return (
+        alt.Chart(shown)
+        .mark_bar(stroke="transparent", strokeWidth=1)
+        .encode(
+            x=alt.X(
+                "length:N",
+                title="sequence length S [tokens]",
+                sort=[length_label(length) for length in lengths],
+                axis=alt.Axis(labelAngle=0),
+            ),
+            y=alt.Y("share:Q", title="share of the time", axis=share, scale=alt.Scale(domain=[0, 1])),
+            color=alt.Color("branch:N", scale=colors, legend=alt.Legend(title=None, orient="bottom", columns=6)),
+            order="place:Q",
+            tooltip=[
+                alt.Tooltip("branch:N"),
+                alt.Tooltip("length:N", title="S"),
+                alt.Tooltip("share:Q", format=".1%"),
+                alt.Tooltip("milliseconds:Q", title="ms", format=",.4~g"),
+            ],
+        )
+        .properties(height=height)
+    )

@@ -1,0 +1,193 @@
+"""Decision cards of hand-made decisions, in Streamlit's test harness."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+from streamlit.testing.v1 import AppTest
+
+from jobs.training_plan import TrainingPlan
+from orchestrator.gates.decisions import Decision
+from orchestrator.gates.hardware import Hardware
+from orchestrator.gates.results import RuleVerdict, TargetVerdict
+from orchestrator.gates.steps import Step
+from orchestrator.states import Result
+
+PLAN = TrainingPlan(steps=50_000, tokens_per_step=4096, hours=24)
+H100 = Hardware(name="1x-h100", title="1× H100", gpu="*H100*", gpus=1, architecture="sm90", accelerator="H100")
+H200 = Hardware(name="1x-h200", title="1× H200", gpu="*H200*", gpus=1, architecture="sm90", accelerator="H200")
+TWO = Hardware(name="2x-h200", title="2× H200", gpu="*H200*", gpus=2, architecture="sm90", accelerator="H200")
+MEASURE = Step("nsa submit train.yaml", "", "1× H100", 1, 75.0, "the same run on an H200", ("throughput",))
+MISSING = Step(None, "training on several GPUs (`ranks`)", "2× H200", 2, None, "", ("utilisation",))
+EXPONENT = RuleVerdict(
+    "memory-exponent", "memory grows no faster than S^1.1", Result.GO, "grows as S^0.998", 0.998, "1", "<=", 1.1, 0.102,
+    ["run-1/7", "run-1/8"], "run-1", "aaaaaaaaaa",
+)  # fmt: skip
+SPEED = RuleVerdict(
+    "throughput", "fast enough for the plan", Result.GO, "nsa: 23703.7 tok/s", 23703.7, "tok/s", ">=", PLAN.needed,
+    21333.3, ["run-2/0"], "run-2", "bbbbbbbbbb", headline=True,
+)  # fmt: skip
+MEMORY = RuleVerdict(
+    "peak-memory", "an 80 GB card has room", Result.NO_GO, "nsa: 122880 MiB", 122880.0, "MiB", "<=", 109255.0,
+    -13625.0, ["run-2/0"], "run-2", "bbbbbbbbbb", headline=True,
+)  # fmt: skip
+BUSY = RuleVerdict(
+    "utilisation", "every GPU is busy", Result.UNKNOWN, "not measured", None, "%", ">=", 80, step=MISSING
+)
+
+
+def unmeasured(rule: RuleVerdict, step: Step) -> RuleVerdict:
+    blank = replace(rule, result=Result.UNKNOWN, reason="not measured: it", value=None, margin=None, evidence=[])
+    return replace(blank, run_id=None, commit=None, step=step)
+
+
+def verdict(hardware: Hardware | None, result: Result, *rules: RuleVerdict) -> TargetVerdict:
+    return TargetVerdict(f"t/{hardware.name if hardware else ''}", "Fit", result, list(rules), "t", hardware)
+
+
+def decision(*verdicts: TargetVerdict, plan: TrainingPlan | None = PLAN) -> Decision:
+    return Decision("t", "The model is fit", plan, verdicts)
+
+
+MIXED = decision(
+    verdict(H100, Result.UNKNOWN, replace(EXPONENT, transferred="NVIDIA H200"), unmeasured(SPEED, MEASURE),
+            unmeasured(replace(MEMORY, bound=61989.0), replace(MEASURE, settles=("peak-memory",)))),
+    verdict(H200, Result.NO_GO, EXPONENT, SPEED, MEMORY),
+    verdict(TWO, Result.UNKNOWN, unmeasured(EXPONENT, MISSING), BUSY),
+)  # fmt: skip
+
+
+def draw(drawn: Decision, **chosen: str) -> AppTest:
+    def script(drawn):  # runs by itself: its names are its own
+        from dashboard import decision as card
+
+        card.show(drawn)
+
+    app = AppTest.from_function(script, kwargs={"drawn": drawn})
+    for name, value in chosen.items():
+        app.session_state[name] = value
+    app.run(timeout=60)
+    assert not app.exception, [found.message for found in app.exception]
+    return app
+
+
+def said(app: AppTest) -> str:
+    text = "\n".join(str(element.value) for element in (*app.markdown, *app.caption))
+    return text.replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def rules(app: AppTest) -> pd.DataFrame:
+    return app.table[0].value.set_index("Rule")
+
+
+def test_the_card_puts_the_plan_beside_what_was_measured():
+    text = said(draw(MIXED))
+    assert "The model is fit" in text
+    assert MIXED.sentence in text
+    assert "50,000 steps × 4,096 tokens in 24 h need 2,370 tok/s" in text
+    assert "23,704 tok/s on 1× H200 would take 2 h 24 min" in text
+
+
+def test_a_line_a_rule_and_a_column_a_machine():
+    table = rules(draw(MIXED)).map(lambda text: text.replace("\N{NO-BREAK SPACE}", " "))
+    assert list(table.columns) == ["Bound", "1× H100", "1× H200", "2× H200"]
+    assert list(table.index) == ["**Verdict**", "Memory exponent", "Throughput", "Peak memory", "Utilisation"]
+    assert [text.split("[")[1].split(" ")[0] for text in table.loc["**Verdict**"].iloc[1:]] == ["?", "✗", "?"]
+    assert ":green[✓] 0.998" in table.loc["Memory exponent", "1× H200"]
+    assert ":red[✗] 120 GiB" in table.loc["Peak memory", "1× H200"]
+    assert table.loc["Throughput", "1× H100"] == ":gray[?]"
+
+
+def test_evidence_of_another_card_is_marked():
+    app = draw(MIXED)
+    assert "⇄" in rules(app).loc["Memory exponent", "1× H100"]
+    assert "⇄" not in rules(app).loc["Memory exponent", "1× H200"]
+    assert "⇄ measured on a similar card" in said(app)
+    assert "similar card" not in said(draw(decision(verdict(H200, Result.GO, EXPONENT))))
+
+
+def test_bounds_and_rules_may_differ_between_machines():
+    app = draw(MIXED)
+    table = rules(app)
+    assert ":gray[–] no rule there" in said(app)
+    assert "no rule there" not in said(draw(decision(verdict(H200, Result.GO, EXPONENT))))
+    assert table.loc["Peak memory", "Bound"].replace("\N{NO-BREAK SPACE}", " ") == "≤ 60.54 GiB or ≤ 106.7 GiB"
+    assert list(table.loc["Utilisation"].iloc[1:]) == [":gray[–]", ":gray[–]", ":gray[?]"]
+
+
+def test_a_value_leads_to_its_point_and_tells_its_reason():
+    cell = rules(draw(MIXED)).loc["Memory exponent", "1× H100"].replace("\\", "")
+    assert "](runs?run=run-1&point=run-1%2F7 " in cell
+    assert "margin 0.102" in cell.replace("\N{NO-BREAK SPACE}", " ")
+    assert "measured on NVIDIA H200; grows as S^0.998" in cell
+
+
+def test_different_commits_are_told():
+    assert "1× H200: the rules rest on different commits: `aaaaaaaaaa`, `bbbbbbbbbb`" in said(draw(MIXED))
+    assert "different commits" not in said(draw(decision(verdict(H200, Result.GO, SPEED))))
+
+
+def test_reasons_and_evidence_are_behind_a_selection():
+    app = draw(MIXED)
+    assert len(app.table) == 1
+    app.segmented_control[0].set_value("1× H200").run()
+    reasons = app.table[1].value
+    assert "NO-GO" in reasons["Rule"].iloc[2]
+    assert "an 80 GB card has room" in reasons["Rule"].iloc[2]
+    assert (
+        reasons["Value"].iloc[2].replace("\N{NO-BREAK SPACE}", " ") == "120 GiB, bound ≤ 106.7 GiB, margin -13.31 GiB"
+    )
+    assert reasons["Why"].iloc[2] == "nsa\\: 122880 MiB"
+    assert "[#7]" in reasons["Evidence"].iloc[0]
+    assert "[#8]" in reasons["Evidence"].iloc[0]
+
+
+def test_steps_are_commands_to_copy():
+    app = draw(MIXED)
+    assert app.expander[0].label.startswith("What would settle the open rules: 1 command, about 1 h 15 min")
+    assert [block.value for block in app.code] == ["nsa submit train.yaml"]
+    text = said(app)
+    assert "1 GPU, about 1 h 15 min · settles throughput, peak-memory" in text
+    assert "utilisation on 2× H200: training on several GPUs (`ranks`)" in text
+
+
+def test_nothing_left_to_do():
+    assert not draw(decision(verdict(H200, Result.GO, EXPONENT, SPEED))).expander
+
+
+def test_without_any_value_there_is_no_table():
+    app = draw(decision(verdict(H100, Result.UNKNOWN, unmeasured(SPEED, MEASURE))))
+    assert not app.table
+    assert "**Measured** nothing yet" in said(app)
+    assert app.code
+
+
+def test_a_target_without_hardware_has_one_column():
+    app = draw(decision(verdict(None, Result.GO, EXPONENT), plan=None))
+    assert list(rules(app).columns) == ["Bound", "Any machine"]
+    assert "Plan" not in said(app)
+
+
+def test_machines_of_one_title_are_told_apart():
+    twin = H200.model_copy(update={"name": "other"})
+    app = draw(decision(verdict(H200, Result.GO, EXPONENT), verdict(twin, Result.GO, EXPONENT)))
+    assert list(rules(app).columns) == ["Bound", "1× H200 (1x-h200)", "1× H200 (other)"]
+
+
+def test_text_from_outside_stays_text():
+    hostile = '"](http://x) :red[x] **b** <b>'
+    rule = replace(EXPONENT, reason=hostile, title=hostile, transferred=hostile)
+    machine = H200.model_copy(update={"title": "*x* [y](z)"})
+    step = replace(MEASURE, hardware=hostile, settles=(hostile,), basis=hostile)
+    open_rule = unmeasured(replace(SPEED, title=hostile), step)
+    drawn = replace(decision(verdict(machine, Result.UNKNOWN, rule, open_rule)), title=hostile)
+    app = draw(drawn, **{"why-t": r"\*x\* \[y\](z)"})
+    shown = [str(element.value) for element in (*app.markdown, *app.caption)]
+    shown += [cell for table in app.table for cell in (*table.value.columns, *table.value.to_numpy().ravel())]
+    raw = "\n".join(shown)
+    assert hostile not in raw
+    assert ":red[x]" not in raw
+    assert "**b**" not in raw
+    assert "<b>" not in raw
+    assert "[y](z)" not in raw

@@ -1,0 +1,165 @@
+"""The pages of docs/results are those of the committed journals, and the journals tell of no machine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+JOURNALS = sorted((RESULTS / "data").glob("*.jsonl.gz"))
+SCALING = next(path for path in JOURNALS if "scaling" in path.name)
+DRILL = next(path for path in JOURNALS if "drill" in path.name)
+
+Lines = list[dict[str, Any]]
+
+
+def python(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def lines(path: Path) -> Lines:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_pages_tables_and_durations_are_those_of_the_journals(tmp_path: Path) -> None:
+    done = python(RESULTS / "generate.py", "--root", tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.iterdir() if path.suffix in (".md", ".png")}
+    assert written == pages | {"README.md", "orchestrator/gates/durations.csv"}
+    stale = [name for name in written if not name.endswith(".png") and differs(tmp_path / name, ROOT / name)]
+    assert not stale, f"run `make results`: {', '.join(sorted(stale))}"
+
+
+def differs(made: Path, committed: Path) -> bool:
+    return made.read_text() != committed.read_text()
+
+
+def test_an_edited_table_would_be_noticed(tmp_path: Path) -> None:
+    """The blocks of both READMEs are filled from the data, whatever stood there."""
+    sys.path.insert(0, str(RESULTS))
+    try:
+        import tables  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.remove(str(RESULTS))
+    for page in (ROOT / "README.md", RESULTS / "README.md"):
+        text = page.read_text()
+        names = tables._BLOCK.findall(text)
+        assert len(names) >= 2
+        emptied = tables.fill(text, {name: "" for _, name, _ in names})
+        assert len(emptied) < len(text) - 300
+        assert tables.fill(emptied, {name: "new" for _, name, _ in names}).count("\nnew\n") == len(names)
+
+
+@pytest.mark.parametrize("path", JOURNALS, ids=lambda path: path.name)
+def test_a_committed_journal_tells_of_no_machine(path: Path, tmp_path: Path) -> None:
+    done = take_in(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    text = gzip.decompress(path.read_bytes()).decode()
+    assert not [word for word in ("/tmp", "/home", "/root", "GPU-", "uuid", "://") if word in text]
+    assert all(record["type"] != "artifact" for record in lines(path))
+
+
+def take_in(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import take_in; "
+    code += "from orchestrator.errors import UserError\n"
+    code += (
+        "try: take_in.take_in(Path(sys.argv[2]), Path(sys.argv[3]))\nexcept UserError as err: sys.exit(f'error: {err}')"
+    )
+    return python("-c", code, RESULTS, path, folder)
+
+
+def written(path: Path, records: Lines) -> Path:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return path
+
+
+def as_measured(records: Lines) -> Lines:
+    """The records as a run on a host of a name, with files, wrote them."""
+    host, card = "gpu7.example.org", "GPU-bf0cb8ed-bf45-f12b-5c62-1b6644d6ac6e"
+    for record in records:
+        match record["type"]:
+            case "run":
+                record |= {"host": host, "artifacts": f"/tmp/x/{record['run_id']}", "artifact_store": "file:///tmp/x"}
+            case "start":
+                record["node"] = host
+            case "outcome" if record["environment"]:
+                found = record["environment"]
+                found |= {"host": host, "interpreter": "/opt/x/.venv/bin/python3"}
+                found["platform"] = "Linux-6.18.44-cloud-v657-x86_64-with-glibc2.39"
+                found["variables"] |= {"CUDA_HOME": "/usr/local/cuda", "NSA_HOME": "/tmp/home"}
+                if "gpu" in found:
+                    found["gpu"]["uuid"] = card
+                if record["reason"]:
+                    record["reason"] = f"{record['reason']} at /srv/a/b.py on {host}. gpu7 is 192.0.2.7, {card}"
+    content = {"name": "stderr.txt", "path": "r/0000/1/stderr.txt", "size": 1, "sha256": "0", "content": f"on {host}"}
+    of_point = {name: records[1][name] for name in ("v", "run_id", "at", "point_id")}
+    records.insert(-1, {**of_point, "type": "artifact", "attempt": 1, "artifact": content})
+    return records
+
+
+@pytest.mark.parametrize("path", [SCALING, DRILL], ids=["scaling", "drill"])
+def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_path: Path) -> None:
+    journal = written(tmp_path / "journal.jsonl", as_measured(lines(path)))
+    done = take_in(journal, tmp_path)
+    assert done.returncode == 0, done.stderr
+    taken, expected = lines(tmp_path / path.name), lines(path)
+    for record in expected:
+        if record["type"] == "outcome" and record["environment"] and record["reason"]:
+            record["reason"] += " at b.py on host-1. host-1 is ADDRESS, GPU"
+    assert taken == expected
+
+
+def in_the_spec(records: Lines) -> None:
+    records[0]["spec"]["data"] = {"path": "/srv/corpora/private"}
+
+
+def in_a_label(records: Lines) -> None:
+    for record in records:
+        record |= {"host": "gpu7"} if record["type"] == "run" else {}
+        record |= {"node": "gpu7"} if record["type"] == "start" else {}
+        if record["type"] == "outcome" and record["environment"]:
+            record["environment"]["host"] = "gpu7"
+    records[1]["label"] = "point on gpu7"
+
+
+def in_the_source(records: Lines) -> None:
+    records[0]["source"] = "postgresql://me:word@db/nsa"
+
+
+def never_ended(records: Lines) -> None:
+    del records[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (in_the_spec, "record 1 holds a path, '/srv/corpora/private', where none can be replaced"),
+        (in_a_label, "record 2 holds a host, 'gpu7', where none can be replaced"),
+        (in_the_source, "record 1 holds a login, '://me:word@', where none can be replaced"),
+        (never_ended, "has no run that ended; give the journal of one that did"),
+    ],
+)
+def test_a_journal_that_cannot_be_published_is_refused(
+    change: Callable[[Lines], None], message: str, tmp_path: Path
+) -> None:
+    records = lines(DRILL)
+    change(records)
+    done = take_in(written(tmp_path / "journal.jsonl", records), tmp_path)
+    assert done.returncode == 1
+    assert f"{message}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*.gz"))

@@ -1,0 +1,118 @@
+"""`nsa gate`, `nsa plan` and `nsa resolve`, without a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import commands
+from orchestrator.cli.planning import Node
+from orchestrator.gates.decisions import decisions
+from orchestrator.gates.rules import load_gates
+from orchestrator.gates.verdicts import judge
+from orchestrator.records import MetricData, OutcomeRecord
+from orchestrator.store import Store, queries
+
+Nsa = Callable[..., tuple[int, str, str]]
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture
+def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
+    """A command's exit code, stdout and stderr."""
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["nsa", *args])
+        with pytest.raises(SystemExit) as ended:
+            commands.main()
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def measured(tmp_path: Path, sweep) -> None:
+    """A sweep on an H200 in the commands' database."""
+    bound = MetricData(name="oracle_error_bound", unit="1", value=1e-3)
+    records = sweep(laws={"triton": 1.0, "naive": 2.0}, gpu=H200)
+    with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as store:
+        store.apply_many(
+            each.model_copy(update={"metrics": (*each.metrics, bound)}) if isinstance(each, OutcomeRecord) else each
+            for each in records
+        )
+
+
+def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
+    code, out, _ = nsa("plan", "linear-scaling/cpu")
+    assert code == 0
+    assert out.splitlines() == [
+        "linear-scaling: Native sparse attention computes the right thing in memory linear in S",
+        "  Not yet: nothing measured on CPU.",
+        "  1. nsa submit jobs/configs/demo.yaml",
+        "     no GPU; duration not known",
+        "     settles correctness, memory-exponent, naive-contrast, no-failures on CPU",
+    ]
+    assert not (tmp_path / "nsa.db").exists()
+
+
+def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa):
+    _, out, _ = nsa("plan", "m7c-125m-training/2x-a100")
+    before, after = out.split("  no command settles:\n")
+    assert before.count("nsa submit") == 1
+    ranks = "training on several GPUs (`ranks` of the job kind `train`)"
+    assert f"    throughput, peak-memory, utilisation, rank-imbalance on 2× A100 80 GB: {ranks}\n" in after
+    assert "    soak-memory-slope on 2× A100 80 GB: the job kind `soak`\n" in after
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_decided_target_has_nothing_open(nsa: Nsa):
+    code, out, _ = nsa("plan", "linear-scaling/1x-h200")
+    assert (code, out.splitlines()[-1]) == (0, "  nothing is open")
+    assert nsa("resolve", "linear-scaling/1x-h200")[0] == 0  # asks no cluster
+
+
+@pytest.mark.usefixtures("measured")
+def test_gate_shows_rules_only_of_hardware_with_evidence(nsa: Nsa):
+    code, out, _ = nsa("gate", "--target", "linear-scaling")
+    assert code == 0
+    assert "Nothing measured on 1× A100 80 GB, 1× H100 or CPU." in out
+    assert "GO  linear-scaling/1x-h200\n" in out
+    assert f"GO      correctness: 0.001 (bound <= 1, margin 0.999): transferred from {H200}: " in out
+    assert "linear-scaling/1x-a100" not in out
+    assert "nsa plan linear-scaling" in out
+    assert len(out.splitlines()) < 15
+
+
+@pytest.mark.usefixtures("measured")
+def test_gate_stores_verdicts_by_hardware(nsa: Nsa, tmp_path: Path):
+    assert nsa("gate")[0] == 3
+    with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}", readonly=True) as store:
+        stored = queries.verdicts(store).groupby("target")["target_result"].first()
+    assert len(stored) == 9
+    assert stored["linear-scaling/1x-h200"] == "GO"
+    assert stored["m7c-125m-training/1x-h200"] == "UNKNOWN"
+
+
+def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
+    code, _, err = nsa("resolve", "linear-scaling", "--dry-run")
+    assert code == 2
+    assert err.startswith("error: NSA_RAY_DASHBOARD: 'http://127.0.0.1:1' does not answer; start a cluster")
+    code, _, err = nsa("resolve", "linear-scaling/tpu")
+    assert code == 2
+    assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m-training, m7c-125m-training/1x-a100," in err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "accelerators", "fits"), [(1, {"A100"}, True), (4, {"A100"}, True), (1, {"H100"}, False), (0, {}, False)]
+)
+def test_a_node_fits_by_its_cards(gpus: int, accelerators: set[str], fits: bool):
+    gates = load_gates().only("m7c-125m-training/1x-a100")
+    step = decisions(gates, judge([], gates))[0].steps[0]
+    node = Node(gpus, frozenset(accelerators))
+    assert node.can_run(step) is fits
+    assert not node.can_run(dataclasses.replace(step, gpus=8))

@@ -1,0 +1,303 @@
+"""Branches of stages, their shares at each length, and where the compressed branch takes over."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+import pandas as pd
+import pytest
+
+from nsa_core import NSAConfig
+from orchestrator.analysis import series_columns
+from orchestrator.branches import Branch, BranchShares, Crossing, branch_of, branch_shares, shares_frame, take_overs
+from orchestrator.records import MetricData
+from orchestrator.store import Store, queries
+
+LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)
+# Milliseconds of docs/results/bench.md: one H200, forward+backward, 12/2 heads of 64, 32,768 tokens or one sequence.
+H200 = {
+    "compressed_backward_kv": (0.154, 0.285, 0.461, 1.55, 6.09),
+    "compressed_window_forced_backward_q": (0.328, 0.401, 0.543, 1.51, 4.88),
+    "compressed_window_forced": (0.369, 0.428, 0.543, 1.52, 4.77),
+    "scores": (0.067, 0.120, 0.220, 0.830, 3.23),
+    "selected_backward": (0.557, 0.612, 0.641, 1.19, 2.34),
+    "selected": (0.357, 0.377, 0.403, 0.770, 1.61),
+    "window_forced_backward_kv": (0.292, 0.272, 0.275, 0.538, 1.06),
+    "merge": (0.227, 0.248, 0.251, 0.474, 0.899),
+    "topk": (0.055, 0.066, 0.084, 0.234, 0.805),
+    "merge_backward": (0.171, 0.186, 0.193, 0.366, 0.713),
+    "gates_backward": (0.070, 0.070, 0.071, 0.134, 0.261),
+    "sum_items_backward": (0.058, 0.077, 0.080, 0.108, 0.182),
+    "other": (0.052, 0.057, 0.059, 0.089, 0.144),
+}
+
+
+def rows(stages: dict[str, tuple[float, ...]], lengths: tuple[int, ...] = LENGTHS, heads: int = 12) -> pd.DataFrame:
+    """Rows of v_metrics: the stages of calls of 32,768 tokens, or of one sequence; a point per length."""
+    found = [
+        {"run_id": "r", "implementation": "triton", "pass": "forward+backward", "query_heads": heads}
+        | {"seq_len": length, "batch": max(1, 32_768 // length), "point_id": f"r/{heads}/{place}"}
+        | {"metric": f"stage_{stage}", "unit": "ms", "value": times[place]}
+        for stage, times in stages.items()
+        for place, length in enumerate(lengths)
+        if not math.isnan(times[place])
+    ]
+    frame = pd.DataFrame(found)
+    return frame.assign(**{name: None for name in series_columns(frame.columns) if name not in frame})
+
+
+def per_call(exponent: float, at_32k: float, lengths: tuple[int, ...] = LENGTHS) -> tuple[float, ...]:
+    """Milliseconds of calls whose time per sequence grows with this exponent."""
+    return tuple(at_32k * (length / 32_768) ** exponent * max(1, 32_768 // length) for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("stage", "branch"),
+    [
+        ("compressed", Branch.COMPRESSED),
+        ("compressed_backward_kv", Branch.COMPRESSED),
+        ("scores", Branch.COMPRESSED),
+        ("window_forced_backward_kv", Branch.WINDOW),
+        ("forced", Branch.WINDOW),
+        ("compressed_window_backward_q", Branch.SHARED),
+        ("inverse_index", Branch.SELECTED),
+        ("selected_backward", Branch.SELECTED),
+        ("compress_backward", Branch.REST),
+        ("gates_backward", Branch.REST),
+        ("other", Branch.OTHER),
+        ("selected_twice", Branch.OTHER),
+        ("compressed_backward_q_kv", Branch.OTHER),
+        ("", Branch.OTHER),
+    ],
+)
+def test_a_stages_name_tells_its_branch(stage: str, branch: Branch):
+    assert branch_of(stage) is branch
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("compresses", [True, False])
+def test_every_stage_that_the_operator_launches_has_a_branch(arch: int, compresses: bool):
+    """The launches of forward and backward tell their stages themselves: a new or renamed one must be declared."""
+    import torch
+
+    from nsa_core.kernels import operators
+    from nsa_core.kernels.runtime.launch import record
+    from nsa_core.kernels.runtime.tiles import assume
+
+    def made(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, 8192, heads, dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    with assume(arch), record() as launches:
+        call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, shared=compresses, compresses=compresses)
+        q, gates, given = made(12, 64), made(12, 3), [(made(2, 64), made(2, 64)) for _ in range(1 if compresses else 3)]
+        pairs = given * 2 if compresses else [operators.compress(*given[0], call.config), *given[1:]]
+        out = operators.attend(q, gates, None, pairs, call)
+        torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
+    stages = {launch.stage for launch in launches}
+    found = {branch_of(stage) for stage in stages}
+    assert {stage for stage in stages if branch_of(stage) is Branch.OTHER} == set()
+    assert {Branch.COMPRESSED, Branch.SELECTED, Branch.WINDOW, Branch.REST} <= found
+    assert len(stages) > 10
+
+
+def test_the_compressed_branch_visits_a_sixteenth_of_the_keys_of_dense_attention():
+    """A query at position t sees `cmp_tokens(t + 1)` compressed keys, and t + 1 keys in dense attention."""
+    config, length = NSAConfig(), 65_536
+    seen = [config.cmp_tokens(position + 1) for position in range(length)]
+    assert seen[-1] == pytest.approx(length / 16, rel=1e-3)
+    assert sum(seen) / length == pytest.approx(length / 32, rel=1e-3)
+    assert sum(seen) / (length * (length + 1) / 2) == pytest.approx(1 / 16, rel=1e-3)
+
+
+def test_the_shares_of_an_h200():
+    shares = branch_shares(rows(H200))
+    assert [(one.seq_len, one.batch) for one in shares] == [
+        (8192, 4),
+        (16_384, 2),
+        (32_768, 1),
+        (65_536, 1),
+        (131_072, 1),
+    ]
+    last = shares[-1]
+    assert last.total == pytest.approx(sum(times[-1] for times in H200.values()))
+    assert sum(map(last.share, Branch)) == pytest.approx(1)
+    assert last.share(Branch.COMPRESSED) == pytest.approx(0.64, abs=0.02)
+    assert last.milliseconds[Branch.SELECTED] == pytest.approx(2.34 + 1.61 + 0.182)
+    assert last.milliseconds[Branch.REST] == pytest.approx(0.899 + 0.713 + 0.261)
+    assert last.milliseconds[Branch.OTHER] == pytest.approx(0.144)
+    assert last.unknown == ()
+    assert list(last.milliseconds) == [Branch.COMPRESSED, Branch.SELECTED, Branch.WINDOW, Branch.REST, Branch.OTHER]
+
+
+def test_the_take_over_on_an_h200():
+    (taken,) = take_overs(branch_shares(rows(H200)))
+    assert taken.compressed
+    assert taken.rest
+    assert taken.compressed.ci_low <= 2 <= taken.compressed.ci_high + 0.1
+    assert taken.rest.ci_low <= 1 <= taken.rest.ci_high
+    assert taken.largest
+    assert taken.equal
+    assert (taken.largest.low, taken.largest.high) == (16_384, 32_768)
+    assert (taken.equal.low, taken.equal.high) == (65_536, 131_072)
+    assert taken.equal.seq_len == pytest.approx(71_427, rel=0.001)
+    assert not taken.equal.extrapolated
+    assert "from about 71,000 tokens (between the measured 65,536 and 131,072)." in taken.sentence
+    assert f"The compressed branch grows as S^{taken.compressed.exponent:.2f}" in taken.sentence
+
+
+def test_shorter_lengths_foretell_the_take_over_within_their_interval():
+    lengths = LENGTHS[:4]
+    cut = {stage: times[:4] for stage, times in H200.items()}
+    (taken,) = take_overs(branch_shares(rows(cut, lengths)))
+    assert taken.equal
+    assert taken.equal.extrapolated
+    assert 65_536 < taken.equal.low < 71_427 < taken.equal.high  # which the longest length, left out here, gives
+    assert "(extrapolated: " in taken.sentence
+
+
+def test_a_shared_stage_is_split_as_it_was_put_together():
+    window, compressed = per_call(1, 0.3), per_call(2, 0.25)
+    shared = tuple(a + b for a, b in zip(window, compressed, strict=True))
+    stages = {"compressed_window_forced": shared, "window_forced_backward_kv": per_call(1, 1.0)}
+    for place, one in enumerate(branch_shares(rows(stages))):
+        assert one.milliseconds[Branch.COMPRESSED] == pytest.approx(compressed[place])
+        assert one.milliseconds[Branch.WINDOW] == pytest.approx(window[place] + per_call(1, 1.0)[place])
+        assert Branch.SHARED not in one.milliseconds
+
+
+@pytest.mark.parametrize("times", [per_call(1, 0.3)[:2], (0.3, 9.0, 0.5, 30.0, 2.0)], ids=["two lengths", "no law"])
+def test_a_shared_stage_that_cannot_be_split_stays_shared(times: tuple[float, ...]):
+    lengths = LENGTHS[: len(times)]
+    shares = branch_shares(rows({"compressed_window_forced": times, "merge": times}, lengths))
+    assert [one.milliseconds[Branch.SHARED] for one in shares] == list(times)
+    assert all(Branch.COMPRESSED not in one.milliseconds for one in shares)
+    (taken,) = take_overs(shares)
+    assert taken.equal is None
+    assert taken.largest is None
+    assert "these lengths do not tell them apart" in taken.equal_reason
+    assert "at no known length" in taken.sentence
+
+
+def test_an_unknown_stage_counts_as_other_and_is_named():
+    shares = branch_shares(rows(H200 | {"brand_new": per_call(1, 0.5)}))
+    assert {one.unknown for one in shares} == {("brand_new",)}
+    assert shares[2].milliseconds[Branch.OTHER] == pytest.approx(0.059 + 0.5)
+
+
+def taken_over(compressed: tuple[float, ...], rest: dict[str, tuple[float, ...]], lengths: tuple[int, ...] = LENGTHS):
+    (taken,) = take_overs(branch_shares(rows({"scores": compressed} | rest, lengths)))
+    return taken
+
+
+def test_a_crossing_beyond_the_longest_length_is_extrapolated():
+    taken = taken_over(per_call(2, 0.125), {"selected": per_call(1, 1.0)})
+    assert taken.equal
+    assert taken.equal.extrapolated
+    assert taken.equal.seq_len == pytest.approx(262_144, rel=0.01)
+    assert taken.equal.low <= 262_144 <= taken.equal.high < 270_000
+    assert taken.largest == taken.equal
+
+
+def test_the_largest_rival_decides_where_it_is_the_largest():
+    taken = taken_over(
+        per_call(2, 1.0), {"selected": per_call(1, 0.5), "window": per_call(1, 3.0), "merge": per_call(1, 0.1)}
+    )
+    assert taken.largest
+    assert taken.equal
+    assert taken.largest.seq_len == pytest.approx(98_304)
+    assert taken.equal.seq_len == pytest.approx(117_965, rel=1e-4)
+
+
+def test_a_branch_that_is_the_largest_from_the_start_is_told_so():
+    taken = taken_over(per_call(2, 10.0), {"selected": per_call(1, 1.0)})
+    assert taken.equal
+    assert (taken.equal.low, taken.equal.high, taken.equal.extrapolated) == (0, 8192, False)
+    assert "the largest branch from 8,192 tokens or fewer (the shortest length measured)" in taken.sentence
+
+
+@pytest.mark.parametrize(
+    ("compressed", "rest", "lengths", "reason"),
+    [
+        (per_call(2, 0.01), per_call(1, 1.0), LENGTHS, "it lies beyond 524,288, 4 times the longest length measured"),
+        (
+            per_call(1, 0.5),
+            per_call(1, 1.0),
+            LENGTHS,
+            "it lies beyond 131,072, and the growth of both is not told apart",
+        ),
+        (per_call(2, 0.1)[:2], per_call(1, 1.0)[:2], LENGTHS[:2], "fewer than 3 lengths were measured, all below it"),
+        ((0.1, 0.01, 0.3, 0.02, 0.4), per_call(1, 9.0), LENGTHS, "it lies beyond 131,072, and no law of growth holds"),
+        (
+            (0.1, math.nan, 0.3, 0.5, 0.9),
+            per_call(1, 9.0),
+            LENGTHS,
+            "no stage of the compressed branch was measured at",
+        ),
+    ],
+)
+def test_what_the_fits_do_not_allow_is_none_with_the_reason(
+    compressed: tuple[float, ...], rest: tuple[float, ...], lengths: tuple[int, ...], reason: str
+):
+    taken = taken_over(compressed, {"selected": rest}, lengths)
+    assert taken.equal is None
+    assert reason in taken.equal_reason
+    assert f"costs as much as all the rest at no known length: {reason}" in taken.sentence
+
+
+def test_the_compressed_branch_alone_has_nothing_to_take_over_from():
+    taken = taken_over(per_call(2, 1.0), {})
+    assert taken.equal is None
+    assert taken.equal_reason == "no other stage was measured at every length"
+
+
+@pytest.mark.parametrize(("high", "end"), [(math.inf, "70,000 or more"), (212_345.0, "70,000 to 210,000")])
+def test_an_extrapolated_length_is_told_with_its_interval(high: float, end: str):
+    assert str(Crossing(104_999, 69_900, high, extrapolated=True)) == f"about 100,000 tokens (extrapolated: {end})"
+
+
+def test_each_shape_has_shares_and_a_take_over_of_its_own():
+    both = pd.concat([rows(H200), rows({"scores": per_call(2, 9.0), "selected": per_call(1, 1.0)}, heads=64)])
+    shares = branch_shares(both)
+    assert [one.series["query_heads"] for one in shares] == [12] * 5 + [64] * 5
+    taken = take_overs(shares)
+    assert [one.series["query_heads"] for one in taken] == [12, 64]
+    assert taken[1].equal
+    assert taken[1].equal.high == 8192
+
+
+def test_several_points_at_a_length_count_as_their_mean():
+    twice = pd.concat([rows(H200), rows(H200).assign(point_id="again", value=lambda frame: 3 * frame["value"])])
+    once = branch_shares(rows(H200))
+    for one, other in zip(branch_shares(twice), once, strict=True):
+        assert one.total == pytest.approx(2 * other.total)
+
+
+def test_shares_as_a_frame():
+    frame = shares_frame(branch_shares(rows(H200)))
+    assert {"run_id", "query_heads", "pass", "seq_len", "batch", "branch", "milliseconds", "share"} <= set(
+        frame.columns
+    )
+    assert frame.groupby("seq_len")["share"].sum().tolist() == pytest.approx([1] * 5)
+    assert shares_frame([]).empty
+
+
+def test_stored_stages_are_read_from_the_store(store: Store, sweep):
+    """Rows of either database; times and memory are no stages, and what has none has no shares."""
+    begun, *records = sweep(laws={"chunked": 1.0})
+    assert branch_shares(queries.measurements(store)) == []
+    stages = (
+        MetricData(name="stage_selected", unit="ms", value=3.0),
+        MetricData(name="stage_topk", unit="ms", value=1.0),
+    )
+    store.apply_many(
+        record.model_copy(update={"metrics": (*record.metrics, *stages)}) if record.type == "outcome" else record
+        for record in (begun, *records)
+    )
+    shares = branch_shares(queries.measurements(store))
+    assert len(shares) == 4
+    assert isinstance(shares[0], BranchShares)
+    assert shares[0].milliseconds == {Branch.COMPRESSED: 1.0, Branch.SELECTED: 3.0}
+    assert shares[0].share(Branch.COMPRESSED) == 0.25
+    assert shares[0].series["implementation"] == "chunked"
