@@ -42,5 +42,12 @@ if not any(re.match(r"(pytorch-)?triton\b", line) for line in metadata.requires(
 END
 pip install -c "$constraints" -e "$here${extras:+[$extras]}"
 
+# Plain `ray` commands send the token of this user's clusters, once there is one (docs/security.md); of itself Ray 2.60
+# sends none to an address that it was given. A setting of the user's own stays.
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cat >"$site/nsa_bench_token.pth" <<'END'
+import os; os.path.exists(os.path.expanduser("~/.ray/auth_token")) and os.environ.setdefault("RAY_AUTH_MODE", "token")
+END
+
 # A driver too old for PyTorch's build, or a build without CUDA, is said now; in an image the code is not there yet.
 if has_driver && [ -e "$here/jobs/measure/driver.py" ]; then "$python" -m jobs.measure.driver --warn || true; fi

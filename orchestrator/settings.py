@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from enum import Enum
 from functools import cached_property
@@ -18,6 +19,9 @@ from orchestrator.errors import UserError
 
 SOURCES = Path(__file__).resolve().parents[1]
 """The folder that the packages are imported from; `installation` tells of which sort it is."""
+
+LOOPBACK = "127.0.0.1"
+"""The address that no other host reaches."""
 
 PACKAGES = ("nsa_core", "jobs", "orchestrator")
 """The packages that a job imports."""
@@ -93,6 +97,9 @@ class Settings(BaseSettings):
         default=None, description="Ray cluster to connect to (host:port); None: this machine"
     )
     ray_dashboard: str = Field(default="http://127.0.0.1:8265", description="Ray's job submission address")
+    ray_host: str = Field(
+        default=LOOPBACK, description="address of this host that a cluster of `nsa up` is reached at by other nodes"
+    )
     dashboard_port: int = Field(default=8501, ge=1, le=65535, description="port of the results dashboard")
     gates: Path | None = Field(default=None, description="YAML of go/no-go rules; None: the project's own")
 
@@ -102,6 +109,17 @@ class Settings(BaseSettings):
         if not value.startswith(("http://", "https://")):
             raise ValueError("is not an HTTP address; write http://HOST:PORT")
         return value
+
+    @field_validator("ray_host")
+    @classmethod
+    def _is_one_address(cls, value: str) -> str:
+        try:
+            address = ipaddress.ip_address(LOOPBACK if value == "localhost" else value)
+        except ValueError:
+            raise ValueError(f"is not an IP address; write {LOOPBACK}, or the address of an interface") from None
+        if address.is_unspecified or (address.is_loopback and str(address) != LOOPBACK):
+            raise ValueError(f"is not the address of one interface; write one, or {LOOPBACK} for this host alone")
+        return str(address)
 
     @field_validator("artifact_store")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Generator
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+
+# Clusters and clients of the tests share a token, and none is left in the developer's home.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 # Tests that the workers of `make test` run one after the other, each group in one worker.
 # Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.

@@ -92,12 +92,14 @@ def up(
     num_gpus: Annotated[int | None, typer.Option(help="GPUs Ray may use; default: all")] = None,
 ) -> None:
     """Start a local Ray cluster and the dashboard, with the database migrated."""
-    from orchestrator.cli import console, services
+    from orchestrator.cli import console, exposure, services
     from orchestrator.store import upgrade
 
     settings = load_settings()
     upgrade(settings.database)
-    console.services(services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus))
+    rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
+    console.services(rows)
+    console.access(exposure.token_place(), exposure.exposures(settings, rows[0].pid))
 
 
 @app.command()

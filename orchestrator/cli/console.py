@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.doctor import Finding, Health, SettingRow
+from orchestrator.cli.exposure import Exposure
 from orchestrator.cli.fetching import StoredFile
 from orchestrator.cli.services import ServiceStatus
 from orchestrator.gates.decisions import Decision
@@ -43,6 +45,14 @@ def services(rows: Sequence[ServiceStatus]) -> None:
         state = "ok" if s.healthy else "not running" if s.pid is None else "starting"
         table.add_row(s.name, s.url, _state(state), str(s.pid or ("started elsewhere" if s.healthy else "")))
     out.print(table)
+
+
+def access(token: str | None, found: Sequence[Exposure]) -> None:
+    """Print who may use the Ray cluster. `token`: the place of its token; None if it asks for none."""
+    if token:
+        print(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
+    for one in found:
+        print(f"warning: {one.what}; {one.fix}", file=sys.stderr)
 
 
 def runs(frame: pd.DataFrame, *, title: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.database_url import hide_password
+from orchestrator.errors import UserError
 from orchestrator.settings import Installation, Settings, installation
 
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
@@ -71,7 +72,7 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
 def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
     checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
-    checks += [_ray, _database, _artifacts, _artifact_store, _pyspy, _dashboard]
+    checks += [_ray, _ray_access, _database, _artifacts, _artifact_store, _pyspy, _dashboard]
     return [*(check(settings) for check in checks), *_offered()]
 
 
@@ -210,6 +211,27 @@ def _ray(settings: Settings) -> Finding:
             "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
         )
     return Finding("ray", Health.OK, f"{version}; cluster at {url}")
+
+
+def _ray_access(settings: Settings) -> Finding:
+    from orchestrator.cli import services
+    from orchestrator.cli.exposure import exposures
+    from orchestrator.run import ray_token
+
+    name = "ray access"
+    try:
+        file = ray_token.token_file()
+        ray = next(one for one in services.status(settings) if one.name == "ray")
+        found = exposures(settings, ray.pid)
+    except UserError as err:
+        return Finding(name, Health.MISSING, str(err))
+    if found:
+        return Finding(
+            name, Health.MISSING, "; ".join(one.what for one in found), "; ".join({one.fix: 0 for one in found})
+        )
+    if file is None or os.path.exists(file):
+        return Finding(name, Health.OK, f"by the token in {file or 'RAY_AUTH_TOKEN'}")
+    return Finding(name, Health.OK, f"by a token, which `nsa up` will write to {file}")
 
 
 def _database(settings: Settings) -> Finding:

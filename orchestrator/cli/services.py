@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,10 +23,11 @@ import psutil
 
 from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
-from orchestrator.run.ray_folder import folder_of_a_new_cluster
-from orchestrator.settings import SOURCES, Installation, Settings, installation
+from orchestrator.run import ray_token
+from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address
+from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 
-_READY_S = 60.0
+_READY_S = 90.0
 _STOP_S = 40.0
 
 
@@ -61,20 +63,28 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     """Start the services that are not running and wait until all answer.
 
     Raises:
-        ServiceError: NSA_HOME cannot be written, a port is taken by something else, or a service did not answer in
-            time (its log is named).
+        ServiceError: NSA_HOME cannot be written, a port is taken by something else, NSA_RAY_HOST is no address of this
+            host, or a service did not answer in time (its log is named).
+        TokenError: Ray's token cannot be made or kept from others.
+        FolderError: nor can Ray's folder.
     """
     try:
         settings.home.mkdir(parents=True, exist_ok=True)
     except OSError as err:
         raise ServiceError(f"NSA_HOME: '{settings.home}': cannot be made ({err.strerror}); name another") from None
+    if settings.ray_host not in _addresses():
+        raise ServiceError(
+            f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
+        )
+    if was_open := ray_token.wanted() and ray_token.problem():
+        print(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up",
+              file=sys.stderr)  # fmt: skip
     folder = folder_of_a_new_cluster(settings)
-    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder}
+    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
+    begun = [service for service in services if _start(settings, service)]
     for service in services:
-        _start(settings, service)
-    for service in services:
-        _await(settings, service)
+        _await(settings, service, noted=service.name == "ray" and service in begun)
     return status(settings)
 
 
@@ -115,47 +125,59 @@ def service_env(settings: Settings) -> dict[str, str]:
     }
 
 
+def ray_env(settings: Settings) -> dict[str, str]:
+    """The environment of Ray and its jobs. Raises TokenError."""
+    # Ray binds to loopback alone in its mode for one host, which this variable chooses, whatever the system.
+    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": str(int(settings.ray_host != LOOPBACK))}
+    return service_env(settings) | alone | ray_token.environment_of_a_cluster()
+
+
 def _ray(settings: Settings, options: Sequence[str]) -> Service:
     url = urlsplit(settings.ray_dashboard)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1"]
+    command += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
     command += [f"--dashboard-port={url.port or 8265}", "--dashboard-agent-listen-port=0"]
+    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
     return Service("ray", (*command, *options), f"{settings.ray_dashboard.rstrip('/')}/api/version")
 
 
 def _dashboard(settings: Settings) -> Service:
     app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
-    command += ["--server.address=127.0.0.1", f"--server.port={settings.dashboard_port}"]
+    command += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
     command += ["--browser.gatherUsageStats=false"]
     return Service("dashboard", tuple(command), f"http://127.0.0.1:{settings.dashboard_port}/_stcore/health")
 
 
-def _start(settings: Settings, service: Service) -> None:
+def _start(settings: Settings, service: Service) -> bool:
+    """Start a service; False if it runs already."""
     if _pid(settings, service) is not None:
-        return
+        return False
     if answers(service.health):
         raise ServiceError(
             f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
             "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
         )
+    environment = ray_env(settings) if service.name == "ray" else service_env(settings)
     with _log(settings, service).open("ab") as log:
         process = subprocess.Popen(
             service.command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=service_env(settings),
+            env=environment,
             cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
     record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
     _pidfile(settings, service).write_text(json.dumps(record))
+    return True
 
 
-def _await(settings: Settings, service: Service) -> None:
+def _await(settings: Settings, service: Service, noted: bool) -> None:
+    """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
-    while not answers(service.health):
+    while not (answers(service.health) and (not noted or local_address(settings))):
         dead = _pid(settings, service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
@@ -195,6 +217,18 @@ def _pidfile(settings: Settings, service: Service) -> Path:
 
 def _log(settings: Settings, service: Service) -> Path:
     return settings.home / f"{service.name}.log"
+
+
+def _addresses() -> set[str]:
+    """The addresses of this host's interfaces."""
+    return {one.address.partition("%")[0] for interface in psutil.net_if_addrs().values() for one in interface}
+
+
+def _free_port() -> int:
+    """A free port for Ray Client, whose servers of one user would otherwise share 10001 and get each other's calls."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _base(url: str) -> str:

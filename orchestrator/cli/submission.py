@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jobs.spec import load_spec
+from orchestrator.cli.exposure import asks_for_token
 from orchestrator.cli.services import answers
 from orchestrator.errors import UserError
 from orchestrator.provenance import git_state
+from orchestrator.run import ray_token
 from orchestrator.run.upload import collect
 from orchestrator.settings import Settings
 
@@ -56,6 +59,11 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     commit, dirty = git_state()
     env = {"NSA_GIT_COMMIT": commit or "", "NSA_GIT_DIRTY": str(int(bool(dirty)))} if commit else {}
     client = _client(settings)
+    if not asks_for_token(settings):
+        print(
+            f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there",
+            file=sys.stderr,
+        )
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": env}
@@ -103,9 +111,17 @@ def no_cluster(settings: Settings) -> SubmissionError:
 def _client(settings: Settings) -> JobSubmissionClient:
     if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
         raise no_cluster(settings)
+    ray_token.send_it()
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    return JobSubmissionClient(settings.ray_dashboard)
+    try:
+        return JobSubmissionClient(settings.ray_dashboard)
+    except AuthenticationError:
+        raise SubmissionError(
+            f"RAY_AUTH_TOKEN: the cluster at {settings.ray_dashboard} asks for another token than this user's; "
+            "set it to the owner's, or start a cluster of your own: nsa up with another NSA_RAY_DASHBOARD"
+        ) from None
 
 
 def _known(call: Callable[[], T], submission_id: str) -> T:

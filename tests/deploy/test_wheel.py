@@ -48,7 +48,7 @@ class User:
 
     def uploads(self) -> list[dict[str, int]]:
         """The files of each upload as Ray unpacked it, oldest first: name -> bytes."""
-        folders = self.ray.glob("ray/session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
+        folders = self.ray.glob("nsa-ray-*/r/session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
         return [
             {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime)
@@ -171,7 +171,19 @@ def test_submit_sends_the_spec_and_the_data_that_it_names(user: User) -> None:
 def test_ray_job_submit_does_the_same_with_the_installed_code(user: User) -> None:
     address = re.search(r"http://\S+", (user.here / ".env").read_text())
     assert address is not None
-    ray = ["python", "-m", "ray.scripts.scripts", "job", "submit", "--address", address[0], "--working-dir", "."]
+    ray = [
+        "env",
+        "RAY_AUTH_MODE=token",
+        "python",
+        "-m",
+        "ray.scripts.scripts",
+        "job",
+        "submit",
+        "--address",
+        address[0],
+        "--working-dir",
+        ".",
+    ]
     done = user.run(*ray, "--", "python", "-m", "jobs", "specs/drill.yaml", "--set", "behaviours=[ok, raise]")
     assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
     assert sum(user.uploads()[-1].values()) < 5 * MIB

@@ -60,6 +60,7 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
     """Environment of a client of a cluster of two nodes, each with one core."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
+    clean |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
     clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(KINDS), "OMP_NUM_THREADS": "1"}
     ports = free_ports(7)
     address = f"127.0.0.1:{ports[0]}"

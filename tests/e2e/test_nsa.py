@@ -29,6 +29,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     ray, dashboard = free_ports(2)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     env = clean | {
+        "HOME": str(home),  # where the token is written; `make env` lets plain `ray` find it there
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "NSA_HOME": str(home),
         "NSA_RAY_DASHBOARD": f"http://127.0.0.1:{ray}",

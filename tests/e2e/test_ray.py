@@ -42,7 +42,8 @@ class Cluster:
     def env(self, home: Path) -> dict[str, str]:
         """Environment of a client of this cluster alone, with results in `home`."""
         outside = ("RAY_", "NSA_")
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)} | kept
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         return clean | {"PATH": path, "NSA_RAY_ADDRESS": self.address, "NSA_HOME": str(home), "OMP_NUM_THREADS": "1"}
 

@@ -54,8 +54,8 @@ def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, mo
         services.up(second, num_cpus=1)
         first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
         assert first_address != second_address
-        assert ray_folder.local_address(second) == second_address  # for a driver that is no job
-        assert ray_folder.local_address(settings) is None  # in Ray's own folder, which Ray looks into itself
+        assert ray_folder.local_address(settings) == first_address  # for a driver that is no job
+        assert ray_folder.local_address(second) == second_address
     finally:
         services.down(second)
         services.down(settings)
@@ -112,6 +112,12 @@ def test_services_use_the_database_of_this_shell_from_any_folder(
         assert services.service_env(given)["NSA_DATABASE_URL"] == f"sqlite:///{tmp_path}/results/nsa.db"
     postgres = "postgresql+psycopg://nsa@host/nsa"
     assert services.service_env(Settings(database_url=postgres))["NSA_DATABASE_URL"] == postgres
+
+
+def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:
+    with pytest.raises(ServiceError, match=r"^NSA_RAY_HOST: '192\.0\.2\.77': is no address of this host; name one"):
+        services.up(settings.model_copy(update={"ray_host": "192.0.2.77"}))
+    assert services.down(settings) == []
 
 
 def test_a_home_that_cannot_be_made_is_named(settings: Settings) -> None:

@@ -1,0 +1,144 @@
+"""Where Ray's token comes from, who can read it, and which cluster of a host is this user's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.run import ray_folder, ray_token
+from orchestrator.run.ray_folder import FolderError
+from orchestrator.run.ray_token import TokenError
+from orchestrator.settings import Settings
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The token's default place in a home of the test's own; there is none yet."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what the test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".ray" / "auth_token"
+
+
+def test_a_first_cluster_makes_a_token_that_the_next_one_keeps(token: Path) -> None:
+    ray_token.send_it()
+    assert "RAY_AUTH_MODE" not in os.environ  # there is nothing to send
+    expected = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    assert ray_token.environment_of_a_cluster() == expected
+    made = token.read_text()
+    assert len(made) == 64
+    assert ray_token.environment_of_a_cluster() == expected
+    assert token.read_text() == made
+    assert os.listdir(token.parent) == ["auth_token"]
+    ray_token.send_it()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_users_own_token_is_kept_and_taken_from_others_reach(token: Path) -> None:
+    token.parent.mkdir()
+    token.write_text("mine\n")
+    token.chmod(0o644)
+    assert ray_token.problem() == f"{token}: other users can read this token"
+    ray_token.environment_of_a_cluster()
+    assert (token.read_text(), stat.S_IMODE(token.stat().st_mode)) == ("mine\n", 0o600)
+    assert ray_token.problem() is None
+
+
+def test_variables_of_ray_decide(token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "elsewhere"))
+    assert ray_token.environment_of_a_cluster()["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "elsewhere")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    assert ray_token.environment_of_a_cluster() == {"RAY_AUTH_MODE": "token"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert ray_token.environment_of_a_cluster() == {}
+    ray_token.send_it()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+    assert not token.exists()
+
+
+def _empty(path: Path) -> None:
+    path.write_text("\n")
+
+
+def _given_away(path: Path) -> None:
+    path.write_text("known to another")
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_empty, "is empty; remove it"),
+        (Path.mkdir, "cannot be read"),
+        pytest.param(_given_away, "another user owns this token", marks=as_root),
+    ],
+)
+def test_a_token_of_no_use_is_named(token: Path, spoil: Callable[[Path], None], said: str) -> None:
+    token.parent.mkdir()
+    spoil(token)
+    with pytest.raises(TokenError, match=rf"^RAY_AUTH_TOKEN_PATH: '{token}': {said}"):
+        ray_token.environment_of_a_cluster()
+
+
+def test_a_home_that_cannot_be_written_is_named(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc")
+    with pytest.raises(TokenError, match=r"^RAY_AUTH_TOKEN_PATH: '/proc/.ray/auth_token': the token cannot be written"):
+        ray_token.environment_of_a_cluster()
+
+
+@as_root
+def test_a_folder_that_another_user_put_there_is_neither_used_nor_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    settings = Settings(home=tmp_path / "home")
+    inside = ray_folder.folder_of_a_new_cluster(settings)
+    inside.mkdir()
+    with listening() as address:
+        (inside / "ray_current_cluster").write_text(address)
+        assert ray_folder.local_address(settings) == address
+        os.chown(inside.parent, 65534, 65534)
+        assert ray_folder.local_address(settings) is None
+    with pytest.raises(FolderError, match=r"^RAY_TMPDIR: '.*': belongs to another user"):
+        ray_folder.folder_of_a_new_cluster(settings)
+
+
+def test_a_link_in_the_folders_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    settings = Settings(home=tmp_path / "home")
+    private = ray_folder.folder_of_a_new_cluster(settings).parent
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.rmdir()
+    private.symlink_to(tmp_path)
+    with pytest.raises(FolderError, match="belongs to another user or is no folder"):
+        ray_folder.folder_of_a_new_cluster(settings)
+
+
+def test_a_server_on_loopback_alone_is_told_from_one_on_every_address() -> None:
+    with listening() as address:
+        assert ray_folder.on_loopback_alone(address)
+    with listening("0.0.0.0") as address:
+        assert ray_folder.on_loopback_alone(address) is not _has_another_address()
+    assert not ray_folder.on_loopback_alone("192.0.2.1:1")
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[str]:
+    """A listening socket; its address on loopback."""
+    with socket.create_server((host, 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _has_another_address() -> bool:
+    found = (one for interface in psutil.net_if_addrs().values() for one in interface)
+    return any(one.family == socket.AF_INET and not one.address.startswith("127.") for one in found)
