@@ -20,7 +20,7 @@ from orchestrator.store import Store
 MEMORY = tuple(quantity.name for quantity in jobs.quantities.MEMORY)  # a chart needs only one kind of memory
 BESIDE, TOGETHER = "beside", "together"
 _LAYOUTS = {BESIDE: "In charts of their own", TOGETHER: "In the charts of our own"}
-_LOOKED_AT = 50  # newest complete runs to search for the default
+_AT_ONCE = 50  # complete runs read in one step of the search for the default
 _ENOUGH = 5  # lengths of one series that make a sweep worth opening with
 
 
@@ -94,8 +94,13 @@ def sweep(store: Store, runs: pd.DataFrame) -> list[str]:
     lengths: the newest with results, else the newest.
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    complete = [run for run in ours if run["state"] == RunState.DONE][:_LOOKED_AT]
-    lengths = data.lengths(store, [run["run_id"] for run in complete])
+    complete = [run for run in ours if run["state"] == RunState.DONE and run["ok"] >= MIN_LENGTHS]
+    lengths: dict[str, int] = {}
+    for first in range(0, len(complete), _AT_ONCE):  # mostly, the newest runs have one
+        batch = complete[first : first + _AT_ONCE]
+        lengths |= data.lengths(store, [run["run_id"] for run in batch])
+        if any(run["kind"] == "scaling" and lengths.get(run["run_id"], 0) >= _ENOUGH for run in batch):
+            break
     most = max(lengths.values(), default=0)
     if most >= MIN_LENGTHS:
         sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= min(_ENOUGH, most)]

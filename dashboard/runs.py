@@ -115,7 +115,9 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
     for point in points.loc[points["state"] == "running"].to_dict("records"):
-        st.caption(f":material/autorenew: {parts.doing(point)}")
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
+            _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
     if points.empty:
         st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
         return
@@ -263,8 +265,8 @@ def _missing(what: str, name: str) -> None:
     st.warning(f"There is no {what} {parts.code(name)} in this database.", icon=":material/search_off:")
 
 
-def _link(label: str, **query: str) -> None:
-    st.page_link("runs.py", label=label, icon=":material/arrow_back:", query_params=query)
+def _link(label: str, icon: str = ":material/arrow_back:", **query: str) -> None:
+    st.page_link("runs.py", label=label, icon=icon, query_params=query)
 
 
 def _go(**query: str) -> None:

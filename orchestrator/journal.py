@@ -1,10 +1,12 @@
 """The journal: a run's records, one JSON object per line, append-only, synced to disk before any other use.
 
-A process that dies while writing leaves a torn last line; readers skip it, and the next writer removes it.
+A process that dies while writing leaves a torn last line; readers skip it, and the next writer removes it. A disk that
+takes no more leaves the journal as it was before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gzip
 import os
@@ -16,20 +18,28 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, Record
+from orchestrator.records import RECORD, PointRecord, Record
 
 NAME = "journal.jsonl"
 COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be read, not continued
 EXPANDED_LIMIT = 256 << 20  # bytes; a hundred times the journal of a sweep of a hundred points
-_POINT = re.compile(r"\d+")  # a point's id is <run id>/<number>
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<number>
+_BLOCK = 256 << 10
 
 
 class JournalError(UserError):
     """The journal cannot be used; one line: field, value, fix."""
 
 
+class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
+    """The journal's disk takes no more now; the journal is as it was before."""
+
+
 class Journal:
-    """The journal of one run, locked for appending by this process."""
+    """The journal of one run, locked for appending by this process.
+
+    One thread may append while another reads.
+    """
 
     def __init__(self, path: Path) -> None:
         """Create the journal, or open an existing one and remove its torn last line.
@@ -40,7 +50,7 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = path.open("a+b", buffering=0)
         except OSError as err:
             raise JournalError(
                 f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written ({err.strerror}); name another folder"
@@ -52,16 +62,56 @@ class Journal:
             raise JournalError(
                 f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
             ) from None
-        self._file.truncate(_whole(path))
-        self._file.seek(0, os.SEEK_END)
+        self._end = _whole(path)
+        self._file.truncate(self._end)
+        self._torn = False
         _sync_folder(path.parent)
 
+    @property
+    def end(self) -> int:
+        """The journal's size in bytes: all of its records are on disk."""
+        return self._end
+
     def append(self, records: Iterable[Record]) -> None:
-        """Append records and sync them to disk."""
+        """Append records and sync them to disk: all of them or none. Raises JournalFull if the disk takes no more."""
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
-        self._file.write(lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        fd, left = self._file.fileno(), memoryview(lines)
+        try:
+            if self._torn:
+                self._cut()
+            while left:
+                self._torn = True
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        except OSError as err:
+            with contextlib.suppress(OSError):
+                self._cut()
+            fix = "free space there, or name another folder in NSA_ARTIFACTS"
+            raise JournalFull(f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); {fix}") from None
+        self._torn = False
+        self._end += len(lines)
+
+    def records(self, start: int, most: int) -> tuple[list[Record], int]:
+        """At most `most` records from byte `start` on, where a record begins, and the byte after them.
+
+        Raises:
+            JournalError: the file was changed by another process.
+        """
+        left, size, data = self._end - start, _BLOCK, b""
+        while left and b"\n" not in data:
+            if len(data) == left or len(data := self._read(start, min(size, left))) < min(size, left):
+                raise JournalError(f"journal: {str(self.path)!r}: was changed by another process; leave it alone")
+            size *= 4
+        lines = data.split(b"\n")[:-1][:most]
+        return [RECORD.validate_json(line) for line in lines], start + sum(map(len, lines)) + len(lines)
+
+    def _read(self, start: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, start)
+
+    def _cut(self) -> None:
+        """Remove what a failed `append` has written."""
+        self._file.truncate(self._end)
+        self._torn = False
 
     def close(self) -> None:
         self._file.close()
@@ -78,12 +128,19 @@ def read(path: Path) -> Iterator[Record]:
 
     Raises:
         JournalError: the file cannot be read, expands to more than EXPANDED_LIMIT, a line before the last is not a
-            record, or a record names a point of another run.
+            record, or a record is of another run than the first one, or names a point of another run.
     """
+    run_id = None
     for number, line in enumerate(_lines(path), start=1):
         if not line.endswith(b"\n"):
             return
-        yield _record(path, number, line)
+        record = _record(path, number, line)
+        run_id = record.run_id if run_id is None else run_id
+        if fault := _stranger(record, run_id):
+            raise JournalError(
+                f"journal: {str(path)!r}: line {number} {fault} {run_id!r}; give the journal as the run wrote it"
+            )
+        yield record
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -115,7 +172,7 @@ def _expanded(path: Path) -> Iterator[bytes]:
 
 def _record(path: Path, number: int, line: bytes) -> Record:
     try:
-        record = RECORD.validate_json(line)
+        return RECORD.validate_json(line)
     except ValidationError as err:
         mistake = err.errors(include_url=False)[0]
         what = ": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]]))
@@ -123,13 +180,21 @@ def _record(path: Path, number: int, line: bytes) -> Record:
             f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
             "--resume then writes it again from the database"
         ) from None
+
+
+def _stranger(record: Record, run_id: str) -> str | None:
+    """Why a record is not one of the run `run_id`, to be followed by that id; None if it is."""
+    if record.run_id != run_id:
+        return f"is of the run {record.run_id!r}, in the journal of"
     point_id: str | None = getattr(record, "point_id", None)
-    if point_id is not None and not _POINT.fullmatch(point_id.removeprefix(f"{record.run_id}/")):
-        raise JournalError(
-            f"journal: {str(path)!r}: line {number} names the point {point_id!r}, which is not one of its run "
-            f"{record.run_id!r}; give the journal as the run wrote it"
-        )
-    return record
+    if point_id is None:
+        return None
+    head, slash, number = point_id.rpartition("/")
+    if not slash or head != run_id or not _NUMBER.fullmatch(number):
+        return f"names the point {point_id!r}, which is not one of its run"
+    if isinstance(record, PointRecord) and record.index != int(number):
+        return f"gives the point {point_id!r} the number {record.index}, in the journal of"
+    return None
 
 
 def _whole(path: Path) -> int:

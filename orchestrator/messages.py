@@ -17,12 +17,17 @@ from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Ser
 
 @dataclass(frozen=True)
 class Assignment:
-    """A point to be measured, and the attempt number, from 1."""
+    """A point to be measured, the attempt number, from 1, and the point's key."""
 
     run_id: str
     point_id: str
     attempt: int
     point: Point
+    key: str = ""
+
+
+GRACE_S = 30.0
+"""Seconds that a point which keeps checkpoints has to save one before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Conditions:
         settings: names of environment variables whose effective values are read back in each point's child.
         card: name of the GPU that the points are planned for; a point that gets another is not measured.
         store: URL of the artifact store; None: no file is kept.
+        grace_s: seconds that a point has to end by itself when the run is cancelled; 0: it is killed at once.
     """
 
     device: Device
@@ -47,6 +53,7 @@ class Conditions:
     settings: tuple[str, ...] = ()
     card: str | None = None
     store: str | None = None
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Records, the lines of a journal. The store holds the state that results from applying a run's records.
 
 Applying a record is idempotent: replaying a journal, whole or in part, gives the same rows.
-Records carry plain data only, so that a store can be filled without the code that measured.
+Records carry plain data only, so that a store can be filled without the code that measured. What comes from outside
+(messages, names, environments) may be anything: a record holds it as text and numbers that journals and databases take.
 """
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from jobs.axes import Axis
 from jobs.quantities import Quantity
@@ -23,8 +25,32 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-class _Record(BaseModel):
+def _storable(value: Any) -> Any:
+    """The value, with lone surrogates in its texts, at any depth, written as escapes."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_storable(key): _in_json(item) for key, item in value.items()}
+    return [_in_json(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_json(value: Any) -> Any:
+    """The value of a JSON object or array; JSON has no number for a float that is not finite, so that is a text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return _storable(list(value) if isinstance(value, tuple) else value)
+
+
+class _Plain(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _of_storable_texts(cls, value: Any) -> Any:
+        return _storable(value)
+
+
+class _Record(_Plain):
     v: Literal[1] = 1
     run_id: str
     at: datetime = Field(default_factory=now)
@@ -34,6 +60,7 @@ class RunRecord(_Record):
     """Start of a run, or its resumption; `resumed` counts the latter."""
 
     type: Literal["run"] = "run"
+    state: Literal[RunState.PENDING, RunState.RUNNING] = RunState.RUNNING  # pending: it waits for its cluster
     name: str
     kind: str
     spec: dict[str, Any]
@@ -77,10 +104,9 @@ class StartRecord(_Record):
     node: str | None = None
 
 
-class MetricData(BaseModel):
+class MetricData(_Plain):
     """Stored form of jobs.point.Metric."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     unit: str
     value: float
@@ -92,10 +118,9 @@ class MetricData(BaseModel):
     method: str = ""
 
 
-class ArtifactData(BaseModel):
+class ArtifactData(_Plain):
     """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(max_length=200)
     path: str = Field(max_length=4096)  # relative to the artifact store; in an OutcomeRecord to the run's folder
     size: int = Field(ge=0, lt=1 << 63)  # bytes
@@ -174,3 +199,29 @@ Record = Annotated[
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def keepable(record: Record) -> Record:
+    """The record, or what is kept instead of one that a journal could not give back (`instead_of`)."""
+    try:
+        RECORD.validate_json(RECORD.dump_json(record))
+    except ValueError as err:
+        return instead_of(record, " ".join(str(err).split())[:300])
+    return record
+
+
+def instead_of(record: Record, reason: str) -> OutcomeRecord | EventRecord:
+    """The record that says why another one cannot be kept: a point's end without results, or a warning."""
+    if isinstance(record, OutcomeRecord) and (record.metrics or record.route or record.environment):
+        return OutcomeRecord(
+            run_id=record.run_id,
+            point_id=record.point_id,
+            attempt=record.attempt,
+            state=PointState.ERROR if record.state is PointState.OK else record.state,
+            reason=f"{record.reason or 'measured'}, but its results cannot be kept: {reason}",
+            started_at=record.started_at,
+        )
+    point_id = None if isinstance(record, OutcomeRecord | EventRecord) else getattr(record, "point_id", None)
+    about = getattr(record, "point_id", record.run_id)
+    message = f"{about}: its {record.type} is not kept: {reason}"
+    return EventRecord(run_id=record.run_id, point_id=point_id, level="warning", message=message)

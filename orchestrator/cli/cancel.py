@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalError
+from orchestrator.journal import NAME, Journal, JournalError, JournalFull
 from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -56,7 +56,8 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
         with store.claim(run_id), Journal(path) if path.is_file() else nullcontext() as journal:
             records = _unfinished(store, run_id)
             if journal is not None:
-                journal.append(records)
+                with suppress(JournalFull):  # a resume completes the journal from the database
+                    journal.append(records)
             store.apply_many(records)
     except (JournalError, ClaimedError):
         host = run["host"] or "its host"

@@ -124,6 +124,8 @@ def status() -> None:
         return
     with _store(settings) as store:
         console.runs(queries.runs(store, state="running"), title="Running")
+        if len(waiting := queries.runs(store, state="pending")):
+            console.runs(waiting, title="Waiting for room in the cluster")
 
 
 @app.command()

@@ -3,7 +3,8 @@
 The order is validated before a file is made or a point handed out. Then the points are measured; every event is
 journalled, stored and shown, and a summary printed at the end.
 
-Exit codes: 0 every point is ok or skipped, 1 a point failed or the run could not go on, 2 bad input, 130 cancelled.
+Exit codes: 0 every point is ok or skipped, 1 a point failed, the run could not go on or results could not be kept,
+2 bad input, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from jobs.spec import JobSpec, SpecError
 from orchestrator import provenance, summary
 from orchestrator.database_url import StoreError, hide_password
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal
+from orchestrator.journal import NAME, Journal, JournalFull
 from orchestrator.records import PointRecord, RunRecord
 from orchestrator.run import plan, resume
+from orchestrator.run.announcement import announced, never_began
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.local import LocalExecutor
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from orchestrator.store import Store
 
 OK, FAILURE, BAD_INPUT, CANCELLED = 0, 1, 2, 130
+_STORE_S = 30.0  # without a stored record, after which the rest is left to `nsa import`
+_CANCEL_S = 0.8  # the same when cancelled: Ray kills a stopped job after three seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +78,8 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _run(order: Order) -> int:
-    executor = _executor(order)
+    job = provenance.submission_id()
+    executor = None if job else _executor(order)
     with ExitStack() as stack:
         store = stack.enter_context(_open_store(order.settings))
         # A resumed run's journal is locked before the probe, which may wait long, even for another driver of the run:
@@ -85,15 +90,17 @@ def _run(order: Order) -> int:
         resumed = None
         if order.resumed:
             resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
-        machines = executor.probe()
-        points = _points(order.spec, machines)
-        if resumed is None:
-            journal = stack.enter_context(Journal(order.folder / NAME))
-            todo = plan.new_plan(_run_record(order), points, machines)
-        else:
-            journal, history = resumed
-            run = _run_record(order, resumed=history.run.resumed + 1)
-            todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
+        run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
+        with announced(store if job else None, run):
+            executor = executor or _executor(order)
+            machines = executor.probe()
+            points = _points(order.spec, machines)
+            if resumed is None:
+                journal = stack.enter_context(Journal(order.folder / NAME))
+                todo = plan.new_plan(run, points, machines)
+            else:
+                journal, history = resumed
+                todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
 
@@ -127,24 +134,31 @@ def _measure(
     with watcher(todo.labels, todo.settled.total(), headline) as watching:
         _announce(order, machine, todo, slots, store, watching)
         recorder = Recorder(order.run_id, journal, store, watching.tell)
-        recorder.write(todo.records)
+        try:
+            recorder.begin(todo.records)
+        except JournalFull as err:
+            if store is not None and todo.run.submission_id:
+                never_began(store, todo.run, err)
+            raise
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
-        retries = order.spec.retries
-        scheduler = Scheduler(executor, recorder, watching, conditions, slots=slots, retries=retries)
+        retries, restarts = order.spec.retries, order.spec.recovery.restarts
+        scheduler = Scheduler(executor, recorder, watching, conditions, slots=slots, retries=retries, restarts=restarts)
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
         except Exception as err:
             scheduler.give_up(order.run_id, f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
+                recorder.close(_STORE_S)
                 raise
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
-        recorder.close(0 if state is RunState.CANCELLED else 30)
+        recorder.close(_CANCEL_S if state is RunState.CANCELLED else _STORE_S)
     states = scheduler.states + todo.settled
-    _close(order, state, states, store if recorder.stored else None)
+    _close(order, state, states, store if recorder.stored else None, recorder.missing())
     if state is RunState.CANCELLED:
         return CANCELLED
-    return OK if state is RunState.DONE and set(states) <= {PointState.OK, PointState.SKIPPED} else FAILURE
+    good = state is RunState.DONE and set(states) <= {PointState.OK, PointState.SKIPPED}
+    return OK if good and recorder.kept else FAILURE
 
 
 def _executor(order: Order) -> Executor:
@@ -208,12 +222,14 @@ def _announce(
             watching.tell(f"skipped   {record.label}: {record.reason}")
 
 
-def _close(order: Order, state: RunState, states: Counter[PointState], store: Store | None) -> None:
+def _close(
+    order: Order, state: RunState, states: Counter[PointState], store: Store | None, missing: Sequence[str]
+) -> None:
     console = summary.wide_console()
     summary.print_states(states, console)
-    if store is None:
-        console.print(f"not in the database; store the results with: nsa import {order.folder / NAME}", markup=False)
-    elif state is not RunState.CANCELLED:
+    for line in missing:
+        console.print(line, markup=False, soft_wrap=True)
+    if store is not None and state is not RunState.CANCELLED:
         try:
             summary.print_evaluation(store, order.run_id, order.settings.gates, console)
         except UserError as err:  # the results are stored; without a verdict the run still ended well

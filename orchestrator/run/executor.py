@@ -58,7 +58,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End all batches, their processes included; returns within about two seconds."""
+        """End all batches, their processes included; returns within about two seconds beyond the points' grace."""
         ...
 
 

@@ -34,6 +34,7 @@ class LocalExecutor:
         self._share: list[str | None] = []
         self._updates: queue.SimpleQueue[tuple[int, Update | BatchEnded]] = queue.SimpleQueue()
         self._cancelled = threading.Event()
+        self._grace_s = 0.0
         self._threads: list[threading.Thread] = []
         self._check()
 
@@ -56,6 +57,7 @@ class LocalExecutor:
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         slot = self._free.pop()
+        self._grace_s = conditions.grace_s
         thread = threading.Thread(target=self._run, args=(slot, batch, assignments, conditions), daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -68,7 +70,7 @@ class LocalExecutor:
 
     def cancel(self) -> None:
         self._cancelled.set()
-        deadline = time.monotonic() + _CANCEL_S
+        deadline = time.monotonic() + _CANCEL_S + self._grace_s
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 

@@ -16,7 +16,7 @@ from orchestrator import provenance
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
 from orchestrator.gates.rules import load_gates
-from orchestrator.messages import Conditions
+from orchestrator.messages import GRACE_S, Conditions
 from orchestrator.records import RunRecord
 from orchestrator.run import plan, resume
 from orchestrator.settings import Settings, load_settings
@@ -61,6 +61,7 @@ class Order:
             warm=spec.isolation == "warm",
             settings=tuple(spec.settings),
             card=machine.name if machine.device == "cuda" else None,
+            grace_s=GRACE_S if spec.recovery.keeps else 0.0,
         )
 
 

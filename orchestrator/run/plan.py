@@ -147,7 +147,7 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
     )
     plan.records.append(record)
     if state is PointState.PENDING:
-        plan.assignments.append(Assignment(record.run_id, record.point_id, attempt, point))
+        plan.assignments.append(Assignment(record.run_id, record.point_id, attempt, point, key))
     else:
         plan.settled[state] += 1
 

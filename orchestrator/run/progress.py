@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from typing import TextIO
 
 from rich.console import Console
@@ -31,6 +32,8 @@ def watcher(
         stream: None: stdout.
     """
     out = stream or sys.stdout
+    if isinstance(out, TextIOWrapper):  # a reason may hold what the terminal's encoding does not
+        out.reconfigure(errors="backslashreplace")
     return (TerminalWatcher if out.isatty() else LogWatcher)(labels, settled, headline, out)
 
 

@@ -1,22 +1,22 @@
-"""Keeps a run's records: first in the journal, then in the store, which may be away for a while."""
+"""Keeps a run's records: first in the journal, then in the store. Neither is waited for while it is away."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from orchestrator.database_url import StoreError, StoreUnavailable
-from orchestrator.journal import Journal
+from orchestrator.database_url import SETTING
+from orchestrator.journal import Journal, JournalFull
 from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, Record
+from orchestrator.records import EventRecord, Record, keepable
+from orchestrator.run.backlog import Backlog
+from orchestrator.run.storing import Storing
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
 
-_RETRY_S = 5.0
-_LAST_TRY_S = 30.0
+_SLOW_S = 1.5
 
 
 class Recorder:
@@ -29,67 +29,151 @@ class Recorder:
 
     def __init__(self, run_id: str, journal: Journal, store: Store | None, tell: Callable[[str], None]) -> None:
         self._run_id = run_id
-        self._journal = journal
-        self._store = store
         self._tell = tell
-        self._waiting: list[Record] = []  # journalled, not stored yet
+        self._backlog = Backlog(journal)
+        self._store = store
+        self._storing = None if store is None else Storing(store, self._backlog)
+        if self._storing is not None:
+            self._storing.start()
+        self._refused = False  # whether the user was told so
         self._away_since: float | None = None
-        self._retry_at = 0.0
+        self._full_since: float | None = None
+        self._full = ""  # why the journal's disk took no more the last time
 
     @property
     def stored(self) -> bool:
-        """Whether all journalled records are in the store."""
-        return self._store is not None and not self._waiting
+        """Whether all records are in the store."""
+        return self._storing is not None and self._storing.refused is None and not self._backlog.waiting
+
+    @property
+    def kept(self) -> bool:
+        """Whether each record is in the journal or in the store."""
+        return not self._backlog.only_here and not self._backlog.left_out
+
+    def begin(self, records: Sequence[Record]) -> None:
+        """Keep the beginning of a run. Raises JournalFull if its journal cannot be written: nothing is stored then."""
+        try:
+            self._backlog.append(records)
+        except JournalFull:
+            if self._storing is not None:
+                self._storing.finish()
+            raise
+        self._wake()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Keep records: they are on disk when this returns, and in the store unless it is away."""
-        self._journal.append(records)
-        self._waiting += records
-        if self._away_since is None or time.monotonic() >= self._retry_at:
-            self._catch_up()
+        """Keep records: they are on disk when this returns, unless it is full, and in the store soon.
+
+        A record that no journal could give back is replaced by one that says so.
+        """
+        try:
+            self._backlog.append([keepable(record) for record in records])
+        except JournalFull as err:
+            self._became_full(err)
+        self._wake()
+        self.look()
 
     def progress(self, sign: Progress) -> None:
-        """Show a running point's progress in the store. Dropped while the store is away: only the present matters."""
-        if self._store is not None and self._away_since is None:
-            try:
-                self._store.beat(sign.run_id, sign.point_id, sign.at, sign.phase, sign.done, sign.total, sign.rate)
-            except StoreUnavailable as err:
-                self._went_away(err)
+        """Show a running point's progress in the store, unless that is away."""
+        if self._storing is not None:
+            self._storing.progress(sign)
 
-    def close(self, patience_s: float = _LAST_TRY_S) -> None:
-        """Store the waiting records; give up after `patience_s` seconds."""
-        deadline = time.monotonic() + patience_s
-        while self._waiting and self._store is not None and time.monotonic() < deadline:
-            self._catch_up()
-            if self._waiting:
-                time.sleep(min(1.0, patience_s / 10))
+    def look(self) -> None:
+        """Say what has changed about journal and store; to be called several times a second."""
+        if self._full_since is not None:
+            self._look_at_journal(self._full_since)
+        if self._storing is not None:
+            self._look_at_store(self._storing)
 
-    def _catch_up(self) -> None:
-        if self._store is None:
-            return
+    def close(self, patience_s: float) -> None:
+        """Wait until all records are stored, and journalled; give up when none was for `patience_s` seconds."""
+        last, storing = time.monotonic(), self._storing
+        if storing is not None:
+            storing.hurry()
+        while True:
+            self.look()
+            if storing is not None:
+                last = max(last, storing.answered_at)
+            if self._settled() or time.monotonic() - last >= patience_s:
+                break
+            time.sleep(0.02)
+        if storing is not None and self.stored:
+            storing.finish()
+
+    def missing(self) -> list[str]:
+        """Lines for the user about records that journal or store lack after `close`, with the fix."""
+        lines, path = [], self._backlog.journal.path
+        again = f"python -m jobs --resume {self._run_id}"
+        if not self.kept:
+            count = self._backlog.only_here + self._backlog.left_out
+            lines.append(
+                f"error: records neither in the journal nor in the database: {count}, which are lost: {self._full}; "
+                f"then measure again what they were of: {again}"
+            )
+        elif count := self._backlog.not_journalled:
+            lines.append(
+                f"warning: records that the journal lacks: {count} ({self._full}); the database has them, and "
+                f"completes it when the run is resumed: {again}"
+            )
+        if not self.stored and (count := self._backlog.waiting - self._backlog.only_here):
+            lines.append(f"records not in the database: {count}; store them with: nsa import {path}")
+        return lines
+
+    def _settled(self) -> bool:
+        """Whether nothing is left to wait for."""
+        if self._backlog.not_journalled:
+            return False
+        if self._storing is None or self._refused:
+            return True
+        return self.stored and self._away_since is None and self._storing.instead.empty()
+
+    def _wake(self) -> None:
+        if self._storing is not None:
+            self._storing.wake()
+
+    def _became_full(self, err: JournalFull) -> None:
+        self._full = str(err)
+        if self._full_since is None:
+            self._full_since = time.monotonic()
+            where = "in memory" if self._store is None else "in memory and in the database"
+            self._note("warning", f"{err}; until then results are kept {where}")
+
+    def _look_at_journal(self, since: float) -> None:
         try:
-            self._store.apply_many(self._waiting)
-        except StoreUnavailable as err:
-            self._went_away(err)
-        except StoreError as err:  # permanent: these records stay in the journal
-            self._store = None
-            self._note("error", f"the database no longer follows this run: {err}")
-        else:
-            self._waiting = []
-            self._came_back()
+            self._backlog.append([])
+        except JournalFull as err:
+            self._full = str(err)
+        if not self._backlog.not_journalled:
+            self._full_since = None
+            self._note(
+                "warning", f"the journal could not be written for {time.monotonic() - since:.0f} s; it is whole now"
+            )
 
-    def _went_away(self, err: StoreUnavailable) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
-            self._tell(f"warning: {err}; results go to the journal and are stored when it is back")
-        self._retry_at = time.monotonic() + _RETRY_S
-
-    def _came_back(self) -> None:
-        if self._away_since is not None:
+    def _look_at_store(self, storing: Storing) -> None:
+        while not storing.instead.empty():
+            record = storing.instead.get()
+            self._tell(f"warning: {record.message if isinstance(record, EventRecord) else record.reason}")
+            self.write([record])
+        silent_s = storing.silent_s
+        if storing.refused is not None:
+            self._gave_up(storing.refused)
+        elif storing.away is not None:
+            self._went_away(storing.away, 0.0)
+        elif silent_s > _SLOW_S:
+            self._went_away(f"{SETTING}: {storing.database!r}: has not answered for {silent_s:.1f} s", silent_s)
+        elif self._away_since is not None and storing.answered_at > self._away_since:
             away, self._away_since = time.monotonic() - self._away_since, None
-            self._note("warning", f"the database was away for {away:.0f} s; the missed records are stored now")
+            self._note("warning", f"the database was away for {away:.0f} s; the missed records are being stored")
 
-    def _note(self, level: str, message: str) -> None:
+    def _gave_up(self, reason: str) -> None:
+        if not self._refused:
+            self._refused = True
+            self._note("error", f"the database no longer follows this run: {reason}")
+
+    def _went_away(self, reason: str, since_s: float) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic() - since_s
+            self._tell(f"warning: {reason}; results go to the journal and are stored when it is back")
+
+    def _note(self, level: Literal["warning", "error"], message: str) -> None:
         self._tell(f"{level}: {message}")
-        with contextlib.suppress(StoreUnavailable):
-            self.write([EventRecord.model_validate({"run_id": self._run_id, "level": level, "message": message})])
+        self.write([EventRecord(run_id=self._run_id, level=level, message=message)])

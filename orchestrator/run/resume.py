@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import journal
-from orchestrator.database_url import StoreUnavailable, hide_password
+from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
 from orchestrator.journal import Journal, JournalError
-from orchestrator.records import Record, RunRecord
+from orchestrator.records import PointRecord, Record, RunRecord
 from orchestrator.run import plan
 from orchestrator.run.plan import History, PlanError
 from orchestrator.settings import Settings
@@ -74,7 +74,7 @@ def opened(
             raise JournalError(f"journal: {str(path)!r}: is of the run {other!r}; put it into a folder of that name")
         found = plan.history(kept)
         if store is not None:
-            known = _exchange(store, run_id, path, kept)
+            known = _exchange(store, run_id, path, kept, tell)
             stored = plan.history(known)
             if stored is not None and (found is None or _differ(found, stored)):
                 book.append(known)
@@ -85,13 +85,31 @@ def opened(
         yield book, found
 
 
-def _exchange(store: Store, run_id: str, path: Path, kept: list[Record]) -> list[Record]:
-    """Store a journal's records. Returns all that the database then has of the run."""
+def _exchange(store: Store, run_id: str, path: Path, kept: list[Record], tell: Callable[[str], None]) -> list[Record]:
+    """Store a journal's records, but for those that the database refuses. Returns all that it then has of the run."""
     from orchestrator.store import history, importer
 
-    if kept:
-        importer.store_journal(store, path, kept)
+    try:
+        if kept:
+            importer.store_journal(store, path, kept)
+    except StoreUnavailable:
+        raise
+    except StoreError:
+        if not _complete(kept, history.records(store, run_id)):
+            raise
+        # The driver went on without a record that was refused: so does its resume.
+        for record, reason in store.apply_each(kept):
+            tell(f"warning: {path}: a record of {getattr(record, 'point_id', run_id)} is not stored: {reason}")
     return history.records(store, run_id)
+
+
+def _complete(kept: list[Record], known: list[Record]) -> bool:
+    """Whether a journal and a database together have the beginning of each point that the journal names."""
+    begun = {
+        getattr(record, "point_id", None) for record in (*kept, *known) if isinstance(record, RunRecord | PointRecord)
+    }
+    named = {getattr(record, "point_id", None) for record in kept}
+    return None in begun and named <= begun
 
 
 def _differ(kept: History, stored: History) -> bool:

@@ -11,7 +11,15 @@ from typing import Protocol
 from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunEndRecord, StartRecord
+from orchestrator.records import (
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    Record,
+    RunEndRecord,
+    StartRecord,
+    keepable,
+)
 from orchestrator.run.executor import BatchEnded, Executor
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState, RunState
@@ -34,6 +42,7 @@ class Scheduler:
     Args:
         slots: number of batches at a time.
         retries: number of times that a lost point is handed out again.
+        restarts: the same for a point whose process crashed, and at least for a lost one.
     """
 
     def __init__(
@@ -45,17 +54,18 @@ class Scheduler:
         *,
         slots: int,
         retries: int,
+        restarts: int = 0,
     ) -> None:
         self._executor = executor
         self._recorder = recorder
         self._watcher = watcher
         self._conditions = conditions
         self._slots = slots
-        self._retries = retries
+        self._again = {PointState.LOST: max(retries, restarts), PointState.CRASH: restarts}
         self._queue: deque[Assignment] = deque()
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
         self._handed_out = 0
-        self._lost: Counter[str] = Counter()
+        self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
         self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._unseen = conditions.store is not None and is_local(conditions.store)  # not yet looked for a kept file
@@ -74,6 +84,7 @@ class Scheduler:
                 # A signal to the driver may have hit its children, too: a point that fails then is cancelled.
                 if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
+            self._recorder.look()
         self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
         return RunState.DONE
 
@@ -102,9 +113,11 @@ class Scheduler:
         elif isinstance(update, Series):
             self._recorder.write(update.records)
         elif isinstance(update, OutcomeRecord):
-            self._batches[batch].pop(update.point_id)
-            self._keeping[batch] = update
-            self._ended(update)
+            assignment = self._batches[batch].pop(update.point_id)
+            kept = keepable(update)
+            outcome = kept if isinstance(kept, OutcomeRecord) else update
+            self._keeping[batch] = outcome
+            self._settle(assignment, outcome)
         elif isinstance(update, ArtifactRecord):
             self._recorder.write([update])
             self._look_for(update)
@@ -149,15 +162,21 @@ class Scheduler:
         outcome = OutcomeRecord(
             run_id=first.run_id, point_id=first.point_id, attempt=first.attempt, state=state, reason=reason
         )
-        if state is not PointState.LOST or self._lost[first.point_id] >= self._retries:
+        self._settle(first, outcome)
+
+    def _settle(self, assignment: Assignment, outcome: OutcomeRecord) -> None:
+        """Take an attempt's end for the point's end, or hand the point out again."""
+        point_id, state = outcome.point_id, outcome.state
+        if self._repeated[point_id, state] >= self._again.get(state, 0):
             self._ended(outcome)
             return
-        self._lost[first.point_id] += 1
-        message = f"{first.point.label}: attempt {first.attempt} got lost ({reason}); handed out again"
-        event = EventRecord(run_id=first.run_id, point_id=first.point_id, level="warning", message=message)
+        self._repeated[point_id, state] += 1
+        verb = "got lost" if state is PointState.LOST else "crashed"
+        message = f"{assignment.point.label}: attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again"
+        event = EventRecord(run_id=outcome.run_id, point_id=point_id, level="warning", message=message)
         self._recorder.write([outcome, event])
         self._watcher.tell(f"{event.level}: {message}")
-        self._queue.append(replace(first, attempt=first.attempt + 1))
+        self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
 
     def _cancel(self, run_id: str, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""

@@ -14,6 +14,15 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalEr
 from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password, sqlite_path
 
 BUSY_SECONDS = 30
+"""Seconds that a statement waits for another process's lock."""
+# Seconds, and milliseconds: a server whose host is gone is noticed within half a minute.
+_POSTGRES = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
 _NO_RIGHT = "42501"  # Postgres: insufficient_privilege
 
 
@@ -37,9 +46,7 @@ def make_engine(url: URL, *, readonly: bool = False) -> Engine:
     if url.get_backend_name() == "sqlite":
         return _sqlite(url, readonly)
     options = {"postgresql_readonly": True} if readonly else {}
-    return create_engine(
-        url, pool_pre_ping=True, execution_options=options, connect_args={"connect_timeout": 10}, pool_size=5
-    )
+    return create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
 
 
 def _sqlite(url: URL, readonly: bool) -> Engine:

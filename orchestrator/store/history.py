@@ -37,7 +37,7 @@ from orchestrator.store.store import Store
 _AXES = TypeAdapter(tuple[Axis, ...])
 _QUANTITIES = TypeAdapter(tuple[Quantity, ...])
 _PIECE = 1000  # samples of a record
-_COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "quantities", "axes"}
+_COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}
 
 
 def begun(store: Store, run_id: str) -> RunRecord | None:
@@ -71,8 +71,10 @@ def _runs(session: Session, run: Run) -> list[RunRecord]:
         axes=_AXES.validate_python(run.axes or ()),
         **{name: getattr(run, name) for name in _COPIED},
     )
-    again = run.state_at > run.created_at and (run.resumed or run.state is RunState.RUNNING)
-    return [first, first.model_copy(update={"at": run.state_at})] if again else [first]
+    going = run.state if run.state is RunState.PENDING else RunState.RUNNING
+    if run.state_at > run.created_at and (run.resumed or run.state in (RunState.PENDING, RunState.RUNNING)):
+        return [first, first.model_copy(update={"at": run.state_at, "state": going})]
+    return [first.model_copy(update={"state": going})]
 
 
 def _points(session: Session, run: Run) -> Iterator[Record]:
@@ -171,5 +173,5 @@ def _rest(session: Session, run: Run) -> Iterator[Record]:
     for row in session.scalars(select(Event).where(Event.run_id == run.id).order_by(Event.at, Event.id)):
         values = {name: getattr(row, name) for name in ("run_id", "at", "point_id", "level", "message")}
         yield EventRecord.model_validate(values)
-    if run.state is not RunState.RUNNING:
+    if run.state not in (RunState.PENDING, RunState.RUNNING):
         yield RunEndRecord(run_id=run.id, at=run.state_at, state=run.state, reason=run.reason)

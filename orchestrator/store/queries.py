@@ -43,7 +43,7 @@ def runs(
     state: RunState | str | None = None,
     origin: Origin | str | None = None,
     text: str | None = None,
-    limit: int | None = 200,
+    limit: int | None = None,
 ) -> pd.DataFrame:
     """The runs, newest first, with point counts by state; `text` searches id, name, source and host."""
     query = _runs()

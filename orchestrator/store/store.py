@@ -9,13 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from orchestrator.database_url import SETTING, StoreError
+from orchestrator.database_url import SETTING, StoreError, StoreUnavailable
 from orchestrator.records import Record
 from orchestrator.store import claim, schema, writer
-from orchestrator.store.engine import errors, make_engine, parse, shown
+from orchestrator.store.engine import BUSY_SECONDS, errors, make_engine, parse, shown
+
+# A statement that waits longer, for another's lock, ends as StoreUnavailable.
+_LIMIT = text(f"SET LOCAL statement_timeout = {BUSY_SECONDS * 1000}")
 
 
 class Store:
@@ -65,6 +68,8 @@ class Store:
         with errors(self.engine.url):
             engine = self.engine.execution_options(writes=writes)
             with Session(engine, expire_on_commit=False) as session, session.begin():
+                if writes and engine.dialect.name == "postgresql":
+                    session.execute(_LIMIT)
                 yield session
 
     def claim(self, run_id: str) -> AbstractContextManager[None]:
@@ -83,6 +88,27 @@ class Store:
         with self.session(writes=True) as session:
             for record in records:
                 writer.apply(session, record)
+
+    def apply_each(self, records: Iterable[Record]) -> list[tuple[Record, str]]:
+        """Store journal records in one transaction, without those that are refused.
+
+        Returns:
+            The refused records, each with the reason.
+
+        Raises:
+            StoreUnavailable: nothing is stored.
+        """
+        refused = []
+        with self.session(writes=True) as session:
+            for record in records:
+                try:
+                    with errors(self.engine.url), session.begin_nested():
+                        writer.apply(session, record)
+                except StoreUnavailable:
+                    raise
+                except Exception as err:  # also of a value that a driver cannot pass on
+                    refused.append((record, str(err)))
+        return refused
 
     def beat(
         self,

@@ -49,6 +49,7 @@ from orchestrator.store.models import (
 # Stages of an attempt, in order: started, ended, and planned again afterwards.
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
+_MOST = (1 << 63) - 1
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
 
 
@@ -64,7 +65,7 @@ def apply(session: Session, record: Record) -> None:
         case OutcomeRecord():
             _outcome(session, record)
         case ArtifactRecord():
-            _existing(session, record.point_id)
+            _existing(session, record)
             _artifact(session, record.point_id, record.attempt, record.artifact)
         case SeriesRecord():
             _series(session, record)
@@ -89,7 +90,7 @@ def beat(
     session.execute(
         update(Point)
         .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
-        .values(heartbeat_at=at, phase=_clean(phase), done=done, total=total, rate=rate)
+        .values(heartbeat_at=at, phase=_clean(phase), done=_bounded(done), total=_bounded(total), rate=rate)
     )
 
 
@@ -102,15 +103,16 @@ def _run(session: Session, record: RunRecord) -> None:
     run = session.get(Run, record.run_id)
     if run is not None:
         run.created_at = min(run.created_at, record.at)
-        if record.at <= run.state_at:
+        begins = run.state is RunState.PENDING and record.state is RunState.RUNNING
+        if record.at < run.state_at or (record.at == run.state_at and not begins):
             return
     else:
         run = Run(id=record.run_id, created_at=record.at)
         session.add(run)
-    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "quantities", "axes"}:
+    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}:
         setattr(run, name, getattr(record, name))
     run.axes = [asdict(axis) for axis in record.axes]
-    run.state, run.reason, run.state_at, run.ended_at = RunState.RUNNING, None, record.at, None
+    run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
     session.flush()
     _quantities(session, record.run_id, SHARED if record.quantities is None else record.quantities)
 
@@ -138,6 +140,7 @@ def _point(session: Session, record: PointRecord) -> None:
             raise _unknown("run", record.run_id)
         point = Point(id=record.point_id, run_id=record.run_id)
         session.add(point)
+    _of_run(point, record.run_id)
     if new or _newer(point, record.attempt, _PLANNED, record.at):
         _begin(session, point, record.attempt, record.state, record.at)
         point.reason, point.ended_at = _clean(record.reason), record.at if record.state.ended else None
@@ -160,7 +163,7 @@ def _axes(point: Point, record: PointRecord) -> None:
 
 
 def _start(session: Session, record: StartRecord) -> None:
-    point = _existing(session, record.point_id)
+    point = _existing(session, record)
     if not _newer(point, record.attempt, _STARTED, record.at):
         return
     _begin(session, point, record.attempt, PointState.RUNNING, record.at)
@@ -179,7 +182,7 @@ def _begin(session: Session, point: Point, attempt: int, state: PointState, at: 
 
 def _outcome(session: Session, record: OutcomeRecord) -> None:
     _refuse_untrue(record)
-    point = _existing(session, record.point_id)
+    point = _existing(session, record)
     newer = _newer(point, record.attempt, _ENDED, record.at)
     _artifacts(session, record)
     if not newer:
@@ -200,6 +203,10 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
 def _event(session: Session, record: EventRecord) -> None:
     if session.get(Run, record.run_id) is None:
         raise _unknown("run", record.run_id)
+    if record.point_id is not None:
+        if (point := session.get(Point, record.point_id)) is None:
+            raise _unknown("point", record.point_id)
+        _of_run(point, record.run_id)
     record = record.model_copy(
         update={"message": _clean(record.message)}
     )  # as stored: its id can be found from the row
@@ -229,7 +236,7 @@ def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData)
 
 def _series(session: Session, record: SeriesRecord) -> None:
     """Store the samples that are not stored."""
-    _existing(session, record.point_id)
+    _existing(session, record)
     same = {"point_id": record.point_id, "attempt": record.attempt, "rank": record.rank}
     same |= {"name": _clean(record.name), "unit": _clean(record.unit)}
     rows = [
@@ -246,6 +253,7 @@ def _environment(session: Session, content: dict[str, Any]) -> str | None:
     name = _digest(content)
     gpu = content.get("gpu")
     gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
+    gpu = None if gpu is None else _clean(str(gpu))
     _insert_new(session, Environment, {"id": name, "gpu": gpu, "content": content})
     return name
 
@@ -273,11 +281,20 @@ def _refuse_untrue(record: OutcomeRecord) -> None:
             )
 
 
-def _existing(session: Session, point_id: str) -> Point:
-    point = session.get(Point, point_id, with_for_update=True)
+def _existing(session: Session, record: StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord) -> Point:
+    """The point of a record, locked. Raises StoreError if it is unknown, or another run's."""
+    point = session.get(Point, record.point_id, with_for_update=True)
     if point is None:
-        raise _unknown("point", point_id)
+        raise _unknown("point", record.point_id)
+    _of_run(point, record.run_id)
     return point
+
+
+def _of_run(point: Point, run_id: str) -> None:
+    if point.run_id != run_id:
+        raise StoreError(
+            f"run_id: {run_id!r}: the point {point.id!r} is of the run {point.run_id!r}; nothing is stored"
+        )
 
 
 def _unknown(what: str, name: str) -> StoreError:
@@ -297,6 +314,11 @@ def _dialect(session: Session) -> Any:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _bounded(count: int | None) -> int | None:
+    """The count, within what a column holds."""
+    return None if count is None else max(-_MOST, min(count, _MOST))
 
 
 def _clean(text: str | None) -> str | None:

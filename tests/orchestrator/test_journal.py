@@ -1,17 +1,15 @@
-"""The journal survives torn lines and second writers; the recorder survives an unreachable database."""
+"""The journal survives torn lines, full disks and second writers, and holds one run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from orchestrator import journal
-from orchestrator.database_url import StoreError, StoreUnavailable
-from orchestrator.journal import Journal, JournalError
-from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, Record, StartRecord, now
-from orchestrator.run.recorder import Recorder
+from orchestrator.journal import Journal, JournalError, JournalFull
+from orchestrator.records import EventRecord, PointRecord, Record, StartRecord
 
 
 def note(message: str) -> EventRecord:
@@ -64,12 +62,32 @@ def test_a_malformed_line_in_the_middle_is_named(path: Path) -> None:
         messages(path)
 
 
-@pytest.mark.parametrize("point_id", ["s/0", "r", "r/", "r/0/1", "r/x", "rr/0"])
+@pytest.mark.parametrize(
+    "point_id", ["s/0", "r", "r/", "r/0/1", "r/x", "rr/0", "7", "r/00", "r/\N{ARABIC-INDIC DIGIT ONE}"]
+)
 def test_a_line_that_names_another_runs_point_is_refused(path: Path, point_id: str) -> None:
     with Journal(path) as book:
         book.append([StartRecord(run_id="r", point_id="r/0", attempt=1)])
         book.append([StartRecord(run_id="r", point_id=point_id, attempt=1)])
     with pytest.raises(JournalError, match=f"line 2 names the point '{point_id}', which is not one of its run 'r'"):
+        messages(path)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "fault"),
+    [
+        (EventRecord(run_id="s", message="b"), "line 2 is of the run 's', in the journal of 'r'"),
+        (StartRecord(run_id="s", point_id="s/0", attempt=1), "line 2 is of the run 's', in the journal of 'r'"),
+        (
+            PointRecord(run_id="r", point_id="r/0", index=1, key="k", label="l", config={}, axes={}),
+            "line 2 gives the point 'r/0' the number 1, in the journal of 'r'",
+        ),
+    ],
+)
+def test_a_line_of_another_run_is_refused(path: Path, stranger: Record, fault: str) -> None:
+    with Journal(path) as book:
+        book.append([note("a"), stranger])
+    with pytest.raises(JournalError, match=fault):
         messages(path)
 
 
@@ -86,86 +104,33 @@ def test_a_missing_journal_is_a_users_error(tmp_path: Path) -> None:
         messages(tmp_path / "none.jsonl")
 
 
-class FlakyStore:
-    """A store that accepts records while `error` is None."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.kept: list[Record] = []
-        self.beats = 0
-
-    def apply_many(self, records) -> None:
-        if self.error:
-            raise self.error
-        self.kept += records
-
-    def beat(self, *_: object) -> None:
-        if self.error:
-            raise self.error
-        self.beats += 1
-
-
-AWAY = StoreUnavailable("NSA_DATABASE_URL: 'x': cannot be reached")
-
-
-@pytest.fixture
-def flaky() -> FlakyStore:
-    return FlakyStore()
-
-
-@pytest.fixture
-def told() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def recorder(path: Path, flaky: FlakyStore, told: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("orchestrator.run.recorder._RETRY_S", 0.0)
+def test_a_disk_that_takes_no_more_leaves_the_journal_as_it_was(path: Path) -> None:
     with Journal(path) as book:
-        yield Recorder("r", book, flaky, told.append)  # type: ignore[arg-type]
+        book.append([note("a")])
+        before = path.read_bytes()
+        with (
+            full_disk(path),
+            pytest.raises(JournalFull, match=r"cannot be written \(File too large\); free space there"),
+        ):
+            book.append([note("b"), note("c")])
+        assert path.read_bytes() == before
+        book.append([note("d")])
+    assert messages(path) == ["a", "d"]
 
 
-def test_a_database_gets_missed_records_later_and_in_order(recorder, flaky, told, path) -> None:
-    recorder.write([note("a")])
-    flaky.error = AWAY
-    recorder.write([note("b")])
-    recorder.write([note("c")])
-    assert messages(path) == ["a", "b", "c"]
-    assert not recorder.stored
-    flaky.error = None
-    recorder.write([note("d")])
-    assert [r.message for r in flaky.kept][:4] == ["a", "b", "c", "d"]
-    assert flaky.kept[4].message.startswith("the database was away for ")  # type: ignore[union-attr]
-    assert flaky.kept == list(journal.read(path))
-    assert recorder.stored
-    assert [line.split(":")[0] for line in told] == ["warning", "warning"]  # one line per change, not one per record
-
-
-def test_progress_is_dropped_while_the_database_is_away(recorder, flaky) -> None:
-    sign = Progress("r", "r/0", now(), "timing", 1, 2)
-    recorder.progress(sign)
-    flaky.error = AWAY
-    recorder.progress(sign)
-    recorder.progress(sign)
-    assert flaky.beats == 1
-
-
-def test_closing_waits_for_the_database_and_then_gives_up(recorder, flaky) -> None:
-    flaky.error = AWAY
-    recorder.write([note("a")])
-    recorder.close(patience_s=0.2)
-    assert not recorder.stored
-    flaky.error = None
-    recorder.close(patience_s=0.2)
-    assert recorder.stored
-
-
-def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path) -> None:
-    flaky.error = StoreError("NSA_DATABASE_URL: 'x': refused the data")
-    recorder.write([note("a")])
-    recorder.write([note("b")])
-    assert not recorder.stored
-    kept = messages(path)
-    assert (kept[0], kept[-1]) == ("a", "b")
-    assert "no longer follows this run" in kept[1]
-    assert len(told) == 1
+def test_records_are_read_beside_the_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_BLOCK", 16)  # less than a record
+    records = [note("a"), note("b" * 500), note("\r\n\x85"), note("d")]
+    with Journal(path) as book:
+        book.append(records)
+        found, place = [], 0
+        while place < book.end:
+            more, place = book.records(place, 3)
+            found += more
+        assert found == records
+        assert book.records(place, 3) == ([], place)
+        first, middle = book.records(0, 1)
+        assert first == records[:1]
+        path.write_bytes(path.read_bytes()[: middle + 5])
+        with pytest.raises(JournalError, match="was changed by another process"):
+            book.records(middle, 1)

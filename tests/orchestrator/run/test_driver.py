@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import descendants
 
 from orchestrator import journal
 from orchestrator.journal import Journal
@@ -166,10 +166,8 @@ def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.P
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         begun = any(isinstance(r, StartRecord) and r.point_id.endswith("/2") for r in records(home))
-        for process in psutil.Process(driver.pid).children() if begun else ():
-            with contextlib.suppress(psutil.NoSuchProcess):  # the previous point's child, just ending
-                if "orchestrator.attempt.worker" in " ".join(process.cmdline()):
-                    return process
+        if begun and (found := descendants(psutil.Process(driver.pid), "orchestrator.attempt.worker")):
+            return found[-1]  # the previous point's may be just ending
         time.sleep(0.05)
     raise AssertionError("no third point")
 

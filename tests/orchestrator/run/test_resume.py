@@ -260,3 +260,17 @@ class TestRefused:
             session.connection().exec_driver_sql("UPDATE run SET created_at = '2020-01-01 00:00:00.000000'")
         assert run("--resume", run_id) == 2
         assert f"is of another run than the {run_id!r} in " in capsys.readouterr().err
+
+    def test_a_journal_that_lost_a_plan_into_an_empty_database(
+        self, at, spec, database_url, new_database, quick_probe, monkeypatch, capsys
+    ) -> None:
+        assert run(spec("pass", "pass")) == 0
+        run_id = only_run(database_url)
+        path = at / run_id / journal.NAME
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([lines[0], *lines[2:]]))
+        monkeypatch.setenv("NSA_DATABASE_URL", other := new_database())
+        assert run("--resume", run_id) == 2
+        assert f"point: '{run_id}/0' is not in the database" in capsys.readouterr().err
+        with Store.open(other) as store:
+            assert queries.runs(store).empty

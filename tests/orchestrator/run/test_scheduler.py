@@ -77,12 +77,15 @@ class Silent:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(executor: Script, count: int, *, warm=False, slots=1, retries=1, stopped=lambda: None, store=None):
+    def run(
+        executor: Script, count: int, *, warm=False, slots=1, retries=1, restarts=0, stopped=lambda: None, store=None
+    ):
         path = tmp_path / journal.NAME
         conditions = Conditions("cpu", Deadlines(), warm=warm, store=store)
         with Journal(path) as book:
             recorder = Recorder("r", book, None, print)
-            scheduler = Scheduler(executor, recorder, Silent(), conditions, slots=slots, retries=retries)  # type: ignore[arg-type]
+            often = {"slots": slots, "retries": retries, "restarts": restarts}
+            scheduler = Scheduler(executor, recorder, Silent(), conditions, **often)  # type: ignore[arg-type]
             state = scheduler.run(
                 "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
             )
@@ -118,6 +121,18 @@ def test_a_point_that_stays_lost_ends_as_lost(run) -> None:
     _, states, records = run(Script({"r/0": [LOST, LOST, LOST]}), 1, retries=2)
     assert states == {PointState.LOST: 1}
     assert outcomes(records) == [("r/0", 1, "lost"), ("r/0", 2, "lost"), ("r/0", 3, "lost")]
+
+
+def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
+    """As often as `restarts` says, and as often for being lost; other failures would come again."""
+    fates = {"r/0": ["crash", LOST, LOST, "crash", "ok"], "r/1": ["crash", "crash", "crash"], "r/2": ["error"]}
+    _, states, records = run(Script(fates), 3, retries=0, restarts=2)
+    assert states == {PointState.OK: 1, PointState.CRASH: 1, PointState.ERROR: 1}
+    of_first = [(attempt, state) for point, attempt, state in outcomes(records) if point == "r/0"]
+    assert of_first == [(1, "crash"), (2, "lost"), (3, "lost"), (4, "crash"), (5, "ok")]
+    assert [outcome for outcome in outcomes(records) if outcome[0] == "r/1"][-1] == ("r/1", 3, "crash")
+    events = [r.message for r in records if isinstance(r, EventRecord)]
+    assert events[0] == "p0: attempt 1 crashed (None); handed out again"
 
 
 def test_failures_of_the_point_itself_are_not_retried(run) -> None:

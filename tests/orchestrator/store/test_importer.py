@@ -167,6 +167,17 @@ def test_a_journal_that_names_another_runs_points_steals_none(store: Store, swee
     assert dump(store) == before
 
 
+def test_a_journal_with_another_runs_records_steals_no_point(store: Store, sweep, tmp_path: Path):
+    """Behind a beginning of its own it ends a point of a run that the database has."""
+    store.apply_many(sweep())
+    before = dump(store)
+    own, theirs = sweep("thief")[0], sweep()[-3]
+    path = written(tmp_path / "journal.jsonl", [own, theirs.model_copy(update={"at": datetime.now(UTC), "attempt": 9})])
+    with pytest.raises(UserError, match=f"line 2 is of the run '{RUN}', in the journal of 'thief'"):
+        import_file(store, path)
+    assert dump(store) == before
+
+
 @pytest.mark.parametrize("change", [{"kind": "train"}, {"name": "other"}, {"at": datetime(2020, 1, 1, tzinfo=UTC)}])
 def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store, sweep, tmp_path: Path, change: dict):
     store.apply_many(sweep())

@@ -21,6 +21,7 @@ from orchestrator import analysis
 from orchestrator.gates.rules import load_gates
 from orchestrator.gates.verdicts import evaluate
 from orchestrator.report import report
+from orchestrator.states import Result
 from orchestrator.store import Store, queries, upgrade
 
 FOLDER = Path(__file__).with_name("version_0_1_0")
@@ -81,8 +82,11 @@ def test_every_rule_of_the_same_name_judges_as_it_did(store: Store, said: dict[s
     for target in said["verdicts"]:
         for name, result, value, bound, evidence in target["rules"]:
             rule = judged[SUCCESSORS[target["target"]]][name]
-            assert rule.bound == bound
             compared += 1
+            if name == "soak-memory-slope":  # no job could measure it then; since kind soak its metric is another
+                assert result == rule.result == Result.UNKNOWN
+                continue
+            assert rule.bound == bound
             if "exponent" in name or "contrast" in name:  # asymptotic since, over the lengths that hold
                 assert set(rule.evidence) <= set(evidence)
                 continue

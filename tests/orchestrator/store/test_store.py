@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
 
 import orchestrator
-from orchestrator.records import MetricData, OutcomeRecord, RunEndRecord, StartRecord
+from orchestrator.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
@@ -209,7 +209,7 @@ def test_captured_output_may_hold_any_character(store: Store, sweep):
     records = sweep()
     store.apply_many(records[:3])
     store.apply(outcome(records[-1].at, state=PointState.CRASH, reason="died\x00 \ud83d"))
-    assert point_of(store).reason == "died� ?"
+    assert point_of(store).reason == "died\N{REPLACEMENT CHARACTER} \\ud83d"
 
 
 def test_events_are_stored_once(store: Store, sweep):
@@ -384,3 +384,15 @@ def test_a_role_without_a_right_is_told_which(store: Store, database_url: str, s
     url = make_url(database_url).set(username=f"reader_{name}").render_as_string(hide_password=False)
     with Store.open(url) as reader, pytest.raises(StoreError, match=r"refused \(permission denied .* has this right$"):
         reader.apply_many(sweep())
+
+
+def test_a_record_of_another_run_changes_no_point(store: Store, sweep):
+    store.apply_many([*sweep(), *sweep(run_id="other")])
+    before = point_of(store)
+    about = {"run_id": "other", "point_id": f"{RUN}/0"}
+    planned = sweep()[1].model_copy(update={**about, "at": before.state_at + timedelta(1), "attempt": 9})
+    for record in (StartRecord(**about, attempt=9), EventRecord(**about, message="stolen"), planned):
+        with pytest.raises(StoreError, match=f"run_id: 'other': the point '{RUN}/0' is of the run '{RUN}'; nothing is"):
+            store.apply(record)
+    after = point_of(store)
+    assert (after.run_id, after.state, after.attempt) == (RUN, before.state, before.attempt)

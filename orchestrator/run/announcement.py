@@ -1,0 +1,51 @@
+"""A Ray job's run before its first point: shown as pending, and how it ended where it never began."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from orchestrator.database_url import StoreUnavailable
+from orchestrator.records import EventRecord, RunEndRecord, RunRecord
+from orchestrator.states import RunState
+
+if TYPE_CHECKING:
+    from orchestrator.store import Store
+
+
+@contextmanager
+def announced(store: Store | None, run: RunRecord) -> Iterator[None]:
+    """A context in which a run waits for its cluster: pending in the store, and failed or cancelled if it is left so.
+
+    Args:
+        store: None: the run is not shown.
+    """
+    if store is None:
+        yield
+        return
+    with suppress(StoreUnavailable):  # what waits can be measured all the same
+        store.apply(run.model_copy(update={"state": RunState.PENDING}))
+    before = signal.signal(signal.SIGTERM, _interrupt)  # of `ray job stop`
+    try:
+        yield
+    except BaseException as err:
+        never_began(store, run, err)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def never_began(store: Store, run: RunRecord, err: BaseException) -> None:
+    """Store that an announced run failed before its first point, or was stopped."""
+    failed = isinstance(err, Exception)
+    state, reason = (RunState.FAILED, str(err)) if failed else (RunState.CANCELLED, "stopped while it waited")
+    message = f"ended before its first point: {reason}"
+    event = EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message)
+    with suppress(StoreUnavailable):
+        store.apply_many([event, RunEndRecord(run_id=run.run_id, state=state, reason=reason)])
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

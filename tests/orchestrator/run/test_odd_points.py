@@ -1,0 +1,114 @@
+"""A point that says odd things, and a disk that fills up, cost no other point and leave the run right."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from orchestrator import journal
+from orchestrator.journal import Journal, JournalFull
+from orchestrator.records import OutcomeRecord, StartRecord
+from orchestrator.run import driver
+from orchestrator.run.progress import watcher
+from orchestrator.states import PointState
+from orchestrator.store import Store, importer, queries
+
+RETURNS = "import jobs.snippet as s, jobs.point as p; s.Measurement = lambda *a: p.Measurement"
+ODD = {
+    r"raise ValueError('caf\udcff \x00')": "error",
+    "files['..'] = 'x'; files['good.txt'] = 'y'": "ok",
+    r"beat('caf\udcff', 10**30, 10**30); import time; time.sleep(0.4)": "ok",
+    rf"t, e={{'a': '\udcff'}}, {{'\udcff': [float('nan')]}}; {RETURNS}((s.Metric('time', 'ms', 1),), t, e, {{}})": "ok",
+    f"{RETURNS}((s.Metric('time', 'ms', 1.0),) * 2, {{}}, {{}}, {{}})": "error",
+    f"{RETURNS}((s.Metric('time', 'ms', 1.0),), {{}}, {{'gpu': {{'name': [1, chr(0)]}}, 'x': 10**400}}, {{}})": "ok",
+    "value = 7.0": "ok",
+}
+
+
+def run(*args: str | Path) -> int:
+    return driver.main(["--local", *map(str, args)])
+
+
+def only_run(home: Path) -> str:
+    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
+    return path.parent.name
+
+
+def test_no_odd_point_costs_another(home, spec, database_url, new_database, monkeypatch, quick_probe, capsys) -> None:
+    monkeypatch.setenv("NSA_DATABASE_URL", database_url)
+    assert run(spec(*ODD)) == 1
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert "nsa import" not in told.out
+    assert "warning: file not kept: '..': is no plain file name" in told.out
+    run_id = only_run(home)
+    path = home / "artifacts" / run_id / journal.NAME
+    assert run("--resume", run_id) == 1
+    assert sum(isinstance(record, StartRecord) for record in journal.read(path)) == len(ODD)  # all are settled
+    other = new_database()
+    with Store.open(other) as store:
+        importer.import_file(store, path)
+    for url in (database_url, other):
+        with Store.open(url) as store:
+            found = queries.run(store, run_id)
+            assert found is not None
+            assert found["state"] == "done"
+            assert list(queries.points(store, run_id)["state"]) == list(ODD.values())
+            assert queries.measurements(store, run_ids=[run_id]).value.tolist() == [1.0, 1.0, 1.0, 1.0, 7.0]
+
+
+def test_a_journal_whose_disk_is_full_in_mid_run_is_completed_by_a_resume(
+    home, spec, tmp_path, quick_probe, monkeypatch, capsys
+) -> None:
+    full, append = tmp_path / "full", Journal.append
+
+    def until_it_is_full(self: Journal, records) -> None:
+        if full.exists():
+            raise JournalFull("journal: 'x': cannot be written (No space left on device); free space there")
+        append(self, records)
+
+    monkeypatch.setattr(Journal, "append", until_it_is_full)
+    monkeypatch.setattr(driver, "_STORE_S", 1.0)
+    assert run(spec("value = 1.0", f"open({str(full)!r}, 'w')", "value = 3.0")) == 0
+    told = capsys.readouterr().out
+    assert (
+        "cannot be written (No space left on device); free space there; until then results are kept in memory" in told
+    )
+    assert "warning: records that the journal lacks: " in told
+    run_id = only_run(home)
+    path = home / "artifacts" / run_id / journal.NAME
+    ended = [record for record in journal.read(path) if isinstance(record, OutcomeRecord)]
+    assert len(ended) < 3
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        found = queries.run(store, run_id)
+        assert found is not None
+        assert found["state"] == "done"
+        assert list(queries.points(store, run_id)["state"]) == ["ok"] * 3
+    full.unlink()
+    assert run("--resume", run_id) == 0
+    assert "lacked records that" in capsys.readouterr().out
+    ended = [record for record in journal.read(path) if isinstance(record, OutcomeRecord)]
+    assert {record.point_id[-1] for record in ended} == {"0", "1", "2"}
+    assert sum(isinstance(record, StartRecord) and record.attempt > 1 for record in journal.read(path)) == 0
+
+
+def test_a_disk_that_is_full_from_the_start_is_a_users_mistake(home, spec, quick_probe, monkeypatch, capsys) -> None:
+    def full(self: Journal, records) -> None:
+        raise JournalFull("journal: 'x': cannot be written (No space left on device); free space there")
+
+    monkeypatch.setattr(Journal, "append", full)
+    assert run(spec("value = 1.0")) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: journal: 'x': cannot be written (No space left on device); free space there\n"
+    )
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        assert queries.runs(store).empty
+
+
+def test_a_terminal_that_lacks_a_character_shows_its_code() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with watcher({"r/0": "é"}, 0, [], out) as watching:
+        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.ERROR, reason="日本"))
+    out.seek(0)
+    assert r"\xe9: \u65e5\u672c" in out.read()

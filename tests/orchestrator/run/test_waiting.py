@@ -1,0 +1,131 @@
+"""A Ray job is a run from its submission on: pending while it waits, failed or cancelled where it never begins."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jobs.point import Machine
+from orchestrator import journal
+from orchestrator.cli.commands import app
+from orchestrator.journal import Journal, JournalFull
+from orchestrator.records import RunRecord
+from orchestrator.run import driver, waiting
+from orchestrator.run.executor import ExecutorError, ExecutorGone
+from orchestrator.run.local import LocalExecutor
+from orchestrator.run.waiting import RoomWatch
+from orchestrator.store import Store, history, importer, queries
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch, snippet_kind) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch, submitted) -> Callable[[Callable[[], None]], None]:
+    """Function that has the probe of a job do something while it waits for room."""
+
+    def put(does: Callable[[], None]) -> None:
+        def probe(self: LocalExecutor) -> dict[str | None, Machine]:
+            does()
+            return {None: Machine("cpu", "test", 8 << 30, {"torch": "0"})}
+
+        monkeypatch.setattr(LocalExecutor, "probe", probe)
+
+    return put
+
+
+def only_run(home: Path) -> dict:
+    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        [run_id] = queries.runs(store)["run_id"]
+        found = queries.run(store, run_id)
+        assert found is not None
+        return {**found, "events": queries.events(store, run_id).message.tolist()}
+
+
+def nsa(*args: str) -> str:
+    return CliRunner().invoke(app, args).output
+
+
+def fail(err: BaseException) -> None:
+    raise err
+
+
+def test_a_job_that_waits_for_room_is_a_pending_run(home, spec, waits, tmp_path) -> None:
+    seen = []
+
+    def look() -> None:
+        seen.append((only_run(home), nsa("runs"), nsa("status"), nsa("show", "last")))
+
+    waits(look)
+    assert driver.main([str(spec("pass", "pass")), "--local"]) == 0
+    [(run, runs, status, shown)] = seen
+    assert (run["state"], run["submission_id"], run["points"]) == ("pending", "raysubmit_1", 0)
+    assert all("pending" in text and run["run_id"] in text for text in (runs, status, shown))
+    now = only_run(home)
+    assert (now["state"], now["points"], now["created_at"]) == ("done", 2, run["created_at"])
+    path = home / "artifacts" / run["run_id"] / journal.NAME
+    assert [record.state for record in journal.read(path) if isinstance(record, RunRecord)] == ["running"]
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:  # the run that waited is the journal's
+        importer.import_file(store, path)
+    assert driver.main(["--local", "--resume", run["run_id"]]) == 0
+
+
+@pytest.mark.parametrize("err", [ExecutorError("resources.num_gpus: 8: no node has more"), ExecutorGone("went away")])
+def test_a_job_that_fails_before_its_first_point_says_why(home, spec, waits, err) -> None:
+    waits(lambda: fail(err))
+    assert driver.main([str(spec("pass")), "--local"]) in (1, 2)
+    run = only_run(home)
+    assert run["state"] == "failed"
+    assert run["events"] == [f"ended before its first point: {err}"]
+    assert not (home / "artifacts").exists()
+
+
+def test_a_job_whose_journal_cannot_be_written_says_so(home, spec, waits, monkeypatch) -> None:
+    waits(lambda: None)
+    monkeypatch.setattr(Journal, "append", lambda self, records: fail(JournalFull("journal: no space")))
+    assert driver.main([str(spec("pass")), "--local"]) == 2
+    assert (only_run(home)["state"], only_run(home)["events"]) == (
+        "failed",
+        ["ended before its first point: journal: no space"],
+    )
+
+
+def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits) -> None:
+    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert driver.main([str(spec("pass")), "--local"]) == 130
+    assert only_run(home)["state"] == "cancelled"
+
+
+def test_the_records_of_a_waiting_run_give_the_same_row(home, spec, waits, tmp_path) -> None:
+    def copy() -> None:
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store, Store.open(f"sqlite:///{tmp_path / 'b.db'}") as other:
+            run_id = queries.runs(store)["run_id"][0]
+            other.apply_many(history.records(store, run_id))
+            assert queries.run(other, run_id) == queries.run(store, run_id)
+
+    waits(copy)
+    assert driver.main([str(spec("pass")), "--local"]) == 0
+
+
+def test_what_the_cluster_will_never_have_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, faults = [0.0], [None, "no node", None, "no node", "no node", "no node"]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+
+    def check() -> None:
+        if fault := faults.pop(0):
+            raise ExecutorError(fault)
+
+    watch = RoomWatch(check)
+    for minutes in (1, 9, 11, 15, 20):
+        clock[0] = 60.0 * minutes
+        watch.look()
+    clock[0] = 60.0 * 21
+    with pytest.raises(ExecutorGone, match="waited 600 s for a node that can run a point: no node"):
+        watch.look()
