@@ -58,6 +58,16 @@ def place(run_id: str, index: int, attempt: int, name: str) -> str:
     return f"{run_id}/{index:04d}/{attempt}/{check_name(name)}"
 
 
+def checkpoints_place(run_id: str, point_id: str) -> str:
+    """The path of the folder with a point's checkpoints, relative to the store; the same for all attempts."""
+    return f"{run_id}/{point_index(point_id):04d}/checkpoints"
+
+
+def point_index(point_id: str) -> int:
+    """The point's place in its run, from 0, as point ids end with it: `<run_id>/<index>`."""
+    return int(point_id.rpartition("/")[2])
+
+
 def check_name(name: str) -> str:
     """The name. Raises ArtifactError for one that is not a plain file name."""
     if not _NAME.fullmatch(name):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place
+from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place, point_index
 from orchestrator.messages import Assignment
 from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord
 
@@ -87,8 +87,8 @@ class _Copies(threading.Thread):
         return [f"{source.name!a}: {reason}" for source in self._sources[self._begun :]]
 
     def _place(self, source: Source) -> str:
-        index = int(self._assignment.point_id.rpartition("/")[2])
-        return place(self._assignment.run_id, index, self._assignment.attempt, source.name)
+        asked = self._assignment
+        return place(asked.run_id, point_index(asked.point_id), asked.attempt, source.name)
 
     def _sign(self) -> None:
         if self.abandoned.is_set():

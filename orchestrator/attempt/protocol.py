@@ -4,7 +4,8 @@ Commands go to the worker's stdin, events come back on a pipe; stdout and stderr
 
     (start)  -> Ready
     Probe    -> Machine or Failure
-    Run      -> Environment, any number of Beats and Samples, then Result or Failure
+    Run      -> Environment, any number of Beats, Samples and Warned, then Result or Failure
+    Explain  -> Explained, also while a point is measured
     Exit     -> the worker ends
 
 Both sides may run under different interpreters, so Ready names the worker's version of the protocol. Raise VERSION with
@@ -25,7 +26,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 3
+VERSION = 5
 
 
 class ProtocolError(ValueError):
@@ -50,6 +51,28 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """The Ray cluster that the ranks of a point run on.
+
+    Attributes:
+        cpus, gpus: of each rank.
+        accelerator_type: Ray's type of the ranks' GPUs; None: any.
+        address: of the cluster's head, as its nodes know it.
+        runtime_env: Ray's runtime environment of the supervisor, for the ranks.
+        env_vars: environment variables of the ranks.
+        card: name of the GPU that the point is planned for; None: any.
+    """
+
+    cpus: float
+    gpus: float
+    accelerator_type: str | None = None
+    address: str = ""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    card: str | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """Measure one point.
 
@@ -59,6 +82,8 @@ class Run:
         memory_bytes: most that the point may use beyond its start; None: no limit.
         settings: names of environment variables whose effective values its environment shows.
         folder: an existing folder for the texts that it leaves; None: the folder of temporary files.
+        surroundings: places that it may use.
+        cluster: where its ranks run; None: it is measured by this worker, and on its host.
     """
 
     kind: str
@@ -67,6 +92,13 @@ class Run:
     memory_bytes: int | None
     settings: tuple[str, ...] = ()
     folder: str | None = None
+    surroundings: point.Surroundings = point.NOWHERE
+    cluster: Cluster | None = None
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Write files that explain what a point does, and why it stalls."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +175,20 @@ class Failure:
     """The command failed in the worker, which is still alive.
 
     Attributes:
-        state: OOM or ERROR.
+        state: OOM, ERROR, or CANCELLED for a point that was asked to end and can go on.
         reason: one line.
         files: what explains it.
     """
 
     state: PointState
     reason: str
+    files: tuple[File, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The answer to Explain; no files if the worker's own process has all there is to see."""
+
     files: tuple[File, ...] = ()
 
 
@@ -171,8 +210,15 @@ class Samples:
     units: Mapping[str, str]
 
 
-Command = Probe | Run | Exit
-Event = Ready | Beat | Environment | Machine | Result | Failure | Samples
+@dataclass(frozen=True)
+class Warned:
+    """Something went wrong that does not end the point."""
+
+    text: str
+
+
+Command = Probe | Run | Explain | Exit
+Event = Ready | Beat | Environment | Machine | Result | Failure | Explained | Samples | Warned
 
 
 def encode(message: Command | Event) -> bytes:

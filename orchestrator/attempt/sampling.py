@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jobs.point import Beat
+from jobs.point import NOWHERE, Beat, Surroundings
 from jobs.quantities import Quantities
-from orchestrator.attempt.protocol import Samples
+from orchestrator.attempt.protocol import Samples, Warned
 
 LEAST_INTERVAL_S = 1.0
 MOST_SAMPLES = 2000
 """Samples of a series before its interval begins to grow; after that their number grows with the logarithm of time."""
+
+LONGEST_WARNING = 1000
+"""Characters of a warning."""
 
 
 def interval(elapsed_s: float) -> float:
@@ -40,11 +43,19 @@ class SamplingReporter:
 
     Args:
         beat: takes the progress.
-        send: takes the samples; called in a thread while the measurement runs, and by `close`.
+        send: takes the samples, in a thread while the measurement runs and by `close`; and warnings, at once.
         declared: the kind's quantities.
+        surroundings: the point's.
     """
 
-    def __init__(self, beat: Beat, send: Callable[[Samples], None], declared: Quantities) -> None:
+    def __init__(
+        self,
+        beat: Beat,
+        send: Callable[[Samples | Warned], None],
+        declared: Quantities,
+        surroundings: Surroundings = NOWHERE,
+    ) -> None:
+        self.surroundings = surroundings
         self._beat = beat
         self._send = send
         self._units = {quantity.name: quantity.unit for quantity in declared if not quantity.name.endswith("*")}
@@ -72,6 +83,11 @@ class SamplingReporter:
             self._begun = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
             self._thread.start()
+
+    def warn(self, text: str) -> None:
+        """As jobs.point.Reporter says."""
+        line = " ".join(text.split())[:LONGEST_WARNING]
+        self._send(Warned(line.encode(errors="backslashreplace").decode()))  # a journal takes no lone surrogates
 
     def close(self) -> None:
         """End the thread, and send the last sample of each series."""

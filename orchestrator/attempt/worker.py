@@ -21,17 +21,22 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jobs.kinds import kind_module
-from jobs.point import Device, Measurement
+from jobs.point import NOWHERE, Interrupted, Measurement, Surroundings
 from jobs.quantities import Quantities
 from orchestrator.attempt import protocol
+from orchestrator.attempt.description import described
+from orchestrator.attempt.memory_limit import memory_limit
 from orchestrator.attempt.sampling import SamplingReporter
 from orchestrator.states import PointState
+
+if TYPE_CHECKING:
+    from orchestrator.attempt.ray_launcher import RayLauncher
 
 BEAT_INTERVAL_S = 0.2
 """Beats of one phase that follow sooner are dropped, to keep pipe writes out of timing loops."""
@@ -77,7 +82,8 @@ def main(argv: list[str]) -> None:
     events = Events(int(argv[1]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on stderr where py-spy may not attach
-    commands = _commands()
+    explanation = Explanation(events)
+    commands = _commands(explanation.send)
     events.send(protocol.Ready(os.getpid()))
     while True:
         match commands.get():
@@ -86,20 +92,56 @@ def main(argv: list[str]) -> None:
             case protocol.Probe() as probe:
                 events.send(_probe(probe))
             case protocol.Run() as run:
-                events.send(run_point(run, events))
+                events.send(run_point(run, events, explanation))
             case protocol.ProtocolError() as err:
                 events.send(protocol.Failure(PointState.ERROR, f"the worker cannot read its command: {err}"))
         _tidy()
 
 
-def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.Failure:
+class Explanation:
+    """Answers Explain: asks the launcher of the running point's ranks, if there is one.
+
+    Attributes:
+        launcher: the launcher; None: none.
+        folder: for the files.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.launcher: RayLauncher | None = None
+        self.folder: str | None = None
+
+    def send(self) -> None:
+        """Send Explained; called by the thread that reads the commands."""
+        files: Mapping[str, str] = {}
+        if self.launcher is not None:
+            try:
+                files = self.launcher.explain()
+            except Exception as err:
+                files = {"stacks-of-ranks.txt": f"not found: {type(err).__name__}: {err}"}
+        self._events.send(protocol.Explained(leave(files, self.folder)))
+
+
+def run_point(
+    run: protocol.Run, events: Events, explanation: Explanation | None = None
+) -> protocol.Result | protocol.Failure:
     """Measure one point; any exception becomes a Failure."""
+    explanation = explanation or Explanation(events)
+    explanation.launcher, explanation.folder = None, run.folder
     try:
         kind = kind_module(run.kind)
-        events.send(protocol.Environment(_environment(run.device, run.settings)))
-        declared = Quantities(kind.QUANTITIES)
-        with memory_limit(run.device, run.memory_bytes), sampling(events, declared) as beat:
+        declared, there, limit = Quantities(kind.QUANTITIES), run.surroundings, run.memory_bytes
+        if run.cluster is None:
+            events.send(protocol.Environment(described(run.device, run.settings)))
+        else:
+            from orchestrator.attempt.ray_launcher import RayLauncher
+
+            explanation.launcher = RayLauncher(run, run.cluster, events.send)
+            there, limit = replace(there, launcher=explanation.launcher), None  # the ranks' own
+        with memory_limit(run.device, limit), sampling(events, declared, there) as beat:
             measurement = kind.measure(run.config, beat)
+        if explanation.launcher is not None:
+            measurement = explanation.launcher.metered(measurement)
         _check(measurement, declared)
         return protocol.Result(replace(measurement, files={}), leave(measurement.files, run.folder))
     except Exception as err:
@@ -107,9 +149,13 @@ def run_point(run: protocol.Run, events: Events) -> protocol.Result | protocol.F
 
 
 @contextlib.contextmanager
-def sampling(events: Events, declared: Quantities) -> Iterator[SamplingReporter]:
+def sampling(
+    events: Events,
+    declared: Quantities,
+    surroundings: Surroundings = NOWHERE,
+) -> Iterator[SamplingReporter]:
     """The reporter of a measurement; its last samples are sent however the block ends."""
-    reporter = SamplingReporter(events.beat, events.send, declared)
+    reporter = SamplingReporter(events.beat, events.send, declared, surroundings)
     try:
         yield reporter
     finally:
@@ -143,7 +189,10 @@ def _left(name: str, content: str | os.PathLike[str], folder: str | None) -> pro
 
 
 def classify(err: BaseException) -> PointState:
-    """OOM if the exception, or one in its chain of causes, means that memory ran out; else ERROR."""
+    """OOM if the exception, or one in its chain of causes, means that memory ran out; CANCELLED if it was asked to end
+    and can go on; else ERROR."""
+    if isinstance(err, Interrupted):
+        return PointState.CANCELLED
     cause: BaseException | None = err
     while cause is not None:
         if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
@@ -154,46 +203,12 @@ def classify(err: BaseException) -> PointState:
     return PointState.ERROR
 
 
-@contextlib.contextmanager
-def memory_limit(device: Device, limit: int | None) -> Iterator[None]:
-    """Limit the block's memory: on CUDA to `limit` bytes of the card, on a CPU to `limit` private bytes beyond now."""
-    if limit is None:
-        yield
-    elif device == "cuda":
-        import torch
-
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-        yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    else:
-        with _data_limit(limit):
-            yield
-
-
-@contextlib.contextmanager
-def _data_limit(limit: int) -> Iterator[None]:
-    # RLIMIT_DATA counts private writable mappings only; RLIMIT_AS would also count libraries and reservations.
-    try:
-        import resource
-
-        status = Path("/proc/self/status").read_text()
-    except (ImportError, OSError):  # not Linux: not enforced
-        yield
-        return
-    used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    target = used + limit if hard == resource.RLIM_INFINITY else min(used + limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (target, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
 def _check(measurement: Measurement, declared: Quantities) -> None:
-    """Raise ValueError for a metric that is not as declared, or not finite."""
+    """Raise ValueError for a metric that is not as declared, not finite, or there twice."""
+    names = Counter(metric.name for metric in measurement.metrics)
     for metric in measurement.metrics:
+        if names[metric.name] > 1:
+            raise ValueError(f"metric {metric.name}: is there {names[metric.name]} times; return one of each name")
         unit = declared.of(metric.name, "").unit
         if unit != metric.unit:
             problem = f"is declared in {unit}" if unit else "is not declared"
@@ -208,19 +223,6 @@ def _failure(err: Exception, folder: str | None = None) -> protocol.Failure:
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
     return protocol.Failure(classify(err), reason, leave(files, folder))
-
-
-def _environment(device: str, settings: Sequence[str]) -> dict[str, Any]:
-    """The point's environment, with the effective values of `settings`; without these {} for a kind without torch."""
-    found: dict[str, Any] = {}
-    try:
-        if settings:  # before anything else uses CUDA: the point's process is as it will be measured
-            found["settings"] = importlib.import_module("jobs.measure.variables").effective(settings)
-        if (torch := sys.modules.get("torch")) is not None:
-            found |= importlib.import_module("jobs.measure.environment").environment(torch.device(device))
-    except Exception as err:
-        found["unknown"] = f"{type(err).__name__}: {err}"
-    return found
 
 
 def _cuda_memory() -> dict[str, str]:
@@ -262,8 +264,10 @@ def _tidy() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
+def _commands(explain: Callable[[], None]) -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
     """The queue of the parent's commands, filled by a thread that kills this process group at end of file.
+
+    Explain is answered by the thread itself.
 
     stdin moves to a descriptor that the measurement's subprocesses do not inherit.
     """
@@ -276,7 +280,11 @@ def _commands() -> queue.SimpleQueue[protocol.Command | protocol.ProtocolError]:
     def read() -> None:
         for line in source:
             try:
-                commands.put(protocol.decode_command(line))
+                command = protocol.decode_command(line)
+                if isinstance(command, protocol.Explain):
+                    explain()
+                else:
+                    commands.put(command)
             except protocol.ProtocolError as err:
                 commands.put(err)
         if os.getpgrp() == os.getpid():  # started by a supervisor; never kill a shell's group

@@ -10,18 +10,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jobs.point import Machine
-from jobs.spec import JobSpec, Resources
+from jobs.spec import JobSpec
 from orchestrator.attempt import requirements, supervisor
+from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run import ray_token
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.run.ray_folder import listens, local_address, on_loopback_alone, own_address
+from orchestrator.run.room import Share, card_types, check_resources
 from orchestrator.run.upload import collect
+from orchestrator.run.waiting import RoomWatch
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
 
@@ -30,19 +34,22 @@ _PATIENCE_S = 15.0
 _CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
 _PULSE_S = 5.0
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
-_ACCELERATOR = "accelerator_type:"
 
 
 class RayExecutor:
-    """Measures on a Ray cluster: one streaming task a batch, with the GPUs and cores of one point."""
+    """Measures on a Ray cluster: one streaming task a batch, with the GPUs and cores of one point.
+
+    The task of a point with several ranks has neither: Ray Train places the ranks, on one node or several.
+    """
 
     def __init__(self, spec: JobSpec, settings: Settings) -> None:
-        """Connect, and check that some node has the resources of a point.
+        """Connect, and check that some node has the resources of a point, or the cluster those of its ranks.
 
         Raises:
-            ExecutorError: no cluster answers, or none of its nodes can run a point.
+            ExecutorError: no cluster answers, or it cannot run a point.
         """
         self._spec = spec
+        _check_interpreters(spec)
         _connect(spec, settings)
         self._by_id = _nodes()
         self._nodes = list(self._by_id.values())
@@ -50,8 +57,10 @@ class RayExecutor:
         self._type = spec.resources.accelerator_type  # of all points: the one asked for, else the one probed
         self._task: Any = None
         self._gpus: str | None = None
+        self._cluster: Cluster | None = None  # for points of several ranks
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         self._pulse = _Pulse()
+        self._room = RoomWatch(lambda: check_resources(spec, list(_nodes().values())))
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As the interface says; also pins the points to the type of the card that was probed."""
@@ -61,7 +70,7 @@ class RayExecutor:
         has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
         gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
         task: Any = ray.remote(max_retries=0, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        answer = task.options(**self._placement(gpus)).remote(wanted, None if gpus else "")
+        answer = task.options(**_placement(self._share(gpus))).remote(wanted, None if gpus else "")
         try:
             with _gone():
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
@@ -70,12 +79,14 @@ class RayExecutor:
                         file=sys.stderr,
                         flush=True,
                     )
+                while not ray.wait([answer], timeout=_PULSE_S)[0]:
+                    self._check_cluster()
                 node, machines = ray.get(answer)
         except ProbeError as err:
             raise ExecutorError(str(err)) from None
         gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
         if gpus and self._type is None:
-            self._type = _card_type(self._by_id.get(node, {}))
+            self._type = next(iter(card_types(self._by_id.get(node, {}))), None)
         self._check_nodes(wanted, gpus, checked=node)
         return machines
 
@@ -85,10 +96,10 @@ class RayExecutor:
         from ray.exceptions import RayError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        asked = self._spec.resources
         if not wanted.paths and not any(wanted.pythons):
             return
-        nodes = [node for node, has in self._by_id.items() if node != checked and _room(has, asked, gpus, self._type)]
+        share = self._share(gpus)
+        nodes = [node for node, has in self._by_id.items() if node != checked and share.on(has)]
         task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         answers = [task.options(scheduling_strategy=strategy).remote(wanted) for strategy in there]
@@ -109,22 +120,24 @@ class RayExecutor:
     def slots(self, machine: Machine) -> int:
         import ray
 
-        gpus, asked = gpus_per_point(self._spec, machine), self._spec.resources
+        share, asked = self._share(gpus_per_point(self._spec, machine)), self._spec.resources
         # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
-        self._task = remote(supervisor.supervise).options(**self._placement(gpus))
-        self._gpus = None if gpus else ""
-        room = sum(_room(node, asked, gpus, self._type) for node in self._nodes)
+        self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
+        own = replace(share, cpus=0, gpus=0) if self._cluster else share
+        self._task = remote(_supervise).options(**_placement(own))
+        self._gpus = None if own.gpus else ""
+        room = share.points(self._nodes)
         return max(1, min(room, asked.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         with _gone():
-            self._live[self._task.remote(assignments, conditions, self._gpus)] = batch
+            self._live[self._task.remote(assignments, conditions, self._gpus, self._cluster)] = batch
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray
 
-        self._pulse.check()
+        self._check_cluster()
         if not self._live:
             time.sleep(timeout)
             return []
@@ -157,12 +170,33 @@ class RayExecutor:
         self._live.pop(stream, None)
         return end
 
-    def _placement(self, gpus: float) -> dict[str, Any]:
-        asked = self._spec.resources
-        options: dict[str, Any] = {"num_cpus": asked.num_cpus, "num_gpus": gpus}
-        if self._type:
-            options["accelerator_type"] = self._type
-        return options
+    def _check_cluster(self) -> None:
+        self._pulse.check()
+        self._room.look()
+
+    def _share(self, gpus: float) -> Share:
+        """Resources of a point, or of one of its ranks."""
+        return Share.of(self._spec, gpus, self._type)
+
+
+def _placement(share: Share) -> dict[str, Any]:
+    """Ray's options of a task that needs a share."""
+    options: dict[str, Any] = {"num_cpus": share.cpus, "num_gpus": share.gpus}
+    if share.card_type:
+        options["accelerator_type"] = share.card_type
+    return options
+
+
+def _supervise(
+    assignments: Sequence[Assignment], conditions: Conditions, gpus: str | None, cluster: Cluster | None
+) -> Iterator[Update]:
+    """As supervisor.supervise, in a task; ranks run on the cluster of this task."""
+    if cluster is not None:
+        import ray
+
+        context = ray.get_runtime_context()
+        cluster = replace(cluster, address=context.gcs_address, runtime_env=dict(context.runtime_env.to_dict()))
+    yield from supervisor.supervise(assignments, conditions, gpus, cluster=cluster)
 
 
 class _Pulse:
@@ -186,37 +220,12 @@ class _Pulse:
             raise ExecutorGone(f"the Ray cluster went away: its head at {self._address} does not answer")
 
 
-def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that one node has the resources of a point; otherwise its task would wait for ever.
-
-    Args:
-        nodes: Ray resources of each node: name -> amount.
-
-    Raises:
-        ExecutorError: names the lacking resource and the available amount.
-    """
-    asked, errors = spec.resources, []
-    types = sorted(
-        {name.removeprefix(_ACCELERATOR) for node in nodes for name in node if name.startswith(_ACCELERATOR)}
-    )
-    if asked.accelerator_type and asked.accelerator_type not in types:
-        have = f"has {', '.join(types)}" if types else "has no accelerators"
-        errors.append(
-            f"resources.accelerator_type: {asked.accelerator_type!r}: the cluster {have}; name one it has, or none"
+def _check_interpreters(spec: JobSpec) -> None:
+    if spec.world_size > 1 and (named := next(filter(None, spec.python), None)):
+        raise ExecutorError(
+            f"python: {named!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or use "
+            "--local"
         )
-    gpus = asked.num_gpus if asked.num_gpus is not None else float(spec.device == "cuda")
-    fixes = {"num_gpus": "start a worker that has (nsa up on a GPU host) or ask for fewer", "num_cpus": "ask for fewer"}
-    for field, resource, need in (("num_gpus", "GPU", gpus), ("num_cpus", "CPU", asked.num_cpus)):
-        most = max((node.get(resource, 0) for node in nodes), default=0)
-        if need > most:
-            errors.append(f"resources.{field}: {need:g}: no node of the cluster has more than {most:g}; {fixes[field]}")
-    if not errors and not any(_room(node, asked, gpus, asked.accelerator_type) for node in nodes):
-        errors.append(
-            f"resources: {gpus:g} GPUs of type {asked.accelerator_type or 'any'} with {asked.num_cpus:g} CPU cores: "
-            "no single node has them all; ask for less"
-        )
-    if errors:
-        raise ExecutorError("\n".join(errors))
 
 
 def ray_address(settings: Settings) -> str:
@@ -297,19 +306,6 @@ def _nodes() -> dict[str, dict[str, float]]:
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-def _card_type(node: Mapping[str, float]) -> str | None:
-    """Ray's type of a node's accelerators; None where Ray does not know it."""
-    return next((name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)), None)
-
-
-def _room(node: Mapping[str, float], asked: Resources, gpus: float, card_type: str | None) -> int:
-    """The number of points that fit on a node at a time. `card_type`: Ray's type of their accelerators; None: any."""
-    if card_type and not node.get(_ACCELERATOR + card_type):
-        return 0
-    room = node.get("CPU", 0) / asked.num_cpus
-    return int(min(room, node.get("GPU", 0) / gpus) + 1e-9) if gpus else int(room)
 
 
 def _batch_ended(err: Exception) -> BatchEnded:

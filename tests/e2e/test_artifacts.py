@@ -16,6 +16,7 @@ import psutil
 import pytest
 from free_ports import free_ports
 from ftp_server import FtpServer, ftp_server
+from ray_clusters import stop_node
 
 from dashboard import data
 from orchestrator import journal
@@ -84,11 +85,7 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
         }
     finally:
         for process in reversed(started):
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.terminate()
-            for left in psutil.wait_procs(family, timeout=20)[1]:
-                left.kill()
-            process.wait(timeout=20)
+            stop_node(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -5,99 +5,43 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
-from free_ports import free_ports
+from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
 
 from orchestrator import journal
 from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, StoreError, queries
 
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 DRILL = "jobs/configs/drill.yaml"
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster with two CPU slots and two pretended GPUs."""
-
-    address: str
-    dashboard: str
-    folder: Path
-
-    def env(self, home: Path) -> dict[str, str]:
-        """Environment of a client of this cluster alone, with results in `home`."""
-        outside = ("RAY_", "NSA_")
-        kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)} | kept
-        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-        return clean | {"PATH": path, "NSA_RAY_ADDRESS": self.address, "NSA_HOME": str(home), "OMP_NUM_THREADS": "1"}
-
-
-NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
-    names = ["port", "dashboard-port", *NODE_PORTS]
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}"]
-    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
-    command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
-    found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
-    with (folder / "head.log").open("w") as log:
-        head = subprocess.Popen(command, env=found.env(folder), stdout=log, stderr=log, start_new_session=True)
-    try:
-        _wait_for(lambda: _jobs_answer(found), 60, lambda: (folder / "head.log").read_text())
+    with running_cluster(cpus=2, gpus=2) as found:
         yield found
-    finally:
-        _stop(head)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _stop(node: subprocess.Popen[bytes]) -> None:
-    """End what `ray start --block` started: it stops its own; `ray stop` would stop every cluster of the host."""
-    family = psutil.Process(node.pid).children(recursive=True)
-    node.terminate()
-    for process in psutil.wait_procs(family, timeout=20)[1]:
-        process.kill()
-    node.wait(timeout=20)
 
 
 @pytest.fixture
 def typed_nodes(cluster: Cluster) -> Iterator[None]:
     """Two more nodes of three CPUs and one pretended GPU each, number 4 of type A100 and number 5 of type H100."""
-    nodes = []
-    try:
+    with ExitStack() as nodes:
         for gpu, card in (("4", "A100"), ("5", "H100")):
-            command = ["ray", "start", "--block", f"--address={cluster.address}", "--num-cpus=3", "--num-gpus=1"]
-            command += ["--object-store-memory=100000000", f'--resources={{"accelerator_type:{card}": 1}}']
-            ports = zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)
-            command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports)]
-            env, log = cluster.env(cluster.folder) | {"CUDA_VISIBLE_DEVICES": gpu}, cluster.folder / f"{card}.log"
-            with log.open("w") as out:
-                nodes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True))
-            _wait_for(lambda: _living_nodes(cluster) == 1 + len(nodes), 60, log.read_text)
+            options = ["--num-gpus=1", f'--resources={{"accelerator_type:{card}": 1}}']
+            nodes.enter_context(running_node(cluster, card, 3, *options, CUDA_VISIBLE_DEVICES=gpu))
         yield
-    finally:
-        for node in nodes:
-            _stop(node)
-        _wait_for(lambda: _living_nodes(cluster) == 1, 60)
 
 
 @pytest.fixture
@@ -161,7 +105,7 @@ def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) 
     [hang] = [outcome for outcome in outcomes(home) if outcome.state == "hang"]
     files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
     assert any("_hang" in str(file.content) for file in files if file.name == "stacks.txt")
-    assert _children_of_workers(cluster) == []
+    assert point_processes(cluster) == []
 
 
 def test_points_get_gpus_of_their_own_and_their_cores(cluster: Cluster, home: Path) -> None:
@@ -292,41 +236,39 @@ def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
         if not paths:
             return False
         kinds = Counter(record.type for record in journal.read(paths[0]))
-        return kinds["outcome"] >= after and kinds["start"] > kinds["outcome"] and bool(_children_of_workers(cluster))
+        return kinds["outcome"] >= after and kinds["start"] > kinds["outcome"] and bool(point_processes(cluster))
 
-    _wait_for(started, 90)
+    wait_for(started, 90)
     time.sleep(1)
-    return _children_of_workers(cluster)[0]
+    return point_processes(cluster)[0]
 
 
-def _children_of_workers(cluster: Cluster) -> list[psutil.Process]:
-    """Processes on the cluster that measure points."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        if "orchestrator.attempt.worker" in (process.info["cmdline"] or []):
-            parent = process.parent()
-            raylet = parent and parent.parent()
-            if raylet and str(cluster.folder) in " ".join(raylet.cmdline()):
-                found.append(process)
-    return found
+def test_a_job_that_waits_for_room_is_listed_and_can_be_cancelled(cluster: Cluster, home: Path) -> None:
+    """Its driver is stopped by Ray while it asks the cluster, whose cores another job has."""
+    env = cluster.env(home) | {"NSA_RAY_DASHBOARD": cluster.dashboard}
+    url, others = f"sqlite:///{home / 'nsa.db'}", f"sqlite:///{home / 'other' / 'nsa.db'}"
+
+    def start(job: str, where: Path, *settings: str) -> None:
+        options = ("--no-wait", "--submission-id", job)
+        subprocess.run(_submit(cluster, where, DRILL, *settings, options=options), cwd=ROOT, env=env, check=True)
+
+    start("busy", home / "other", "--set", "behaviours=[timeout, timeout]", "--set", "resources.workers=2")
+    try:
+        wait_for(lambda: len(_states(others, "running")) == 1, 60)
+        start("waits", home)
+        wait_for(lambda: len(_states(url, "pending")) == 1, 60)
+        [run_id] = _states(url, "pending")
+        asked = subprocess.run(["nsa", "cancel", run_id], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert f"stopping {run_id} (job waits)" in asked.stdout, asked.stdout + asked.stderr
+        wait_for(lambda: _states(url, "cancelled") == [run_id], 30)
+    finally:
+        subprocess.run(["ray", "job", "stop", "--address", cluster.dashboard, "busy"], env=env, check=True)
 
 
-def _jobs_answer(cluster: Cluster) -> bool:
-    command = ["ray", "job", "list", "--address", cluster.dashboard]
-    return subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, timeout=60).returncode == 0
-
-
-def _living_nodes(cluster: Cluster) -> int:
-    code = (
-        f"import ray; ray.init({cluster.address!r}, log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, text=True, timeout=60)
-    return int(done.stdout or 0)
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, log()
-        time.sleep(0.2)
+def _states(url: str, state: str) -> list[str]:
+    """The ids of the runs in a state; none if there is no database yet."""
+    try:
+        with Store.open(url, create=False, readonly=True) as store:
+            return list(queries.runs(store, state=state)["run_id"])
+    except StoreError:
+        return []

@@ -66,6 +66,17 @@ files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
     assert not Path(str(files["stdout.txt"].content).strip()).exists()  # temporary files end with the point
 
 
+def test_a_point_learns_where_its_checkpoints_lie(measure, tmp_path) -> None:
+    """In the store, beside the folders of its attempts; nowhere without a store."""
+    told = "files['told.txt'] = str(beat.surroundings.checkpoints)"
+    seen = kept(measure(told, told))
+    there = f"file://{tmp_path}/store/r"
+    assert seen == {"0 told.txt": f"{there}/0000/checkpoints", "1 told.txt": f"{there}/0001/checkpoints"}
+    updates = measure("value = float(beat.surroundings.checkpoints is None)", store=None)
+    (outcome,) = [update for update in updates if isinstance(update, OutcomeRecord)]
+    assert outcome.metrics[0].value == 1
+
+
 def test_a_file_that_cannot_be_kept_costs_only_itself(measure) -> None:
     code = """import pathlib
 files = {'..': 'up', 'a/b': 'aside', '': 'none', 'stdout.txt': 'mine', 'gone.bin': pathlib.Path('/nowhere/gone.bin'),

@@ -28,6 +28,9 @@ COMMANDS = [
     protocol.Probe("auto"),
     protocol.Run("scaling", {"lengths": [512, None], "nsa": {"window": 64}}, "cuda", 1 << 40),
     protocol.Run("scaling", {}, "cpu", None),
+    protocol.Run("train", {}, "cpu", None, surroundings=point.Surroundings("s3://bucket/run/0000/checkpoints")),
+    protocol.Run("train", {}, "cuda", None, cluster=protocol.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"pip": ["a"]})),
+    protocol.Explain(),
     protocol.Exit(),
 ]
 EVENTS = [
@@ -39,6 +42,7 @@ EVENTS = [
     protocol.Result(
         point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (protocol.File("stages.txt", "/tmp/file-1"),)
     ),
+    protocol.Explained((protocol.File("stacks-rank0.txt", "/tmp/file-3"),)),
     protocol.Failure(
         PointState.OOM,
         "OutOfMemoryError: CUDA out of memory",
@@ -157,7 +161,7 @@ def test_a_worker_reports_a_command_that_it_cannot_read_and_goes_on(child: Child
     failure = next_event(child)
     assert isinstance(failure, protocol.Failure)
     assert failure.reason.startswith("the worker cannot read its command: ")
-    assert "its type is not one of probe, run, exit" in failure.reason
+    assert "its type is not one of probe, run, explain, exit" in failure.reason
     child.send(protocol.Run("snippet", {"code": "pass"}, "cpu", None))
     assert isinstance(next_event(child), protocol.Environment | protocol.Result)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from processes import is_alive
 from supervised import Ended, supervised
 
 from jobs.measure.telemetry import TelemetrySummary
@@ -96,6 +97,24 @@ def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measu
     assert "start-up" in str(end.outcome.reason)
 
 
+def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=8, heartbeat_s=8, point_s=8))
+    wait = "import time\nfor _ in range(20): beat(WAITING + 'room', 0, 2); time.sleep(0.5)"
+    updates = measure(f"from jobs.point import WAITING\n{wait}", conditions=conditions)
+    assert states(updates) == [PointState.OK]
+    assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)
+
+
+def test_a_hang_keeps_what_the_point_wrote_about_its_failure(measure) -> None:
+    write = (
+        "folder = Path(tempfile.gettempdir(), FAILURE_FILES); folder.mkdir()\n(folder / 'flight.json').write_text('1')"
+    )
+    imports = "import tempfile, time\nfrom pathlib import Path\nfrom jobs.point import FAILURE_FILES\n"
+    [end] = ended(measure(f"{imports}{write}\nbeat('on')\ntime.sleep(60)"))
+    assert end.outcome.state is PointState.HANG
+    assert end.files["flight.json"] == "1"
+
+
 def test_a_memory_limit_is_enforced(measure) -> None:
     conditions = dataclasses.replace(STRICT, memory_bytes=100 << 20)
     updates = measure("kept = bytearray(50 << 20)", "kept = bytearray(150 << 20)", conditions=conditions)
@@ -124,7 +143,7 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
     assert "memory: " in end.files["memory.txt"]
     for pid in end.files["stdout.txt"].split():
         assert f"pid {pid} " in end.files["processes.txt"]
-        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        assert not is_alive(int(pid))
 
 
 def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
@@ -136,7 +155,7 @@ def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> No
         stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
         monkeypatch.setattr(Child, "tree", lambda child: [psutil.Process(stray.pid)])
         child.kill()
-        assert not _alive(stray.pid)
+        assert not is_alive(stray.pid)
     finally:
         stray.kill()
         stray.wait()
@@ -146,7 +165,7 @@ def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> No
 def test_processes_that_a_point_leaves_running_end_with_it(measure) -> None:
     [end] = ended(measure("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)"))
     assert end.outcome.state is PointState.OK
-    assert not _alive(int(end.files["stdout.txt"]))
+    assert not is_alive(int(end.files["stdout.txt"]))
 
 
 def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
@@ -193,7 +212,7 @@ def test_a_stop_ends_the_child_at_once_and_without_an_outcome(measure) -> None:
     [sign, *_] = [update for update in updates if isinstance(update, Progress)]
     assert ended(updates) == []
     assert time.monotonic() - begin < 10
-    assert not _alive(sign.done)
+    assert not is_alive(sign.done)
 
 
 def test_closing_the_generator_ends_the_child(snippet_kind) -> None:
@@ -201,7 +220,7 @@ def test_closing_the_generator_ends_the_child(snippet_kind) -> None:
     updates = supervise([task], STRICT)
     sign = next(update for update in updates if isinstance(update, Progress))
     updates.close()  # type: ignore[attr-defined]  # as a cancelled Ray task does
-    assert not _alive(sign.done)
+    assert not is_alive(sign.done)
 
 
 def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
@@ -263,10 +282,3 @@ def test_the_probe_runs_in_a_child() -> None:
 def test_probing_for_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
         probe(protocol.Probe("cuda"), gpus="")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

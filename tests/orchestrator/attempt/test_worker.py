@@ -48,7 +48,7 @@ def pipe():
 def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> None:
     told = python(
         """
-        from orchestrator.attempt.worker import memory_limit
+        from orchestrator.attempt.memory_limit import memory_limit
         before = bytearray(300 << 20)                      # in use before: does not count
         with memory_limit("cpu", 200 << 20):
             within = bytearray(100 << 20)
@@ -67,7 +67,8 @@ def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
     told = python(
         """
         import torch
-        from orchestrator.attempt.worker import classify, memory_limit
+        from orchestrator.attempt.memory_limit import memory_limit
+        from orchestrator.attempt.worker import classify
         try:
             with memory_limit("cpu", 200 << 20):
                 torch.ones(100 << 20)
@@ -82,7 +83,7 @@ def test_no_memory_limit_sets_no_rlimit() -> None:
     assert "RLIM" not in python(
         """
         import resource
-        from orchestrator.attempt.worker import memory_limit
+        from orchestrator.attempt.memory_limit import memory_limit
         with memory_limit("cpu", None):
             if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY: print("RLIM")
         """

@@ -1,0 +1,81 @@
+"""Ranks: processes that do one job together; the interface to what starts them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several ranks, as its own process gets it once all have formed torch.distributed's process group.
+
+    Attributes:
+        number: from 0.
+        device: PyTorch's name of its device.
+        post: sends a message, plain data, to the process that started the ranks.
+        stop: set when the ranks are to end.
+        folder: path for files that explain a stall; made by who writes one.
+    """
+
+    number: int
+    device: str
+    post: Callable[[Any], None]
+    stop: threading.Event
+    folder: Path
+
+
+class RanksEnded(Exception):  # noqa: N818  (an event)
+    """Not every rank returned a result; all have ended.
+
+    Attributes:
+        died: the ends of ranks whose process died ("was killed by SIGKILL"), by rank, the first one first.
+        tails: the last lines that a rank wrote to stderr, by rank.
+        out_of_memory: those among `died` that were killed because memory ran out.
+    """
+
+    def __init__(
+        self,
+        died: Mapping[int, str],
+        tails: Mapping[int, str],
+        out_of_memory: Collection[int] = (),
+    ) -> None:
+        super().__init__(f"{len(died)} ranks died")
+        self.died = died
+        self.tails = tails
+        self.out_of_memory = out_of_memory
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a point, on one host or several."""
+
+    @property
+    def name(self) -> str:
+        """Name for the point's environment."""
+        ...
+
+    def run(
+        self,
+        ranks: int,
+        device: str,
+        main: Callable[[Rank], T],
+        note: Callable[[Any], None],
+        tell: Callable[[str], None],
+    ) -> list[T]:
+        """Run `main` as each rank, and return the results by rank. SIGTERM to this process asks the ranks to end.
+
+        Args:
+            device: "cpu" or "cuda".
+            main: can be pickled.
+            note: called with each message of a rank.
+            tell: called about once a second, with the reason, while the ranks wait to be started.
+
+        Raises:
+            RanksEnded: a rank raised an exception or died, or the ranks were to end before they had begun.
+        """
+        ...

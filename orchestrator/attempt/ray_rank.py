@@ -1,0 +1,266 @@
+"""Actors of a point with several ranks: the ranks, their mailbox, and a watch on each of their nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs._training.rank_messages import failure
+from jobs.launcher import Rank
+from jobs.measure import nvml
+from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.telemetry import Sample, Telemetry
+from jobs.point import Device, Reading
+from orchestrator.attempt import diagnostics
+from orchestrator.attempt.gpu_release import card_name
+from orchestrator.attempt.memory_limit import memory_limit
+
+_TAIL = 40  # lines of a failed rank's traceback
+_SEND_S = 0.2
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a rank runs, its first message.
+
+    Attributes:
+        node: Ray's id of its node; `host` is the node's name.
+        gpu: NVML's id of its GPU; None on a CPU.
+        folder: as jobs.launcher.Rank.
+        environment: as the worker of a point finds it, of the first rank; {} of the others.
+    """
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    gpu: str | None
+    folder: str
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The result of a rank."""
+
+    rank: int
+    result: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception ended a rank; `tail` is the end of its traceback."""
+
+    rank: int
+    tail: str
+
+
+class RankRaised(RuntimeError):  # noqa: N818  (an event)
+    """The exception of a rank, as text: its own class may not survive the way to another process."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of each rank.
+
+    Attributes:
+        main: as jobs.launcher.Launcher.run.
+        mailbox: handle of the Mailbox.
+        memory_bytes: as orchestrator.attempt.memory_limit.
+        card: name of the GPU that the point is planned for; None: any.
+        describe: gives the environment of the point on a device, in the rank's process.
+    """
+
+    main: Callable[[Rank], Any]
+    mailbox: Any
+    device: Device
+    memory_bytes: int | None
+    card: str | None
+    describe: Callable[[str], Mapping[str, Any]]
+
+
+class Mailbox:
+    """An actor that keeps the ranks' messages until their point's process takes them, and its word to stop for them."""
+
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
+        self._arrived = asyncio.Event()
+        self._stopped = False
+
+    async def post(self, messages: Sequence[Any]) -> bool:
+        """Keep messages of a rank. Returns whether the ranks are to end."""
+        self._messages += messages
+        if messages:
+            self._arrived.set()
+        return self._stopped
+
+    async def taken(self, timeout: float) -> list[Any]:
+        """The messages, in the order of their arrival; waits up to `timeout` seconds for the first."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout)
+        self._arrived.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
+    async def stop(self) -> None:
+        """Ask the ranks to end."""
+        self._stopped = True
+
+
+class NodeWatch:
+    """An actor on a node of ranks: samples them from outside, and looks at their stacks.
+
+    Args:
+        ranks: the ranks of this node.
+        cores: processor cores of each.
+    """
+
+    def __init__(self, ranks: Sequence[Placed], cores: float) -> None:
+        self._ranks = ranks
+        self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
+        self._usage = {p.rank: ProcessUsage(_tree(p.pid), cores) for p in ranks if p.gpu is None}
+        for telemetry in self._gpus.values():
+            telemetry.start()
+
+    def readings(self) -> list[Reading]:
+        """Readings of each rank's GPU, or on a CPU of its processes, since the last call."""
+        meters = {**self._gpus, **self._usage}
+        return [replace(reading, rank=rank) for rank, meter in meters.items() for reading in meter.readings()]
+
+    def samples(self) -> list[Sample]:
+        """All samples of the GPUs, which are named by host and NVML's id. Ends the sampling."""
+        found = []
+        for telemetry in self._gpus.values():
+            telemetry.stop()
+            found += telemetry.samples
+        return [replace(sample, gpu=f"{socket.gethostname()}:{sample.gpu}") for sample in found]
+
+    def explain(self) -> dict[str, str]:
+        """Stacks of the ranks, and what they have written themselves: text by file name."""
+        files = {}
+        for placed in self._ranks:
+            for path in Path(placed.folder).glob("*.json"):
+                files[path.name] = path.read_text(errors="replace")
+            shutil.rmtree(placed.folder, ignore_errors=True)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(placed.pid)
+                stack = diagnostics.snapshot([process])["stacks.txt"]
+                files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{stack}"
+                diagnostics.request_stacks(process)  # to its stderr, which Ray sends to the point's process
+        return files
+
+
+def rank_main(settings: Mapping[str, Work]) -> None:
+    """Do `settings["work"]` as the rank that Ray Train made of this process. Raises RankRaised."""
+    import ray.train
+
+    work = settings["work"]
+    number = ray.train.get_context().get_world_rank()
+    stop = threading.Event()
+    post = _Post(work.mailbox, stop)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        device = _device(work.device)
+        placed = _placed(number, device, work)
+        post(placed)
+        _check_card(placed.gpu, work.card)
+        with memory_limit(work.device, work.memory_bytes):
+            own = Rank(number, device, post, stop, Path(placed.folder))
+            post(Returned(number, work.main(own)))
+    except BaseException as err:
+        post(failure(number, err))
+        post(Raised(number, "\n".join(traceback.format_exc().splitlines()[-_TAIL:])))
+        raise RankRaised(f"{type(err).__name__}: {err}") from None
+    finally:
+        post.close()
+
+
+class _Post:
+    """Sends messages to the mailbox, in order and in the background; learns there whether the ranks are to end."""
+
+    def __init__(self, mailbox: Any, stop: threading.Event) -> None:
+        self._mailbox = mailbox
+        self._stop = stop
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
+        self._thread.start()
+
+    def __call__(self, message: Any) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        while True:
+            last = self._closing.wait(_SEND_S)
+            messages = [self._queue.get() for _ in range(self._queue.qsize())]
+            try:
+                if ray.get(self._mailbox.post.remote(messages)):
+                    self._stop.set()
+            except RayError:  # the point's process is gone, and Ray ends this one
+                return
+            if last:
+                return
+
+
+def _device(kind: Device) -> str:
+    import ray.train.torch
+    import torch
+
+    if kind == "cpu":
+        return "cpu"
+    device = ray.train.torch.get_device()
+    assert isinstance(device, torch.device)
+    torch.cuda.set_device(device)
+    return str(device)
+
+
+def _placed(number: int, device: str, work: Work) -> Placed:
+    import ray
+
+    index = device.partition(":")[2]
+    gpu = nvml.visible_gpus()[int(index)] if index else None
+    node = ray.get_runtime_context().get_node_id()
+    found = work.describe(device) if number == 0 else {}
+    folder = f"{tempfile.gettempdir()}/nsa-rank-{os.getpid()}"
+    return Placed(number, node, socket.gethostname(), os.getpid(), gpu, folder, found)
+
+
+def _check_card(gpu: str | None, planned: str | None) -> None:
+    card = None if gpu is None or planned is None else card_name(gpu)
+    if card not in (planned, None):
+        fix = "name one type in resources.accelerator_type"
+        raise RuntimeError(f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}")
+
+
+def _tree(pid: int) -> Callable[[], list[psutil.Process]]:
+    def tree() -> list[psutil.Process]:
+        try:
+            root = psutil.Process(pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    return tree

@@ -1,0 +1,300 @@
+"""Ranks of a training as workers of Ray Train, on a real cluster with exactly the cores and pretended GPUs of two."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
+
+from jobs.point import Machine
+from jobs.spec import load_spec
+from jobs.train import Spec, measure
+from orchestrator import journal
+from orchestrator.database_url import StoreError
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunRecord, SeriesRecord
+from orchestrator.store import Store, queries
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
+
+_SPEC = """
+kind: train
+name: ranks
+device: cpu
+seq_len: 32
+batch: 8
+ranks: 2
+steps: 40
+resources: {num_cpus: 2}
+optimizer: {warmup_steps: 3, learning_rate: 0.01}
+data: {path: TEXT, heldout: 0.2, heldout_batches: 2}
+"""
+
+_LEFT = """
+import ray, sys
+from ray._private.state import actors
+from ray.util import placement_group_table
+ray.init(sys.argv[1], log_to_driver=False)
+alive = [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
+print([name for name in alive if name != "_AutoscalingCoordinatorActor"])  # Ray's own, one a cluster
+print([group for group in placement_group_table().values() if group["state"] != "REMOVED"])
+print(ray.available_resources().get("CPU", 0) == ray.cluster_resources()["CPU"])
+"""
+
+
+_TAKE = """
+import ray, sys
+ray.init(sys.argv[1], log_to_driver=False)
+
+@ray.remote(num_cpus=1, num_gpus=1)
+class Taker:
+    def ready(self): pass
+
+taker = Taker.remote()
+ray.get(taker.ready.remote())
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(cpus=2, gpus=2) as found:
+        yield found
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    path = tmp_path / "spec.yaml"
+    path.write_text(_SPEC.replace("TEXT", str(folder)))
+    return path
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that goes on, and its results."""
+
+    driver: subprocess.Popen[str]
+    home: Path
+
+    def records(self) -> list[Record]:
+        return [record for path in self.home.glob(f"artifacts/*/{journal.NAME}") for record in journal.read(path)]
+
+    def outcomes(self) -> list[OutcomeRecord]:
+        return [record for record in self.records() if isinstance(record, OutcomeRecord)]
+
+    def phase(self) -> str | None:
+        """Phase of the first point; None while there is none."""
+        with suppress(StoreError), Store.open(f"sqlite:///{self.home / 'nsa.db'}", create=False) as store:
+            found = [queries.points(store, record.run_id) for record in self.records() if isinstance(record, RunRecord)]
+            return next((points["phase"].iloc[0] for points in found if len(points)), None)
+        return None
+
+    def until_trained(self, cluster: Cluster, ranks: int = 2) -> list[psutil.Process]:
+        """Wait for the first samples of a loss. Returns the processes of the ranks."""
+
+        def trained() -> bool:
+            assert self.driver.poll() is None, self.driver.communicate()[0]
+            losses = [r for r in self.records() if isinstance(r, SeriesRecord) and r.name == "loss"]
+            return bool(losses) and len(_processes(cluster, "ray::RayTrainWorker")) == ranks
+
+        wait_for(trained, 200)
+        return _processes(cluster, "ray::RayTrainWorker")
+
+    def until_checkpoint(self, after: int = 0) -> int:
+        """Wait for a complete checkpoint of a step beyond `after`. Returns its step."""
+        wait_for(lambda: self.newest() > after, 200, lambda: str(self.records()))
+        return self.newest()
+
+    def newest(self) -> int:
+        found = self.home.glob("artifacts/*/0000/checkpoints/*-step-*/complete.json")
+        return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
+
+    def ended(self, code: int) -> OutcomeRecord:
+        """Wait for the end. Returns the last outcome."""
+        out, _ = self.driver.communicate(timeout=300)
+        assert self.driver.returncode == code, out
+        return self.outcomes()[-1]
+
+    def file(self, name: str) -> str:
+        (record,) = [r for r in self.records() if isinstance(r, ArtifactRecord) and r.artifact.name == name]
+        return (next(self.home.glob("artifacts")) / record.artifact.path).read_text()
+
+
+def _start(cluster: Cluster, home: Path, spec: Path, *changes: str) -> Run:
+    args = [item for change in changes for item in ("--set", change)]
+    command = [sys.executable, "-m", "jobs", str(spec), *args]
+    driver = subprocess.Popen(
+        command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return Run(driver, home)
+
+
+def _submit(cluster: Cluster, home: Path, spec: Path, *changes: str) -> Run:
+    """The same by `ray job submit`."""
+    args = [item for change in changes for item in ("--set", change)]
+    runtime_env = json.dumps({"env_vars": {"NSA_HOME": str(home)}})
+    command = ["ray", "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", "--runtime-env-json"]
+    command += [runtime_env, "--", "python", "-m", "jobs", str(spec), *args]
+    driver = subprocess.Popen(
+        command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return Run(driver, home)
+
+
+@contextmanager
+def _half_taken(cluster: Cluster) -> Iterator[None]:
+    """Within the block another job has one of the two cores and GPUs."""
+    taker = subprocess.Popen(
+        [sys.executable, "-c", _TAKE, cluster.address],
+        env=_of_a_client(cluster),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert taker.stdout is not None
+    assert taker.stdout.readline() == "taken\n"
+    try:
+        yield
+    finally:
+        taker.communicate(timeout=60)
+
+
+def _of_a_client(cluster: Cluster) -> dict[str, str]:
+    """Environment of a Ray driver of the test's own."""
+    return cluster.env(cluster.folder) | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def _processes(cluster: Cluster, title: str) -> list[psutil.Process]:
+    """Processes of a title that a node of the cluster started, the oldest first."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        with suppress(psutil.Error):
+            parent = process.parent() if title in " ".join(process.info["cmdline"] or []) else None
+            if parent and str(cluster.folder) in " ".join(parent.cmdline()):
+                found.append(process)
+    return sorted(found, key=lambda process: process.info["create_time"])
+
+
+def _nothing_is_left(cluster: Cluster) -> None:
+    """Wait until no actor and no placement group is left, and all cores are free."""
+
+    def left() -> str:
+        command = [sys.executable, "-c", _LEFT, cluster.address]
+        return subprocess.run(command, env=_of_a_client(cluster), capture_output=True, text=True, timeout=60).stdout
+
+    wait_for(lambda: left() == "[]\n[]\nTrue\n", 30, left)
+    assert _processes(cluster, "ray::RayTrainWorker") == []
+
+
+def _losses(metrics: Any) -> tuple[float, ...]:
+    return next(tuple(metric.samples) for metric in metrics if metric.name == "loss")
+
+
+def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_launcher(
+    cluster: Cluster, spec: Path, tmp_path: Path
+) -> None:
+    gpus = "resources={num_cpus: 2, num_gpus: 2}"
+    with _half_taken(cluster):
+        runs = [_start(cluster, tmp_path / "home", spec, gpus), _submit(cluster, tmp_path / "submitted", spec, gpus)]
+        for run in runs:
+            wait_for(lambda run=run: run.phase() == "waiting for room on the cluster", 200)
+    ends = [run.ended(0) for run in runs]
+    loaded = load_spec(spec)
+    assert isinstance(loaded, Spec)
+    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
+    alone = measure(json.loads(json.dumps(config)), lambda *_: None)
+    assert alone.environment["training"]["launcher"] == "elastic"
+    for end in ends:
+        assert _losses(end.metrics) == pytest.approx(_losses(alone.metrics), rel=1e-5)
+        assert end.environment["training"]["launcher"] == "ray-train"
+    series = {(r.name, r.rank) for r in runs[0].records() if isinstance(r, SeriesRecord)}
+    assert {("loss", 0), ("training_memory", 1), ("cpu_utilization", 0), ("resident_memory", 1)} <= series
+    _nothing_is_left(cluster)
+
+
+def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoint(
+    cluster: Cluster, spec: Path, tmp_path: Path
+) -> None:
+    with running_node(cluster, "second", 2):
+        changes = ["resources.num_cpus=4", "steps=100000", "checkpoints={every: 10}", "restarts=1"]
+        run = _start(cluster, tmp_path / "home", spec, *changes)
+        _, rank = run.until_trained(cluster)
+        saved = run.until_checkpoint()
+        rank.kill()
+        wait_for(lambda: bool(_warnings(run)), 60)
+        run.until_checkpoint(after=run.newest())
+        assert len({process.ppid() for process in run.until_trained(cluster)}) == 2, "a raylet each"
+        point_processes(cluster)[0].send_signal(signal.SIGTERM)
+        end = run.ended(1)
+        assert end.state == "cancelled"
+        assert "go on from the checkpoint of step" in str(end.reason)
+        (warning,) = _warnings(run)
+        assert "of 2 died on node" in warning
+        assert "restart 1 of 1 of all ranks from the last checkpoint" in warning
+        assert len(run.outcomes()) == 1
+        assert run.newest() > saved
+        _nothing_is_left(cluster)
+
+
+def _warnings(run: Run) -> list[str]:
+    return [r.message for r in run.records() if isinstance(r, EventRecord) and r.level == "warning"]
+
+
+def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(cluster: Cluster, spec: Path, tmp_path: Path) -> None:
+    deadlines = "deadlines={startup_s: 120, heartbeat_s: 12, point_s: 400}"
+    run = _start(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
+    ranks = run.until_trained(cluster)
+    ranks[0].suspend()
+    end = run.ended(1)
+    assert end.state == "hang"
+    assert end.reason == "no progress for 12 s (last in phase 'train')"
+    stacks = [run.file(f"stacks-rank{number}.txt") for number in (0, 1)]
+    assert any('"rank 0"' in text or '"rank 1"' in text for text in stacks)
+    assert sorted(process.pid for process in ranks) == sorted(
+        int(text.split("pid ")[1].split(":")[0]) for text in stacks
+    )
+    assert "all_reduce" in "".join(
+        r.artifact.content or ""
+        for r in run.records()
+        if isinstance(r, ArtifactRecord) and "recorder" in r.artifact.name
+    )
+    assert not any(process.is_running() for process in ranks)
+    _nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize(("victim", "state"), [("point", "crash"), ("supervisor", "lost")])
+def test_a_killed_process_leaves_no_rank(cluster: Cluster, spec: Path, tmp_path: Path, victim: str, state: str) -> None:
+    run = _start(cluster, tmp_path / "home", spec, "steps=100000", "retries=0")
+    ranks = run.until_trained(cluster)
+    process = point_processes(cluster)[0]
+    parent = process.parent()
+    assert parent is not None
+    (process if victim == "point" else parent).kill()
+    assert run.ended(1).state == state
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+    _nothing_is_left(cluster)
+
+
+def test_more_ranks_than_the_cluster_has_room_for_are_refused(cluster: Cluster, spec: Path, tmp_path: Path) -> None:
+    run = _start(cluster, tmp_path / "home", spec, "ranks=4", "resources.num_cpus=4")
+    out, _ = run.driver.communicate(timeout=100)
+    assert run.driver.returncode == 2
+    assert out == (
+        "error: ranks: 4: all nodes of the cluster together have room for 2, with 1 CPU cores each; start more workers "
+        "or use fewer ranks\n"
+    )

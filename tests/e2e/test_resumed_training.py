@@ -1,0 +1,111 @@
+"""A training that loses its process, its driver and its patience, and goes on each time from its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import descendants
+
+from jobs.point import Machine
+from jobs.spec import load_spec
+from jobs.train import Spec, measure
+from orchestrator import journal
+from orchestrator.records import EventRecord, MetricData, OutcomeRecord
+from orchestrator.states import PointState
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(400)
+
+_SPEC = """
+kind: train
+name: resumed
+device: cpu
+seq_len: 32
+batch: 4
+steps: 300
+checkpoints: {every: 10}
+restarts: 1
+data: {path: TEXT, heldout_batches: 2}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    path = tmp_path / "spec.yaml"
+    path.write_text(_SPEC.replace("TEXT", str(folder)))
+    return path
+
+
+def _start(home: Path, *args: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    env = clean | {"NSA_HOME": str(home)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs", "--local", *args], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _until(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _newest(home: Path) -> int:
+    """Step of the newest complete checkpoint; 0 without one."""
+    found = home.glob("artifacts/*/0000/checkpoints/*-step-*/complete.json")
+    return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
+
+
+def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
+    return descendants(psutil.Process(driver.pid), "orchestrator.attempt.worker")[0]
+
+
+def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    driver = _start(home, str(spec))
+    _until(lambda: _newest(home) >= 10, driver)
+    _worker(driver).kill()
+    first = _newest(home)
+    _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
+    driver.kill()
+    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+    run_id = path.parent.name
+    second = _newest(home)
+    driver = _start(home, "--resume", run_id)
+    _until(lambda: _newest(home) > second, driver)
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(60) == 130
+    cancelled = _newest(home)
+    driver = _start(home, "--resume", run_id)
+    assert driver.wait(200) == 0, driver.communicate()[0]
+    records = list(journal.read(path))
+    outcomes = [record for record in records if isinstance(record, OutcomeRecord)]
+    assert [outcome.state for outcome in outcomes] == ["crash", "lost", "cancelled", "ok"]
+    assert [outcome.attempt for outcome in outcomes] == [1, 2, 3, 4]
+    (event,) = [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
+    assert "attempt 1 crashed (killed by SIGKILL); handed out again" in event.message
+    metrics: dict[str, MetricData] = {metric.name: metric for metric in outcomes[-1].metrics}
+    assert outcomes[-1].state is PointState.OK
+    assert list(metrics["resumed_step"].samples)[-1] == cancelled
+    assert len(metrics["resumed_step"].samples) == 3
+    loaded = load_spec(spec)
+    assert isinstance(loaded, Spec)
+    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
+    alone = measure(json.loads(json.dumps({**config, "checkpoints": None})), lambda *_: None)
+    losses = next(metric.samples for metric in alone.metrics if metric.name == "loss")
+    assert metrics["loss"].samples == losses, "bit by bit"

@@ -1,0 +1,58 @@
+"""The ends of ranks on a cluster, in words, and the metrics of their GPUs; tests/e2e/test_ray_ranks.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import RayActorError
+from ray.train import ControllerError, WorkerGroupError
+
+from jobs.launcher import RanksEnded
+from jobs.measure.telemetry import Sample
+from jobs.point import Measurement, Metric
+from jobs.quantities import GPU_POWER, GPU_UTILIZATION
+from orchestrator.attempt import protocol
+from orchestrator.attempt.ray_launcher import RayLauncher, _ended, _Found
+from orchestrator.attempt.ray_rank import Placed, Raised, RankRaised
+
+
+@pytest.fixture
+def found() -> _Found:
+    """Two ranks that have begun on two nodes."""
+    found = _Found(2, lambda _: None)
+    for number, host in enumerate(("a", "b")):
+        found.note(Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {}))
+    return found
+
+
+def test_a_rank_that_died_is_told_from_one_that_raised(found: _Found) -> None:
+    found.note(Raised(0, "Traceback ..."))
+    died = RayActorError(None, "the node was running low on memory")
+    end = _ended(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), found)
+    assert isinstance(end, RanksEnded)
+    assert list(end.died) == [1]
+    assert end.died[1].startswith("died on node b: ")
+    assert list(end.out_of_memory) == [1]
+    assert end.tails == {0: "Traceback ..."}
+
+
+def test_ranks_that_could_not_be_started_are_told_with_the_reason(found: _Found) -> None:
+    end = _ended(ControllerError(ValueError("no such package")), found)
+    assert str(end) == "Ray Train could not start the ranks: no such package"
+    assert str(_ended(None, found)) == "Ray Train failed: no reason given"
+
+
+def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
+    launcher = RayLauncher(protocol.Run("train", {}, "cuda", None), protocol.Cluster(1, 1), lambda _: None)
+    there = Measurement((Metric.of(GPU_UTILIZATION, 50.0),))
+    assert launcher.metered(there) is there
+    launcher.samples = [
+        Sample(gpu, number, 0.2 * number, 90.0, 1000.0, power, 1500.0, 40.0, 0, (1,))
+        for number in range(3)
+        for gpu, power in (("a:0", 300.0), ("b:0", 100.0))
+    ]
+    metered = launcher.metered(there)
+    values = {metric.name: metric.value for metric in metered.metrics}
+    assert values[GPU_UTILIZATION.name] == 50.0
+    assert values[GPU_POWER.name] == pytest.approx(200.0)
+    assert "GPU a:0" in str(metered.files["telemetry.txt"])
+    assert "GPU b:0" in str(metered.files["telemetry.txt"])

@@ -1,0 +1,126 @@
+"""Real Ray clusters of a test's own, on loopback and with folders of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from free_ports import free_ports
+
+BIN = Path(sys.executable).parent
+_NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster.
+
+    Attributes:
+        address, dashboard: of its head, for drivers and for `ray job`.
+        folder: Ray's files.
+    """
+
+    address: str
+    dashboard: str
+    folder: Path
+
+    def env(self, home: Path) -> dict[str, str]:
+        """Environment of a client of this cluster alone, with results in `home`."""
+        outside = ("RAY_", "NSA_")
+        kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)} | kept
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        return clean | {"PATH": path, "NSA_RAY_ADDRESS": self.address, "NSA_HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
+    """A cluster of one node with pretended GPUs."""
+    folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
+    names = ["port", "dashboard-port", *_NODE_PORTS]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    command = ["ray", "start", "--head", "--block", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
+    found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
+    with (folder / "head.log").open("w") as log:
+        head = subprocess.Popen(command, env=found.env(folder), stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(lambda: _jobs_answer(found), 60, lambda: (folder / "head.log").read_text())
+        yield found
+    finally:
+        stop_node(head)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variables: str) -> Iterator[None]:
+    """One more node of a cluster, on this host, with options of `ray start` and environment variables."""
+    before = _living_nodes(cluster)
+    command = ["ray", "start", "--block", f"--address={cluster.address}", f"--num-cpus={cpus}", *options]
+    command += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+    command += [f"--{port}={number}" for port, number in zip(_NODE_PORTS, free_ports(len(_NODE_PORTS)), strict=True)]
+    log = cluster.folder / f"{name}.log"
+    with log.open("w") as out:
+        env = cluster.env(cluster.folder) | variables
+        node = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    try:
+        wait_for(lambda: _living_nodes(cluster) == before + 1, 60, log.read_text)
+        yield
+    finally:
+        stop_node(node)
+        wait_for(lambda: _living_nodes(cluster) == before, 60)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:
+    """Wait until a condition holds; fail with the log's text after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.2)
+
+
+def point_processes(cluster: Cluster) -> list[psutil.Process]:
+    """Processes on the cluster that measure points: children of Ray's workers."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "orchestrator.attempt.worker" in (process.info["cmdline"] or []):
+            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                raylet = [*process.parents(), None, None][1]
+                if raylet and str(cluster.folder) in " ".join(raylet.cmdline()):
+                    found.append(process)
+    return found
+
+
+def stop_node(node: subprocess.Popen[bytes]) -> None:
+    """End what `ray start --block` started: it stops its own; `ray stop` would stop every cluster of the host."""
+    with suppress(psutil.NoSuchProcess):  # it may have ended by itself
+        family = psutil.Process(node.pid).children(recursive=True)
+        node.terminate()
+        for process in psutil.wait_procs(family, timeout=20)[1]:
+            with suppress(psutil.NoSuchProcess):  # it may end between the wait and the kill
+                process.kill()
+    node.wait(timeout=20)
+
+
+def _jobs_answer(cluster: Cluster) -> bool:
+    command = ["ray", "job", "list", "--address", cluster.dashboard]
+    return subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, timeout=60).returncode == 0
+
+
+def _living_nodes(cluster: Cluster) -> int:
+    code = (
+        f"import ray; ray.init({cluster.address!r}, log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=cluster.env(cluster.folder), capture_output=True, text=True, timeout=60)
+    return int((done.stdout.split() or ["0"])[0])  # what a node prints as it ends may follow
