@@ -77,7 +77,7 @@ def remaining(point: Mapping[str, Any]) -> str:
 
 
 def expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.DataFrame) -> list[Expectation]:
-    """What the point's plan and memory estimate promise beside what was measured; none without plan and estimate."""
+    """Rows of the plan and the memory estimate beside the measured values; none without plan and estimate."""
     measured = dict(zip(metrics["name"], metrics["value"], strict=True))
     plan, rows = _plan(point), []
     if plan is not None:

@@ -65,9 +65,9 @@ def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | 
             raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
 
 
-def threads(spec: JobSpec, machine: Machine) -> int | None:
-    """CPU threads of a point: the cores it is scheduled with; None (PyTorch's default) on a GPU."""
-    return max(1, int(spec.resources.num_cpus)) if machine.device == "cpu" else None
+def threads(spec: JobSpec, machine: Machine, ranks: int = 1) -> int | None:
+    """CPU threads of a point, or of each of its ranks: the cores it is scheduled with; None (PyTorch's) on a GPU."""
+    return max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
 
 
 def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from jobs.axes import Axes
+from jobs.launcher import Launcher
 from jobs.quantities import Quantity
 
 Device = Literal["cpu", "cuda"]
+
+WAITING = "waiting for "
+"""Begin of the phases in which a point waits for room to be measured in: its deadlines count from their end."""
+
+FAILURE_FILES = "failure-files"
+"""Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Metric:
         value: the median of `samples`, or a single value.
         samples: every sample kept, in the order taken.
         p10, p90: percentiles of the samples.
-        ci_low, ci_high: 95 % bootstrap interval of the median.
+        ci_low, ci_high: 95 % interval, by bootstrap of the median unless `method` says otherwise.
         method: description of the measurement.
     """
 
@@ -128,6 +135,34 @@ class Measurement:
     files: Mapping[str, str | Path] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """Places outside of its process that a point may use; they are not part of its configuration or its key.
+
+    Attributes:
+        checkpoints: URL (fsspec) of the folder in which the point keeps its checkpoints: the same in all its attempts
+            and resumes, reachable from every node, and not made yet; None: it can keep none.
+        key: the point's key (Point.key): a checkpoint of another key is of other code or another environment.
+        launcher: starts the ranks of a point that has several; None: the point starts them on its own host.
+    """
+
+    checkpoints: str | None = None
+    key: str = ""
+    launcher: Launcher | None = None
+
+    def without_launcher(self) -> Surroundings:
+        """Surroundings that may be sent to another process."""
+        return replace(self, launcher=None)
+
+
+NOWHERE = Surroundings()
+"""Surroundings of a point that can keep nothing."""
+
+
+class Interrupted(Exception):  # noqa: N818  (an event)
+    """Raised by a job that was asked to end and can go on later: the point is cancelled, not failed."""
+
+
 class Beat(Protocol):
     """Callback that reports progress; silence longer than the heartbeat deadline counts as a hang."""
 
@@ -136,6 +171,11 @@ class Beat(Protocol):
 
 class Reporter(Beat, Protocol):
     """Beat that also takes samples of live series. Every point's worker passes one; a test may pass a plain Beat."""
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """Places that the point may use."""
+        ...
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
         """Report the present values of series, by the name of a declared Quantity and in its unit.
@@ -152,21 +192,29 @@ class Reporter(Beat, Protocol):
         """
         ...
 
+    def warn(self, text: str) -> None:
+        """Tell the user at once of something that went wrong and does not end the point, in one line."""
+        ...
+
 
 def reporter(beat: Beat) -> Reporter:
-    """The Reporter that a job was passed, or one that drops samples where it was passed a plain function."""
+    """The Reporter that a job was passed; for a plain function one that drops samples and has no surroundings."""
     return beat if hasattr(beat, "sample") else _Unsampled(beat)  # pyright: ignore[reportReturnType] - by its method
 
 
 class _Unsampled:
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
+        self.surroundings = NOWHERE
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
         self._beat(phase, done, total)
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
         """Drop the samples."""
+
+    def warn(self, text: str) -> None:
+        """Drop the warning."""
 
 
 Measure = Callable[[Mapping[str, Any], Beat], Measurement]

@@ -5,15 +5,13 @@ Kinds of job: jobs.kinds.
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -28,10 +26,12 @@ from jobs._environments import Environments, Interpreters, env_text, suffix
 from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.point import Machine, Point
 from jobs.validation import describe
+from jobs.yaml_text import RepeatedKeyError, YamlError, read_yaml
 
 __all__ = [
     "Deadlines",
     "JobSpec",
+    "Recovery",
     "Resources",
     "SpecError",
     "Strict",
@@ -88,6 +88,19 @@ class Deadlines(Strict):
     )
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """Treatment of points that are interrupted.
+
+    Attributes:
+        restarts: number of times that a point whose process crashed is handed out again.
+        keeps: whether points keep checkpoints: they get time to save one before they are killed, and go on from it.
+    """
+
+    restarts: int = 0
+    keeps: bool = False
+
+
 class JobSpec(Strict):
     """Fields that every kind has."""
 
@@ -125,6 +138,16 @@ class JobSpec(Strict):
     def settings(self) -> list[str]:
         """Names of all environment variables that the spec sets, sorted: each point reads all of them back."""
         return sorted({name for env in self.env for name in env})
+
+    @property
+    def recovery(self) -> Recovery:
+        """Treatment of the points that are interrupted."""
+        return Recovery()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a point, which share its resources equally; on a cluster they may run on several nodes."""
+        return 1
 
     def all_points(self, machines: Mapping[str | None, Machine]) -> list[Point]:
         """Points under every interpreter and environment, in the order to measure them.
@@ -168,40 +191,18 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
     """
     try:
-        data = _read(path.read_text())
+        data = read_yaml(path.read_text())
     except OSError as err:
         raise SpecError(f"spec: {str(path)!r} cannot be read ({err.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        where = str(err).replace("\n", " ")
-        raise SpecError(f"spec: {str(path)!r} is not YAML ({where}); mend its syntax") from None
+    except RepeatedKeyError as err:
+        raise SpecError(str(err)) from None
+    except (YamlError, UnicodeDecodeError) as err:
+        raise SpecError(f"spec: {str(path)!r} is not YAML ({err}); mend its syntax") from None
     if not isinstance(data, dict):
         raise SpecError(f"spec: {str(path)!r} holds no mapping; start it with 'kind: scaling'")
     for item in overrides:
         _override(data, item)
     return parse_spec(data)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses repeated keys and reads 1e-3 as a number, as YAML 1.2 does."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise SpecError(f"{key.value}: given twice, in lines {lines[name]} and {line}; keep one of the two")
-            lines[name] = line
-        return node
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
-
-
-def _read(text: str) -> Any:
-    return yaml.load(text, _Loader)
 
 
 def parse_spec(data: Mapping[str, Any]) -> JobSpec:
@@ -247,6 +248,8 @@ def _override(data: dict[str, Any], item: str) -> None:
         if not isinstance(node, dict):
             raise SpecError(f"--set: {item!r}: {part!r} is no section of the spec; name an existing one")
     try:
-        node[last] = _read(text)
-    except yaml.YAMLError:
+        node[last] = read_yaml(text)
+    except RepeatedKeyError as err:
+        raise SpecError(str(err)) from None
+    except YamlError:
         raise SpecError(f"--set: {item!r}: {text!r} is not YAML; quote it") from None

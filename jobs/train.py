@@ -1,6 +1,7 @@
-"""Training of a small language model on bytes: throughput, held-out loss, memory, and the duration of a planned run.
+"""Training of a small language model: throughput, held-out loss, memory, and the duration of a planned run.
 
-Training uses one process. A point is one kind of attention; all points get the same batches in the same order.
+Training uses one process, or several ranks (jobs._training). A point is one kind of attention; all points
+get the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -8,64 +9,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from jobs._corpus import load_corpus
-from jobs._fields import NSA, Count, Preset, Unique
+from jobs._data.spec import DataSpec
+from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, threads
-from jobs._live import LOSS, SERIES
-from jobs._training import OptimizerSpec, Run, Trainer
-from jobs.measure import check
-from jobs.measure.environment import environment
-from jobs.measure.flops import training_flops_per_token
-from jobs.measure.memory import Peak, measure_peak
-from jobs.measure.stats import summarize
-from jobs.peaks import BF16_PEAKS
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import (
-    AGREEMENT,
-    ESTIMATE_ERROR,
-    MEMORY,
-    TELEMETRY,
-    THROUGHPUT,
-    TIME,
-    Better,
-    Quantity,
-    Role,
-)
-from jobs.spec import JobSpec, SpecError, Strict
+from jobs._training.checkpoints import CheckpointSpec
+from jobs._training.errors import noting_sigterm
+from jobs._training.estimate import estimate, implementation
+from jobs._training.launch import run_ranks
+from jobs._training.layout import Layout, Parallel, divided
+from jobs._training.metrics import QUANTITIES, measurement
+from jobs._training.optimizer import OptimizerSpec
+from jobs._training.report import train_rank
+from jobs.axes import Axis
+from jobs.point import Axes, Beat, Machine, Measurement, Point
+from jobs.spec import JobSpec, Recovery, SpecError
 from jobs.training_plan import TrainingPlan
 from nsa_core.backends import default
-from nsa_core.memory import MemoryEstimate, estimate_model, predicts
-from nsa_core.model import PRESETS, ModelConfig
+from nsa_core.model import PRESETS
 
-HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
-HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
-MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
-PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
-THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
-QUANTITIES = (
-    *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, *MEMORY),
-    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
-    *SERIES,
-)
+__all__ = ["AXES", "QUANTITIES", "Spec", "TrainingSpec", "measure"]
+
+AXES = (Axis("ranks", "whole", "ranks"),)
 
 
-class DataSpec(Strict):
-    """Files that the corpus is read from."""
-
-    path: Path | None = Field(default=None, strict=False, description="folder or file; None: Python's standard library")
-    heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files that training never sees")
-    heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
+_NEWER = ("ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb", "checkpoints", "restarts")
 
 
-class Spec(JobSpec):
-    """A short training for each kind of attention."""
+class TrainingSpec(JobSpec):
+    """A training for each kind of attention, whatever ends it: the fields of every kind that trains."""
 
-    kind: Literal["train"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     preset: Preset = "tiny"
     attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(default=["nsa"])
     nsa: NSA | None = Field(default=None, description="None: the preset's")
@@ -77,15 +54,34 @@ class Spec(JobSpec):
         "see deadlines.heartbeat_s",
     )
     seq_len: int = Field(ge=2, le=2**27)
-    batch: Count = 1
-    steps: int = Field(ge=5, le=2**31)
+    batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
+    ranks: Count = Field(default=1, description="processes that train together, each on its own GPU")
+    micro_batch: Count | None = Field(
+        default=None, description="sequences of one rank in one pass; None: its whole part of the batch"
+    )
+    parallel: Parallel = Field(
+        default="ddp", description="ddp: every rank has all weights; fsdp: weights and optimizer are sharded (FSDP2)"
+    )
+    gradient_compression: Literal["bf16"] | None = Field(
+        default=None, description="dtype in which gradients are summed over ranks; None: float32"
+    )
+    bucket_mb: float | None = Field(
+        default=None, gt=0, le=2**16, description="MB of gradients that DDP sums at a time; None: PyTorch's choice"
+    )
+    steps: int = Field(ge=5, le=2**31, description="of the learning rate's schedule, which end the training")
+    checkpoints: CheckpointSpec | None = Field(
+        default=None, description="None: none; an interrupted training then begins anew"
+    )
+    restarts: int = Field(
+        default=0, ge=0, le=100, description="how often a training whose process died goes on from its last checkpoint"
+    )
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     plan: TrainingPlan | None = Field(default=None, description="the long run that this short one is to judge")
 
     @model_validator(mode="after")
-    def _warm_up_ends(self) -> Spec:
+    def _warm_up_ends(self) -> Self:
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the "
@@ -93,15 +89,75 @@ class Spec(JobSpec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        divided(self.batch, self.ranks, self.micro_batch)
+        return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        """Refuse settings of several ranks that would change nothing."""
+        for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None)):
+            if self.ranks == 1 and (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"{name}: {value!r}: has no effect on one rank; leave it out, or set ranks to 2 or more"
+                )
+        if self.bucket_mb is not None and self.parallel == "fsdp":
+            raise ValueError(f"bucket_mb: {self.bucket_mb:g}: FSDP2 has no buckets; leave it out, or use parallel: ddp")
+        return self
+
+    @model_validator(mode="after")
+    def _checkpoints_come(self) -> Self:
+        """Refuse restarts from no checkpoint."""
+        if self.checkpoints is None and self.restarts:
+            raise ValueError(
+                f"restarts: {self.restarts}: there is no checkpoint to restart from; add 'checkpoints: {{every: N}}', "
+                "or leave restarts out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> Self:
+        """Ask for as many GPUs as ranks, and refuse another number."""
+        asked = self.resources.num_gpus
+        if self.ranks == 1 or self.device == "cpu":
+            return self
+        if asked is None and self.device == "auto":
+            raise ValueError(f"device: 'auto': {self.ranks} ranks need GPUs or none; use cuda or cpu")
+        if asked is None:
+            return self.model_copy(update={"resources": self.resources.model_copy(update={"num_gpus": self.ranks})})
+        if asked != self.ranks:
+            raise ValueError(
+                f"resources.num_gpus: {asked:g}: each of {self.ranks} ranks needs its own; use {self.ranks}, or leave "
+                "it out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer settings that add nothing: specs from before they existed stay equal."""
+        data = super()._without_defaults(handler)
+        for name in _NEWER:
+            if name in data and data[name] == type(self).model_fields[name].default:
+                del data[name]
+        return data
+
+    @property
+    def layout(self) -> Layout:
+        """Division of a step's batch over ranks and passes."""
+        micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
+        settings = (self.parallel, self.gradient_compression, self.bucket_mb)
+        return Layout(micro_batch, self.ranks, accumulation, *settings)
+
     def paths(self) -> Mapping[str, Path]:
         """Files and folders that the points read, by field name."""
-        return {} if self.data.path is None else {"data.path": self.data.path}
+        return self.data.paths()
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """One point for each kind of attention.
 
         Raises:
-            SpecError: the backend is unknown or cannot run on this machine.
+            SpecError: the backend is unknown or cannot run on this machine, or the vocabulary cannot be told here.
         """
         reasons = self._reasons(machine) | {"auto": None}
         if "nsa" in self.attention and reasons.get(self.backend, "there is no such backend") is not None:
@@ -114,15 +170,16 @@ class Spec(JobSpec):
         """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""
         if self.backend != "auto":
             return self.backend
-        return default(torch.device(machine.device), _compute_dtype(self.precision), self._reasons(machine))
+        return default(torch.device(machine.device), torch_dtype(self.precision), self._reasons(machine))
 
     def _reasons(self, machine: Machine) -> dict[str, str | None]:
-        return backend_reasons(machine, _compute_dtype(self.precision), PRESETS[self.preset].head_dim)
+        return backend_reasons(machine, torch_dtype(self.precision), PRESETS[self.preset].head_dim)
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
         base = PRESETS[self.preset]
         model = replace(
             base,
+            vocab_size=self.data.vocabulary() or base.vocab_size,
             attention=attention,
             nsa=self.nsa or base.nsa,
             backend=self._backend(machine) if attention == "nsa" else "auto",
@@ -135,17 +192,17 @@ class Spec(JobSpec):
             **sections,
             "model": asdict(model),
             "device": machine.device,
-            "threads": threads(self, machine),
+            "threads": threads(self, machine, self.ranks),
+            **self.layout.to_config(),
+            **self._resuming(),
         }
-        estimate = _estimate(model, config)
-        needed = None if estimate is None else estimate.total
-        advice = "shorten seq_len, lower batch or turn checkpointing on"
+        needed = estimate(model, config)
         return Point(
-            kind="train",
-            label=f"{attention} {self.preset} S={self.seq_len}{' compiled' if self.compile else ''}",
+            kind=self.kind,
+            label=f"{attention} {self.preset} S={self.seq_len}{self._ending()}",
             config=config,
             axes=Axes(
-                implementation=_implementation(model),
+                implementation=implementation(model),
                 workload="model",
                 pass_="train",
                 seq_len=self.seq_len,
@@ -156,119 +213,70 @@ class Spec(JobSpec):
                 layers=model.layers,
                 dtype=self.precision,
                 device=machine.device,
+                more={"ranks": self.ranks} if self.ranks > 1 else {},
             ),
             estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, advice),
+            skip_reason=self._does_not_fit(needed, machine),
         )
 
+    def _resuming(self) -> dict[str, Any]:
+        """Section of a point's configuration about checkpoints; {} without any, so that its key stays as it was."""
+        if self.checkpoints is None:
+            return {}
+        return {"checkpoints": self.checkpoints.model_dump(mode="json"), "restarts": self.restarts}
 
-def _compute_dtype(precision: str) -> torch.dtype:
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    @property
+    def recovery(self) -> Recovery:
+        """As JobSpec."""
+        return Recovery() if self.checkpoints is None else Recovery(self.restarts, keeps=True)
+
+    @property
+    def world_size(self) -> int:
+        """As JobSpec."""
+        return self.ranks
+
+    def _ending(self) -> str:
+        """End of the points' labels: settings that are not the usual ones."""
+        ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
+        return f"{' compiled' if self.compile else ''}{ranks}"
+
+    def _does_not_fit(self, needed: int | None, machine: Machine) -> str | None:
+        """Reason to skip a point whose ranks need `needed` bytes each: on a CPU they share the host's memory."""
+        advice = "shorten seq_len, lower batch or turn checkpointing on"
+        if needed is not None and machine.device == "cpu":
+            needed *= self.ranks
+        return does_not_fit(needed, self, machine, advice)
 
 
-def _implementation(model: ModelConfig) -> str:
-    return "dense" if model.attention == "dense" else str(model.backend)
+class Spec(TrainingSpec):
+    """A short training for each kind of attention."""
 
+    kind: Literal["train"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
-def _estimate(model: ModelConfig, config: Mapping[str, Any]) -> MemoryEstimate | None:
-    """Predicted memory of a point's training; None without a prediction, as for compiled training."""
-    implementation = _implementation(model)
-    if config["compile"] or not predicts(implementation):
-        return None
-    return estimate_model(
-        model,
-        implementation=implementation,
-        batch=config["batch"],
-        seq_len=config["seq_len"],
-        dtype=torch.float32,
-        backward=True,
-        optimizer="adamw",
-        device=torch.device(config["device"]),
-        autocast=None if config["precision"] == "float32" else _compute_dtype(config["precision"]),
-    )
+    @model_validator(mode="after")
+    def _checkpoints_are_saved(self) -> Self:
+        """Refuse checkpoints that would never be saved."""
+        if self.checkpoints is not None and self.checkpoints.every > self.steps:
+            raise ValueError(
+                f"checkpoints.every: {self.checkpoints.every}: is more than the {self.steps} steps; use fewer"
+            )
+        return self
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Train with the point's configuration.
+    """Train with the point's configuration: in this process, or on several ranks.
 
     Raises:
+        DataError: there is no such text, or too little.
         WrongResult: the attention disagrees with the oracle.
         Diverged: a loss became infinite or NaN.
+        Stopped: SIGTERM came before the last step.
         Ineffective: checkpointing is set but did not happen.
+        RankFailed: one of several ranks failed.
+        CheckpointError: the checkpoints of earlier attempts cannot be read.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    if config["threads"] is not None:
-        torch.set_num_threads(config["threads"])
-    device = torch.device(config["device"])
-    beat("corpus")
-    data = DataSpec.model_validate(config["data"])
-    corpus = load_corpus(data.path, data.heldout, config["seq_len"])
-    trainer = Trainer(config, corpus, device)
-    model = trainer.model.config
-    beat("check")
-    agreement = check.check_attention(
-        _implementation(model),
-        model.nsa,
-        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
-        _compute_dtype(config["precision"]),
-        device,
-        backward=True,
-        seed=config["seed"],
-    )
-    beat("heldout loss before")
-    run = trainer.run(data.heldout_batches, beat)
-    beat("memory")
-    peak = measure_peak(trainer.step, device, trainer.resident)
-    about = {
-        "corpus": {"files": corpus.files, "train_bytes": len(corpus.train), "heldout_bytes": len(corpus.heldout)}
-        | {"sha256": corpus.sha256},
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "checkpointing": trainer.model.checkpointing_effective,
-        "compile": config["compile"],  # in one graph, else the first step would have raised
-    }
-    metrics = [*_speed(config, model, run, device), *_quality(run), *_memory(config, model, peak)]
-    metrics += agreement.metrics()
-    return Measurement(tuple(metrics), trainer.route, environment(device) | {"training": about}, peak.files)
-
-
-def _speed(config: Mapping[str, Any], model: ModelConfig, run: Run, device: torch.device) -> list[Metric]:
-    """Step time and throughput of the steady steps, MFU if the GPU's peak is known, and figures of the plan if any."""
-    first = max(2, len(run.seconds) // 10)  # the first ones compile and allocate, the optimizer's state too
-    steady = run.seconds[first:]
-    tokens = config["batch"] * config["seq_len"]
-    method = f"from the end of one step to that of the next, data and optimizer included, the first {first} left out"
-    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
-    metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if gpu in BF16_PEAKS and config["precision"] == "bfloat16":
-        per_token = training_flops_per_token(model, config["seq_len"])
-        share = 100 * throughput.value * per_token / BF16_PEAKS[gpu]
-        metrics.append(Metric.of(MFU, share, method=f"{per_token:.4g} FLOPs a token, {BF16_PEAKS[gpu]:.4g} a second"))
-    if config["plan"] is not None:
-        plan = TrainingPlan.model_validate(config["plan"])
-        work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
-        hours = plan.hours_at(throughput.value)
-        metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
-        metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
-    return metrics
-
-
-def _quality(run: Run) -> list[Metric]:
-    last = max(1, len(run.losses) // 10)
-    ending = sum(run.losses[-last:]) / last
-    heldout = "mean cross entropy over fixed batches of held-out files"
-    return [
-        Metric.of(LOSS, ending, tuple(run.losses), method=f"mean of the last {last} steps; samples: all steps"),
-        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
-        Metric.of(HELDOUT_LOSS, run.after, method=heldout),
-    ]
-
-
-def _memory(config: Mapping[str, Any], model: ModelConfig, peak: Peak) -> list[Metric]:
-    """Peak memory of one whole step, and the error of the estimate."""
-    estimate = _estimate(model, config)
-    if estimate is None:
-        return peak.metrics()
-    error = 100 * (estimate.total - peak.allocated) / peak.allocated
-    method = "(predicted - measured) / measured, of peak_memory"
-    return [*peak.metrics(), Metric.of(ESTIMATE_ERROR, error, method=method)]
+    if Layout.from_config(config).ranks > 1:
+        return measurement(config, run_ranks(config, beat))
+    with noting_sigterm() as stop:
+        return measurement(config, [train_rank(config, torch.device(config["device"]), 0, beat, stop)])

@@ -22,6 +22,7 @@ _FIXES = {
     "bool_type": "write true or false",
     "string_type": "write a text, in quotes",
     "list_type": "write a list, e.g. [a, b]",
+    "tuple_type": "write a list, e.g. [a, b]",
     "dict_type": "write a section of 'key: value' lines",
     "too_short": "name at least one",
     "is_instance_of": "write a section of 'key: value' lines",

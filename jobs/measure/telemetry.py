@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import count, pairwise
+from operator import or_
 from typing import Any
 
 import pynvml
@@ -28,6 +31,7 @@ from jobs.quantities import (
 )
 
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
+_MOST = 20_000  # samples of a GPU, an hour's; of a longer point, pairs are merged and then taken half as often
 
 # Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
 _THROTTLE = {
@@ -64,20 +68,22 @@ class TelemetrySummary:
 
 
 class Telemetry:
-    """Samples the GPUs of a point in a thread, about five times a second.
+    """Samples the GPUs of a point in a thread, about five times a second in its first hour, then less often.
 
     Args:
         gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty for a CPU point.
         period_s: seconds between samples.
+        most: samples of a GPU to keep; more are merged in pairs, and the period is doubled.
 
     `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
 
-    def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
+    def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2, most: int = _MOST) -> None:
         self._gpu_ids = [str(gpu) for gpu in gpu_ids]
         self._period_s = period_s
+        self._most = most
         self._samples: list[Sample] = []
-        self._read = 0  # samples that `readings` has told of
+        self._read = -1  # number of the last look that `readings` has told of
         self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,13 +102,20 @@ class Telemetry:
             return TelemetrySummary((), f"No GPU telemetry: {self._problem or 'no sample was taken'}.\n")
         return summarise_samples(list(self._samples), self._problem)
 
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples so far, in the order of time."""
+        return list(self._samples)
+
     def readings(self) -> list[Reading]:
         """Utilisation, power and clock (means) and memory (highest) of each GPU since the last call, by rank.
 
         A GPU's rank is its place among the point's GPUs.
         """
-        new = self._samples[self._read :]
-        self._read += len(new)
+        samples = self._samples
+        first = bisect_right(samples, self._read, key=lambda sample: sample.number)
+        new = samples[first:]
+        self._read = new[-1].number if new else self._read
         return [
             _reading(rank, mine)
             for rank, gpu in enumerate(self._gpu_ids)
@@ -117,6 +130,9 @@ class Telemetry:
                 for number in count():
                     now = time.monotonic() - begin
                     self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
+                    if len(self._samples) > self._most * len(devices):
+                        self._samples = _halved(self._samples)  # another list: `readings` may be reading the old one
+                        self._period_s *= 2
                     if self._stop.wait(self._period_s):
                         return
         except (nvml.NvmlError, pynvml.NVMLError) as err:
@@ -144,6 +160,36 @@ def _look(gpu: str, device: Any, number: int, seconds: float) -> Sample:
         celsius=ask(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
         throttle=ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
         pids=None if pids is None else tuple(pids),
+    )
+
+
+def _halved(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of which each stands for two of the same GPU, in order; a last one without a partner stays."""
+    waiting: dict[str, Sample] = {}
+    halved = []
+    for sample in samples:
+        if (before := waiting.pop(sample.gpu, None)) is None:
+            waiting[sample.gpu] = sample
+        else:
+            halved.append(_merged(before, sample))
+    return [*halved, *waiting.values()]
+
+
+def _merged(first: Sample, second: Sample) -> Sample:
+    """Means of two samples of a GPU; their highest memory, all throttles and processes."""
+    throttles = [each.throttle for each in (first, second) if each.throttle is not None]
+    pids = [set(each.pids) for each in (first, second) if each.pids is not None]
+    return Sample(
+        gpu=first.gpu,
+        number=second.number,
+        seconds=(first.seconds + second.seconds) / 2,
+        utilization=_mean([first.utilization, second.utilization]),
+        memory_mib=max((m for m in (first.memory_mib, second.memory_mib) if m is not None), default=None),
+        power_w=_mean([first.power_w, second.power_w]),
+        sm_mhz=_mean([first.sm_mhz, second.sm_mhz]),
+        celsius=_mean([first.celsius, second.celsius]),
+        throttle=reduce(or_, throttles) if throttles else None,
+        pids=tuple(sorted(set[int]().union(*pids))) if pids else None,
     )
 
 

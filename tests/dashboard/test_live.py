@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pandas as pd
 import pytest
@@ -89,6 +90,15 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     assert ": 3 nat/byte" in said
     assert "Expected against actual" not in said, "without a plan or an estimate nothing was expected"
     assert len(charts(app)) == 2
+
+
+def test_the_page_of_a_run_leads_to_its_running_points(database: str) -> None:
+    training(database, piece("loss", "nat/byte", [4.0, 3.0]))
+    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
+    app.switch_page("runs.py")
+    app.query_params["run"] = RUN
+    links = {link.proto.label: link.proto.query_string for link in check(app.run()).get("page_link")}
+    assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
 
 
 def test_a_series_grows_and_stays_after_the_end(database: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs._live import LiveTraining
-from jobs._training import OptimizerSpec, learning_rate
+from jobs._training.optimizer import OptimizerSpec, learning_rate
 from jobs.point import Machine
 from jobs.quantities import Quantities
 from jobs.train import QUANTITIES, Spec, measure

@@ -107,6 +107,27 @@ def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, mon
     assert telemetry.readings() == []
 
 
+def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = iter([5 * 2**30] + [2**30] * 10_000)
+    used = lambda _: SimpleNamespace(used=next(memory))  # noqa: E731
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
+    telemetry = Telemetry(["0"], period_s=0.002, most=10)
+    telemetry.start()
+    told = []
+    for _ in range(20):
+        time.sleep(0.02)
+        told += telemetry.readings()
+    found = {metric.name: metric for metric in telemetry.stop().metrics}
+    assert 5 <= len(found["gpu_utilization"].samples) <= 11
+    assert found["gpu_memory_used"].value == 5 * 1024, "a merged sample keeps the peak"
+    assert found["gpu_power"].value == 350
+    numbers = [reading.number for reading in told]
+    assert len(numbers) > 3
+    assert numbers == sorted(set(numbers)), "none is told twice"
+    rate = found["gpu_energy"].value / 350  # seconds that the energy is of
+    assert 0.2 < rate < 1
+
+
 def test_energy_is_the_integral_of_the_power_of_all_gpus() -> None:
     def sample(gpu: str, seconds: float, watts: float | None) -> Sample:
         return Sample(gpu, 0, seconds, None, None, watts, None, None, None, None)

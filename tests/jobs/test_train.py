@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from jobs._corpus import load_corpus
-from jobs._training import Diverged, OptimizerSpec, in_order, learning_rate
+from jobs._data.byte_corpus import load_corpus
+from jobs._training.ahead import in_order
+from jobs._training.errors import Diverged
+from jobs._training.optimizer import OptimizerSpec, learning_rate
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
@@ -144,7 +146,7 @@ def test_a_last_step_that_ruins_the_model_is_found_by_the_heldout_loss(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "jobs._training.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
+        "jobs._training.loop.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
     )
     with pytest.raises(Diverged, match=r"loss nan on held-out text; lower optimizer\.learning_rate"):
         _train(_spec(text, steps=5))
@@ -188,6 +190,22 @@ def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -
     sides = [set(bytes(part.tolist()).split(b"\0")[:-1]) for part in (corpus.train, corpus.heldout)]
     assert corpus.files == 80
     assert not sides[0] & sides[1]
+
+
+def test_a_copy_of_a_training_file_never_lands_in_the_held_out_part(text: Path, tmp_path: Path) -> None:
+    """Wherever the copy lies and whatever its name: the split knows contents alone."""
+    for file in text.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = load_corpus(tmp_path, 0.2, 48)
+    trained = set(bytes(before.train.tolist()).split(b"\0"))
+    (tmp_path / "elsewhere").mkdir()
+    copied = [file for file in text.iterdir() if file.read_bytes() in trained]
+    assert len(copied) > 20
+    for number, file in enumerate(copied):
+        (tmp_path / "elsewhere" / f"heldout-{number}.md").write_bytes(file.read_bytes())
+    after = load_corpus(tmp_path, 0.2, 48)
+    assert bytes(after.heldout.tolist()) == bytes(before.heldout.tolist())
+    assert len(after.train) == 2 * len(before.train)
 
 
 def test_targets_are_the_tokens_one_later(text: Path) -> None:

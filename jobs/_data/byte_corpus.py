@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from jobs._data.base import DataError, files_below, is_heldout, spread_windows, windows
 
 _MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
 
 
 @dataclass(frozen=True)
-class Corpus:
+class ByteCorpus:
     """Bytes as uint8 tensors; files follow each other, each ended by a zero byte.
 
     Attributes:
@@ -33,21 +36,51 @@ class Corpus:
     files: int
     sha256: str
 
-    def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch: int, seq_len: int, seed: int) -> ByteBatches:
         """Endless (tokens, targets), int64 [batch, seq_len] each, from random places seeded by `seed`."""
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            starts = torch.randint(len(self.train) - seq_len, (batch,), generator=generator)
-            yield _windows(self.train, starts, seq_len)
+        return ByteBatches(self, batch, seq_len, seed)
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out part."""
-        last = len(self.heldout) - seq_len - 1
-        starts = torch.linspace(0, last, batch * count, dtype=torch.float64).long().view(count, batch)
-        return [_windows(self.heldout, row, seq_len) for row in starts]
+        return spread_windows(self.heldout, batch, seq_len, count)
+
+    def text_bytes(self, targets: Tensor) -> int:
+        """Bytes of text that `targets` stand for: each is one."""
+        return targets.numel()
+
+    def about(self) -> dict[str, Any]:
+        """Files, sizes of both parts [bytes], and their digest."""
+        sizes = {"train_bytes": len(self.train), "heldout_bytes": len(self.heldout)}
+        return {"files": self.files, **sizes, "sha256": self.sha256}
 
 
-def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
+class ByteBatches(Iterator[tuple[Tensor, Tensor]]):
+    """Endless batches of a corpus (ByteCorpus.batches), whose position can be kept and taken up again."""
+
+    def __init__(self, corpus: ByteCorpus, batch: int, seq_len: int, seed: int) -> None:
+        self._data = corpus.train
+        self._batch, self._seq_len = batch, seq_len
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        places = len(self._data) - self._seq_len
+        starts = torch.randint(places, (self._batch,), generator=self._generator)
+        return windows(self._data, starts, self._seq_len)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The position: the state of the generator, uint8."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go to the position that `state_dict` gave."""
+        self._generator.set_state(state["generator"])
+
+    def about(self) -> dict[str, Any]:
+        """Nothing: places are drawn at random."""
+        return {}
+
+
+def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     """Read all files below `path`, or the one file there; Python's standard library if it is None.
 
     Files are held out by their contents alone, so that copies of a file are on the same side. If there is only one
@@ -58,11 +91,11 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
         seq_len: both parts must be longer than this.
 
     Raises:
-        ValueError: a part is too short for `seq_len`.
+        DataError: a part is too short for `seq_len`.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
-    files = _files(root, "*.py" if path is None else "*")
+    files = files_below(root, "*.py" if path is None else "*")
     read = count = 0
     for file in files:
         with file.open("rb") as stream:
@@ -73,37 +106,16 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> Corpus:
             parts[False] += content[:split]
             parts[True] += content[split:]
         else:
-            parts[_is_heldout(content, heldout)] += content
+            parts[is_heldout(content, heldout)] += content
         if read >= _MOST_BYTES:
             break
-    for is_heldout, content in parts.items():
+    for held_out, content in parts.items():
         if len(content) <= seq_len + 1:
-            part = "held-out" if is_heldout else "training"
-            raise ValueError(
+            part = "held-out" if held_out else "training"
+            raise DataError(
                 f"data.path: {str(root)!r}: its {part} part has {len(content)} bytes, too few for seq_len {seq_len}; "
                 "give more text or shorten seq_len"
             )
     digest = hashlib.sha256(parts[False] + parts[True]).hexdigest()
     train, held = (torch.frombuffer(parts[key], dtype=torch.uint8) for key in (False, True))
-    return Corpus(train, held, count, digest)
-
-
-def _files(root: Path, pattern: str) -> list[Path]:
-    """Files by name, without installed packages and hidden files."""
-    if root.is_file():
-        return [root]
-    found = (p for p in root.rglob(pattern) if p.is_file())
-    skipped = ("site-packages", "dist-packages", "__pycache__")
-    return sorted(
-        p for p in found if not any(part in skipped or part.startswith(".") for part in p.relative_to(root).parts)
-    )
-
-
-def _is_heldout(content: bytes, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") < share * 2**32
-
-
-def _windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    index = starts[:, None] + torch.arange(seq_len + 1)
-    window = data[index].long()
-    return window[:, :-1], window[:, 1:]
+    return ByteCorpus(train, held, count, digest)

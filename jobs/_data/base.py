@@ -1,0 +1,80 @@
+"""Interface of corpora to the training loop, and their common parts: held-out text, windows of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class DataError(ValueError):
+    """Data that a training cannot learn from. One line: field, value, fix."""
+
+
+class Batches(Iterator[tuple[Tensor, Tensor]], Protocol):
+    """Endless (tokens, targets), int64 [batch, seq_len] each, whose position can be kept and taken up again."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The position: tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position that `state_dict` gave; of the same corpus and seed, the same batches follow."""
+        ...
+
+    def about(self) -> Mapping[str, Any]:
+        """Description of the text read so far, for the result's environment."""
+        ...
+
+
+class Corpus(Protocol):
+    """Text to learn from, and text that training never sees."""
+
+    def batches(self, batch: int, seq_len: int, seed: int) -> Batches:
+        """Batches to learn from, in an order that `seed` decides."""
+        ...
+
+    def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """`count` fixed (tokens, targets), as Batches has them, of held-out text."""
+        ...
+
+    def text_bytes(self, targets: Tensor) -> int:
+        """Bytes of text that `targets` stand for; the end of a document counts as one."""
+        ...
+
+    def about(self) -> Mapping[str, Any]:
+        """Description of the corpus, for the result's environment."""
+        ...
+
+
+def is_heldout(content: bytes, share: float) -> bool:
+    """Whether text is held out: its content alone decides, so that copies of it are on the same side."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") < share * 2**32
+
+
+def files_below(root: Path, pattern: str) -> list[Path]:
+    """The file at `root`, or the files below it by name, without installed packages and hidden files."""
+    if root.is_file():
+        return [root]
+    found = (p for p in root.rglob(pattern) if p.is_file())
+    skipped = ("site-packages", "dist-packages", "__pycache__")
+    return sorted(
+        p for p in found if not any(part in skipped or part.startswith(".") for part in p.relative_to(root).parts)
+    )
+
+
+def windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), int64 [starts, seq_len] each, from places in `data` [tokens]."""
+    index = starts[:, None] + torch.arange(seq_len + 1)
+    window = data[index].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def spread_windows(data: Tensor, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of `windows` from places spread evenly over `data`, which is longer than `seq_len`."""
+    starts = torch.linspace(0, len(data) - seq_len - 1, batch * count, dtype=torch.float64).long().view(count, batch)
+    return [windows(data, row, seq_len) for row in starts]

@@ -1,0 +1,1 @@
+"""Training: the loop, its state, and the ranks that it runs on."""

@@ -1,0 +1,60 @@
+"""Arithmetic of a training step: batch = micro-batch × ranks × accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Parallel = Literal["ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of a step's batch over ranks and passes.
+
+    Attributes:
+        micro_batch: sequences of one rank in one forward and backward pass.
+        ranks: processes, each with its own device.
+        accumulation: passes of each rank whose gradients make one step.
+        parallel: "ddp": every rank has all weights; "fsdp": weights, gradients and optimizer state are sharded.
+        gradient_compression: dtype in which gradients are summed over ranks; None: that of the weights.
+        bucket_mb: size of DDP's buckets of gradients [MB, 2^20 bytes]; None: PyTorch's.
+    """
+
+    micro_batch: int
+    ranks: int = 1
+    accumulation: int = 1
+    parallel: Parallel = "ddp"
+    gradient_compression: Literal["bf16"] | None = None
+    bucket_mb: float | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over all ranks."""
+        return self.micro_batch * self.ranks * self.accumulation
+
+    def to_config(self) -> dict[str, Any]:
+        """Section of a point's configuration; {} for one pass on one rank, so that its key stays as it was."""
+        return {"ranks": asdict(self)} if self.ranks > 1 or self.accumulation > 1 else {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Layout:
+        """Layout of a point's configuration."""
+        section = config.get("ranks")
+        return cls(config["batch"]) if section is None else cls(**section)
+
+
+def divided(batch: int, ranks: int, micro_batch: int | None) -> tuple[int, int]:
+    """Micro-batch and accumulation of a batch; without a micro-batch each rank takes its part in one pass.
+
+    Raises:
+        ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches that do.
+    """
+    unit = ranks * (micro_batch or 1)
+    if batch % unit:
+        below, above = batch - batch % unit, batch - batch % unit + unit
+        given = f"micro_batch {micro_batch}" if micro_batch else "a micro_batch"
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(f"batch: {batch}: is not {given} × ranks {ranks} × accumulation; use {nearest}")
+    return (micro_batch, batch // unit) if micro_batch else (batch // ranks, 1)

@@ -1,0 +1,208 @@
+"""Metrics of a training from the reports of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean, median
+from typing import Any
+
+from jobs._data.spec import DataSpec
+from jobs._live import LOSS, SERIES
+from jobs._training.checkpoints import (
+    CHECKPOINT_FAILURES,
+    CHECKPOINT_SIZE,
+    CHECKPOINT_TIME,
+    CHECKPOINT_WAIT,
+    CHECKPOINTS,
+    RESUMED_STEP,
+)
+from jobs._training.estimate import estimate
+from jobs._training.layout import Layout
+from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME
+from jobs._training.report import RankReport
+from jobs._training.results import RESUME_WARM_UP, Run, first_steady, steady_steps
+from jobs.measure.flops import training_flops_per_token
+from jobs.measure.stats import summarize
+from jobs.peaks import BF16_PEAKS
+from jobs.point import Measurement, Metric
+from jobs.quantities import (
+    AGREEMENT,
+    ESTIMATE_ERROR,
+    MEMORY,
+    TELEMETRY,
+    THROUGHPUT,
+    TIME,
+    Better,
+    Quantity,
+    Role,
+)
+from jobs.training_plan import TrainingPlan
+from nsa_core.model import ModelConfig
+
+HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
+MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
+PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
+THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
+RANK_UTILIZATION = Quantity(
+    "rank_utilization", "%", "Utilisation of the least busy rank", "least busy rank", Better.HIGHER, Role.HEADLINE
+)
+RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
+RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
+QUANTITIES = (
+    *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
+    *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
+    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
+    *SERIES,
+)
+
+
+def measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Measurement:
+    """Results of a point from its ranks' reports, in the order of the ranks.
+
+    Times and losses are the first rank's, as the ranks wait for each other in every step; memory and the agreement with
+    the oracle are those of the worst rank.
+    """
+    first = reports[0]
+    worst = max(reports, key=lambda report: report.peak.allocated)
+    agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
+    steady = [first.run.seconds[step] for step in steady_steps(first.run)]
+    metrics = [*speed(config, first, steady, _left_out(first.run)), *_ranks(reports)]
+    metrics += [*_quality(config, first), *memory(config, worst), *checkpoint_costs(first), *agreement.metrics()]
+    environment = {**first.environment, "training": first.environment["training"] | history(first)}
+    return Measurement(tuple(metrics), first.route, environment, worst.peak.files)
+
+
+def speed(config: Mapping[str, Any], report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
+    """Step time and throughput, MFU if the GPU's peak is known, and figures of the plan if any.
+
+    Args:
+        steady: times of steps, or means of several in a row [s].
+        left_out: the steps that are not among them, in words.
+    """
+    tokens = config["batch"] * config["seq_len"]
+    method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
+    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
+    if report.gpu in BF16_PEAKS and config["precision"] == "bfloat16":
+        metrics.append(_mfu(report.model, config, throughput.value, BF16_PEAKS[report.gpu]))
+    if config["plan"] is not None:
+        plan = TrainingPlan.model_validate(config["plan"])
+        work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
+        hours = plan.hours_at(throughput.value)
+        metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
+        metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
+    return metrics
+
+
+def _mfu(model: ModelConfig, config: Mapping[str, Any], throughput: float, peak: float) -> Metric:
+    """Share of the peak of all ranks' GPUs."""
+    ranks = Layout.from_config(config).ranks
+    per_token = training_flops_per_token(model, config["seq_len"])
+    gpus = f" on each of {ranks} GPUs" if ranks > 1 else ""
+    method = f"{per_token:.4g} FLOPs a token, {peak:.4g} a second{gpus}"
+    return Metric.of(MFU, 100 * throughput * per_token / (peak * ranks), method=method)
+
+
+def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
+    """Comparison of several ranks; samples are one a rank."""
+    if len(reports) == 1:
+        return []
+    chosen = steady_steps(reports[0].run)
+    steps = [1000 * median(report.run.seconds[step] for step in chosen) for report in reports]
+    each = f"median of each rank's steps, {_left_out(reports[0].run)}"
+    metrics = [Metric.of(RANK_STEP_TIME, max(steps), tuple(steps), f"{each}; value: the slowest rank's")]
+    own = [[ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])] for ms in map(_compute, reports)]
+    if all(own):
+        metrics += _imbalance([fmean(ms) for ms in own])
+    busy = [report.utilization for report in reports if report.utilization is not None]
+    if len(busy) == len(reports):
+        shares = [fmean(metric.samples) for metric in busy]
+        method = "NVML utilisation of each rank's GPU, mean over the steady steps; value: the least busy rank's"
+        metrics.append(Metric.of(RANK_UTILIZATION, min(shares), tuple(shares), method))
+    return metrics
+
+
+def _compute(report: RankReport) -> list[float]:
+    return report.run.compute_ms
+
+
+def _left_out(run: Run) -> str:
+    """The steps that count neither for times nor for throughput, in words."""
+    parts = [f"the first {first_steady(len(run.seconds))}"]
+    parts += [f"{run.foreign} of other code"] if run.foreign else []
+    parts += [f"{RESUME_WARM_UP} after each resume"] if len(run.begun) > 1 else []
+    return f"{' and '.join(parts)} left out"
+
+
+def checkpoint_costs(report: RankReport) -> list[Metric]:
+    """Costs of the checkpoints that the last attempt saved, its failures, and the step that it went on from."""
+    if (history := report.checkpoints) is None:
+        return []
+    metrics = [Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt")]
+    for quantity, values, method in (
+        (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
+        (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
+        (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
+    ):
+        metrics += [summarize(quantity, values, method)] if values else []
+    if len(report.run.begun) > 1:
+        method = f"of {len(report.run.begun) - 1} resumes"
+        metrics.append(Metric.of(RESUMED_STEP, report.run.begun[-1], tuple(map(float, report.run.begun[1:])), method))
+    return metrics
+
+
+def history(report: RankReport) -> dict[str, Any]:
+    """The training's checkpoints and resumes, as part of the point's environment."""
+    if (history := report.checkpoints) is None:
+        return {}
+    found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
+    return {"checkpoints": found, "resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
+
+
+def _imbalance(compute: Sequence[float]) -> list[Metric]:
+    """Compute time and imbalance from each rank's own compute time of a step [ms]."""
+    until = "from a step's begin until its last gradients are ready to be summed: waits for no other rank"
+    share = 100 * (max(compute) - fmean(compute)) / fmean(compute)
+    method = f"slowest rank's own compute time over the ranks' mean, less 1; {until}; mean of the steady steps"
+    return [
+        Metric.of(RANK_COMPUTE_TIME, max(compute), tuple(compute), f"{until}; value: the slowest rank's"),
+        Metric.of(RANK_IMBALANCE, share, method=method),
+    ]
+
+
+def _quality(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+    """Losses; those of tokens are sums over the tokens, divided by the bytes of their text."""
+    run = report.run
+    last = max(1, len(run.losses) // 10)
+    ending = sum(run.losses[-last:]) / last
+    method = f"mean of the last {last} steps; samples: all steps{per_byte(config)}"
+    if DataSpec.model_validate(config["data"]).tokenized:
+        method += f"; in epoch {report.environment['training']['corpus']['epochs']} of the documents"
+    return [Metric.of(LOSS, ending, tuple(run.losses), method=method), *heldout_losses(config, run)]
+
+
+def per_byte(config: Mapping[str, Any]) -> str:
+    """The end of a loss's method: of what it is."""
+    tokenized = DataSpec.model_validate(config["data"]).tokenized
+    return ", of tokens, divided by the bytes of their text" if tokenized else ""
+
+
+def heldout_losses(config: Mapping[str, Any], run: Run) -> list[Metric]:
+    """Held-out loss before and after the training."""
+    texts = "documents" if DataSpec.model_validate(config["data"]).tokenized else "files"
+    heldout = f"mean cross entropy over fixed batches of held-out {texts}{per_byte(config)}"
+    return [
+        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
+        Metric.of(HELDOUT_LOSS, run.after, method=heldout),
+    ]
+
+
+def memory(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+    """Peak memory of one whole step, and the error of the estimate."""
+    peak, expected = report.peak, estimate(report.model, config)
+    if expected is None:
+        return peak.metrics()
+    error = 100 * (expected - peak.allocated) / peak.allocated
+    method = "(predicted - measured) / measured, of peak_memory"
+    return [*peak.metrics(), Metric.of(ESTIMATE_ERROR, error, method=method)]

@@ -1,0 +1,117 @@
+"""A model on several ranks: PyTorch's DistributedDataParallel, or FSDP2.
+
+Both average gradients over the ranks during the backward pass of a step's last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from jobs._training.compute_clock import ComputeClock
+from jobs._training.layout import Layout
+from jobs.measure.memory import tensor_bytes
+from nsa_core.model import NSATransformer
+
+
+class ParallelModel:
+    """A model, its training pass over the layout's ranks, and numbers averaged over them.
+
+    Attributes:
+        model: the model; under FSDP2 its parameters are sharded.
+        rank: the number of this process; `device` is its device.
+        loss_of: the training pass: tokens and targets to the loss of this rank.
+    """
+
+    def __init__(
+        self, model: NSATransformer, layout: Layout, rank: int, device: torch.device, *, compiled: bool
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.rank = rank
+        self.clock = ComputeClock(device)
+        self._ddp: DistributedDataParallel | None = None
+        if layout.ranks > 1 and layout.parallel == "fsdp":
+            self._shard(device, compiled)
+            self.loss_of: Callable[..., Tensor] = model
+            return
+        self.loss_of = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        if layout.ranks > 1:
+            self._ddp = self.loss_of = self._replicate(self.loss_of, device)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of this rank's weights and of DDP's gradient buckets, which stay between steps."""
+        weights = tensor_bytes([local(t) for t in (*self.model.parameters(), *self.model.buffers())])
+        buckets = tensor_bytes(list(self.model.parameters())) if self._ddp is not None else 0
+        return weights + buckets
+
+    def gathering(self, last: bool) -> AbstractContextManager[object]:
+        """Context of one micro-batch's passes: only the step's last one sums gradients over the ranks."""
+        if self._ddp is not None and not last:
+            return self._ddp.no_sync()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the ranks; every rank gets the same bits."""
+        if self.layout.ranks > 1:
+            dist.all_reduce(values)
+            values /= self.layout.ranks
+        return values
+
+    def _replicate(self, module: Any, device: torch.device) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=self.layout.bucket_mb,
+            gradient_as_bucket_view=True,
+        )
+        compressed = self.layout.gradient_compression == "bf16"
+        reduce = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
+        ddp.register_comm_hook(dist.group.WORLD, _marking(reduce, self.clock))
+        return ddp
+
+    def _shard(self, device: torch.device, compiled: bool) -> None:
+        """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
+        mesh = init_device_mesh(device.type, (self.layout.ranks,))
+        compressed = self.layout.gradient_compression == "bf16"
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if compressed else None, cast_forward_inputs=False)
+        for block in self.model.blocks:
+            if compiled:  # gathering a block's weights is outside of its graph
+                block.compile(fullgraph=True, dynamic=False)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(model: nn.Module, highest: float) -> Tensor:
+    """Scale the gradients so that the norm of all of them, over all ranks, is at most `highest`; returns the norm."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), highest)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _marking(reduce: Callable[..., Any], clock: ComputeClock) -> Callable[..., Any]:
+    """A communication hook that marks the moment at which the last bucket is ready."""
+
+    def hook(state, bucket):  # DDP refuses annotations that are texts
+        if bucket.is_last():
+            clock.gradients_ready()
+        return reduce(state, bucket)
+
+    return hook

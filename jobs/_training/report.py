@@ -1,0 +1,147 @@
+"""One rank's share of a point: check, training, memory; the same for a single process and for several ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jobs._data.base import Corpus
+from jobs._data.byte_corpus import load_corpus
+from jobs._data.spec import DataSpec
+from jobs._data.token_corpus import load_tokens
+from jobs._fields import torch_dtype
+from jobs._training.checkpoint_folder import CheckpointError
+from jobs._training.checkpoints import CheckpointReport, Checkpoints, CheckpointSpec
+from jobs._training.estimate import implementation
+from jobs._training.exchange import Exchange
+from jobs._training.layout import Layout
+from jobs._training.loop import Trainer
+from jobs._training.reach import check_reach
+from jobs._training.results import Run
+from jobs._training.soak_history import SoakHistory, SoakPlan, steps_of
+from jobs._training.soak_watch import SoakWatch
+from jobs.measure import check, nvml
+from jobs.measure.check import Agreement
+from jobs.measure.environment import environment
+from jobs.measure.memory import Peak, measure_peak
+from jobs.measure.telemetry import Telemetry
+from jobs.point import Beat, Metric, reporter
+from jobs.quantities import GPU_UTILIZATION
+from nsa_core.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Results of one rank.
+
+    Attributes:
+        run: losses and times; the losses are means over all ranks.
+        peak: memory of one whole step on this rank.
+        agreement: error of the attention against the oracle on this rank's device.
+        utilization: of this rank's GPU during the steady steps, sampled [%]; None without NVML and on a single rank.
+        route, environment: as in Measurement.
+        model: the model's shape.
+        gpu: PyTorch's name of the rank's GPU; "" on a CPU.
+        checkpoints: their history; None without checkpoints.
+    """
+
+    run: Run
+    peak: Peak
+    agreement: Agreement
+    utilization: Metric | None
+    route: Mapping[str, str]
+    environment: Mapping[str, Any]
+    model: ModelConfig
+    gpu: str
+    checkpoints: CheckpointReport | None = None
+
+
+def train_rank(
+    config: Mapping[str, Any], device: torch.device, rank: int, beat: Beat, stop: threading.Event
+) -> RankReport:
+    """Train with the point's configuration as one of its ranks.
+
+    Raises:
+        DataError: there is no such text, or too little.
+        WrongResult: the attention disagrees with the oracle.
+        Diverged, Stopped, Ineffective, MemoryLimit, CheckpointError: as Trainer.run.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    if config["threads"] is not None:
+        torch.set_num_threads(config["threads"])
+    beat("corpus")
+    data = DataSpec.model_validate(config["data"])
+    corpus = open_corpus(data, config, beat)
+    plan = SoakPlan.from_config(config)
+    watch = None if plan is None else SoakWatch(plan, SoakHistory(), device, rank, beat)
+    trainer = Trainer(config, corpus, device, rank, watch)
+    model = trainer.model.config
+    beat("check")
+    agreement = check.check_attention(
+        implementation(model),
+        model.nsa,
+        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
+        torch_dtype(config["precision"]),
+        device,
+        backward=True,
+        seed=config["seed"],
+    )
+    beat("heldout loss before")
+    telemetry = _telemetry(device, trainer.layout.ranks)
+    checkpoints = new_checkpoints(config, device, rank, beat)
+    try:
+        run = trainer.run(data.heldout_batches, beat, stop, telemetry, checkpoints)
+    finally:
+        sampled = telemetry.stop()
+        if checkpoints is not None:
+            checkpoints.close()
+    beat("memory")
+    peak = measure_peak(trainer.step, device, trainer.resident)
+    about = {
+        "corpus": {**corpus.about(), **trainer.state.batches.about()},
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "checkpointing": trainer.model.checkpointing_effective,
+        "compile": config["compile"],  # in one graph, else the first step would have raised
+        "launcher": "none",  # run_ranks knows what started several ranks
+        **trainer.layout.to_config(),
+    }
+    utilization = next((metric for metric in sampled.metrics if metric.name == GPU_UTILIZATION.name), None)
+    found = environment(device) | {"training": about}
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    history = None if checkpoints is None else checkpoints.report
+    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, history)
+
+
+def open_corpus(data: DataSpec, config: Mapping[str, Any], beat: Beat) -> Corpus:
+    """The text of a point as its configuration has it: tokens of documents, or bytes. Raises DataError."""
+    if not data.tokenized:
+        return load_corpus(data.path, data.heldout, config["seq_len"])
+    return load_tokens(data, config["model"]["vocab_size"], config["batch"], config["seq_len"], beat)
+
+
+def new_checkpoints(config: Mapping[str, Any], device: torch.device, rank: int, beat: Beat) -> Checkpoints | None:
+    """The checkpoints of a point as its configuration has them; None if it keeps none. Called by all ranks together.
+
+    Raises:
+        CheckpointError: there is no place for them, or not all ranks reach it.
+    """
+    if (section := config.get("checkpoints")) is None:
+        return None
+    there = reporter(beat).surroundings
+    if there.checkpoints is None:
+        raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
+    spec, exchange = CheckpointSpec.model_validate(section), Exchange(rank, Layout.from_config(config).ranks)
+    found = Checkpoints(spec, there.checkpoints, there.key, steps_of(config), exchange, device, beat)
+    check_reach(there.checkpoints, exchange)
+    return found
+
+
+def _telemetry(device: torch.device, ranks: int) -> Telemetry:
+    """Samples of this rank's GPU; the supervisor samples that of a single rank."""
+    if device.index is None or ranks == 1:
+        return Telemetry([])
+    return Telemetry(nvml.visible_gpus()[device.index : device.index + 1])
