@@ -25,7 +25,7 @@ from .backends import Backend, FusedBackend, dense, resolve
 from .config import NSAConfig
 from .errors import InputError
 from .packed_sequences import packing
-from .routes import Branch
+from .routes import Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
@@ -211,7 +211,8 @@ def _attend(
     for backend in _distinct(backends[branch] for branch in branches):
         own: tuple[Branch, ...] = tuple(branch for branch in branches if backends[branch] is backend)
         if _is_fused(backend) and ("slc" not in own or backends["select"] is backend):
-            parts.append(_attend_at_once(operands, config, scale, own, backend))
+            with profiled(own):
+                parts.append(_attend_at_once(operands, config, scale, own, backend))
         else:
             parts += [_branch(branch, operands, gate[branch], config, scale, backends) for branch in own]
     out = parts.pop(0)
@@ -252,6 +253,18 @@ def _attend_at_once(
 
 
 def _branch(
+    branch: Branch,
+    operands: Operands,
+    gate: Tensor,
+    config: NSAConfig,
+    scale: float,
+    backends: dict[Branch, Backend],
+) -> Tensor:
+    with profiled((branch,)):
+        return _compute(branch, operands, gate, config, scale, backends)
+
+
+def _compute(
     branch: Branch,
     operands: Operands,
     gate: Tensor,

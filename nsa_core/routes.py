@@ -1,4 +1,4 @@
-"""A record of the kernel that really computed each branch.
+"""A record of the kernel that really computed each branch, and its range in a profile.
 
 Every backend calls `note` where it does the work, so that a capture shows the kernels executed, not those requested.
 torch.compile calls it while it traces: a capture around the compiling call shows the kernels of every later call.
@@ -7,7 +7,7 @@ torch.compile calls it while it traces: a capture around the compiling call show
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +15,9 @@ from typing import Literal
 import torch
 
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
+
+RANGE = "nsa_core."
+"""Start of the names of ranges in a profile."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,10 @@ def note(branch: Branch, kernel: str) -> None:
     """Record that `kernel` computes `branch` now. For backends; costs nothing without a capture."""
     for runs in _captures.get():
         runs.append(BranchRun(branch, kernel))
+
+
+def profiled(branches: tuple[Branch, ...]) -> AbstractContextManager[object]:
+    """A range of torch.profiler around branches that are computed at once; nothing without a profiler."""
+    if torch.compiler.is_compiling() or not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function(RANGE + "_".join(branches))

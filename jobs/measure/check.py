@@ -21,7 +21,9 @@ from jobs.point import Metric
 from jobs.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS, Backend, dense
+from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.routes import Branch
 
 _MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
 _REACHES = 4  # length of the sequence for comparing selections, in multiples of a query's selected tokens
@@ -86,12 +88,15 @@ def make_inputs(
     }
 
 
-def attend(inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str) -> Tensor:
+def attend(
+    inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str, branches: tuple[Branch, ...] = BRANCHES
+) -> Tensor:
     """Output [B,S,Hq,D] of the timed operator, sigmoid of the gate logits included; DENSE_KERNELS use no gates."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     if implementation in DENSE_KERNELS:
         return dense_attention(q, k, v, backend=DENSE_KERNELS[implementation])
-    return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend=implementation)
+    gates = torch.sigmoid(inputs["gates"])
+    return nsa_attention(q, k, v, gates, config, backend=implementation, branches=branches)
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +109,7 @@ def check_attention(
     *,
     backward: bool,
     seed: int,
+    branches: tuple[Branch, ...] = BRANCHES,
 ) -> Agreement:
     """Compare the operator with the oracle, on at most two kv heads and one block more than a query selects.
 
@@ -119,17 +125,19 @@ def check_attention(
     seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     blocks = None
-    if implementation not in DENSE_KERNELS:
+    if implementation not in DENSE_KERNELS and "slc" in branches:
         _check_selection(implementation, config, small, dtype, device, seed)
         blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
 
     def by(backend: Backend) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        return lambda tensors: _attend_to(blocks, tensors, config, backend)
+        if implementation in DENSE_KERNELS:
+            return lambda tensors: _attend_densely(tensors, backend)
+        return lambda tensors: _attend_to(blocks, tensors, config, backend, branches)
 
     wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
     truth = _results(by(BACKENDS["reference"]), wide, backward)
     eager = _results(by(BACKENDS["naive"]), inputs, backward)
-    got = _results(lambda tensors: attend(tensors, config, implementation), inputs, backward)
+    got = _results(lambda tensors: attend(tensors, config, implementation, branches), inputs, backward)
     heads = f"{small.query_heads}/{small.kv_heads} heads of {small.head_dim}"
     return judge(got, eager, truth, dtype, f"S={seq_len}, {heads}", implementation)
 
@@ -230,16 +238,32 @@ def _check_selection(
         )
 
 
-def _attend_to(blocks: Tensor | None, inputs: Mapping[str, Tensor], config: NSAConfig, backend: Backend) -> Tensor:
-    """A backend's NSA over given blocks; if `blocks` is None its dense causal attention, a window over all keys."""
+def _attend_densely(inputs: Mapping[str, Tensor], backend: Backend) -> Tensor:
+    """A backend's dense causal attention: a window over all keys."""
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    return backend.window(q, k, v, None, q.shape[1], q.shape[-1] ** -0.5)
+
+
+def _attend_to(
+    blocks: Tensor | None,
+    inputs: Mapping[str, Tensor],
+    config: NSAConfig,
+    backend: Backend,
+    branches: tuple[Branch, ...],
+) -> Tensor:
+    """A backend's gated sum of branches, the selected one over given blocks."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     scale = q.shape[-1] ** -0.5
-    if blocks is None:
-        return backend.window(q, k, v, None, q.shape[1], scale)
     cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
-    compressed = backend.compressed(q, compress(k, config), compress(v, config), cmp, config, 0, scale)
-    selected = backend.selected(q, k, v, slc, blocks, config, scale)
-    return compressed + selected + backend.window(q, k, v, win, config.window, scale)
+    parts = []
+    if "cmp" in branches:
+        parts.append(backend.compressed(q, compress(k, config), compress(v, config), cmp, config, 0, scale))
+    if "slc" in branches:
+        assert blocks is not None, "they are selected with the selected branch"
+        parts.append(backend.selected(q, k, v, slc, blocks, config, scale))
+    if "win" in branches:
+        parts.append(backend.window(q, k, v, win, config.window, scale))
+    return sum(parts[1:], parts[0])
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

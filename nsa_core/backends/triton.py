@@ -81,9 +81,10 @@ def attend(
     if compressed[0] is None and compressed[1] is None and kernels.has_one_pair(pairs, plan):
         return kernels.attend(q, gates, None, [pairs["slc"], pairs["win"]], replace(plan, compresses=True))
     if branches != ("win",):
-        k_cmp, v_cmp = compressed
+        (k, v), (k_cmp, v_cmp) = pairs["cmp"], compressed
         if k_cmp is None or (v_cmp is None and "cmp" in branches):
-            made = kernels.compress(*pairs["cmp"], config)
+            # The choice of blocks needs the keys alone, and the kernel takes a pair.
+            made = kernels.compress(k, v if "cmp" in branches else k, config)
             k_cmp, v_cmp = (made[0] if k_cmp is None else k_cmp), (made[1] if v_cmp is None else v_cmp)
         computed["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
     if "slc" in branches and "cmp" not in branches:

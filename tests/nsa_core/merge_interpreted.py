@@ -81,3 +81,14 @@ def test_packed_slots_are_merged(packed_and_plain, keeps):
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
     assert torch.equal(results[0][1], outputs[1]) != keeps
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_a_forced_branch_runs_nothing_of_another(branch):
+    from jobs.measure.check import HeadShape
+    from jobs.measure.isolation import trace_branch
+    from nsa_core import NSAConfig
+
+    config = NSAConfig(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=32)
+    heads, cpu = HeadShape(4, 2, 16), torch.device("cpu")
+    assert "launch of stage" in trace_branch(branch, "triton", config, heads, torch.bfloat16, cpu, backward=True)

@@ -1,0 +1,203 @@
+"""The longest sequence that a model trains on within a card's memory: as predicted, and as measured.
+
+A point is one implementation, batch and checkpointing. Lengths are tried from the predicted one, upwards until one runs
+out of memory or downwards until one fits, so that the next longer one is shown to fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
+from jobs._fit import backend_reasons, refuse_unusable, threads
+from jobs._pass import Implementations, ModelPass, agree, model_of_preset, predicted
+from jobs.axes import Axis
+from jobs.measure.clock import synchronize
+from jobs.measure.environment import environment
+from jobs.measure.memory import Peak, measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, Better, Quantity, Role
+from jobs.spec import JobSpec
+from nsa_core.memory import predicts
+
+LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
+LONGEST_PREDICTED = Quantity("longest_predicted", "token", "Longest sequence predicted to fit", role=Role.HEADLINE)
+SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
+QUANTITIES = (LONGEST, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
+AXES = (Axis("checkpointing", "text", "checkpointing"),)
+
+_STEPS = 3  # timed at the longest length
+
+
+class Spec(JobSpec):
+    """Implementations x batches x checkpointing, each with the lengths to try."""
+
+    kind: Literal["capacity"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    preset: Preset
+    implementations: Implementations
+    lengths: Lengths = Field(description="lengths to try; the answer is one of them")
+    batches: Annotated[list[Count], Field(min_length=1), Unique] = Field(default=[1])
+    checkpointing: Annotated[list[bool], Field(min_length=1), Unique] = Field(
+        default=[False, True], description="compute blocks anew in the backward pass, to save memory"
+    )
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
+    nsa: NSA | None = Field(default=None, description="None: the preset's")
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """A point for each implementation, batch and checkpointing.
+
+        Raises:
+            SpecError: an implementation cannot run on this machine.
+        """
+        model = model_of_preset(self.preset, self.nsa, "dense")
+        reasons = backend_reasons(machine, torch_dtype(self.precision), model.head_dim)
+        refuse_unusable(self.implementations, reasons | {"dense": None})
+        grid = product(self.batches, self.checkpointing, self.implementations)
+        return [self._point(machine, *coordinates) for coordinates in grid]
+
+    def _point(self, machine: Machine, batch: int, checkpointing: bool, implementation: str) -> Point:
+        model = replace(model_of_preset(self.preset, self.nsa, implementation), checkpointing=checkpointing)
+        limit = machine.memory_bytes
+        if self.memory_gib is not None:
+            limit = min(limit, int(self.memory_gib * 2**30))
+        kept = "on" if checkpointing else "off"
+        return Point(
+            kind="capacity",
+            label=f"{implementation} batch {batch}, checkpointing {kept}",
+            config={
+                "model": asdict(model),
+                "implementation": implementation,
+                "pass": "train",
+                "lengths": sorted(self.lengths),
+                "batch": batch,
+                "precision": self.precision,
+                "limit_bytes": limit,
+                "device": machine.device,
+                "seed": self.seed,
+                "threads": threads(self, machine),
+            },
+            axes=Axes(
+                implementation=implementation,
+                workload="model",
+                pass_="train",
+                batch=batch,
+                query_heads=model.heads,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                layers=model.layers,
+                dtype=self.precision,
+                device=machine.device,
+                more={"checkpointing": kept},
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One length that fits: its peak, the route, and the time of steps [ms]."""
+
+    peak: Peak
+    route: Mapping[str, str]
+    samples_ms: tuple[float, ...]
+
+
+class NothingFits(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
+    """Not even the shortest length fits."""
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Check the model, then look for the longest sequence that fits.
+
+    Raises:
+        WrongResult: the attention disagrees with the oracle.
+        NothingFits: not even the shortest length fits.
+    """
+    beat("check")
+    agreement = agree(config)
+    lengths: list[int] = config["lengths"]
+    guess = _predicted_place(config)
+    tried: dict[int, _Trial | None] = {}
+
+    def fits(place: int) -> bool:
+        beat(f"S={lengths[place]}", len(tried), len(lengths))
+        tried[place] = _try({**config, "seq_len": lengths[place]})
+        return tried[place] is not None
+
+    longest = search(fits, len(lengths), 0 if guess is None else guess)
+    if longest is None:
+        raise NothingFits(f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones")
+    found = tried[longest]
+    assert found is not None, "it fits"
+    tokens = config["batch"] * lengths[longest]
+    metrics = [
+        Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, two steps of training"),
+        summarize(THROUGHPUT, [1000 * tokens / ms for ms in found.samples_ms], "steps at the longest length"),
+        *found.peak.metrics(),
+        *agreement.metrics(),
+    ]
+    if guess is not None:
+        metrics.append(Metric.of(LONGEST_PREDICTED, lengths[guess], method="nsa_core.memory"))
+    if longest + 1 < len(lengths):
+        metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
+    device = torch.device(config["device"])
+    return Measurement(tuple(metrics), found.route, environment(device), found.peak.files)
+
+
+def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
+    """Last of `count` places that fits, from a guess upwards or downwards; None if none does.
+
+    What fits at a place is taken to fit at those before it. Each place is tried once.
+    """
+    if fits(guess):
+        while guess + 1 < count and fits(guess + 1):
+            guess += 1
+        return guess
+    return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
+
+
+def _predicted_place(config: Mapping[str, Any]) -> int | None:
+    """Place of the longest length predicted to fit, the first if none is; None without a prediction."""
+    if not predicts(config["implementation"]):
+        return None
+    needs = [predicted({**config, "seq_len": length}).total for length in config["lengths"]]
+    return max(sum(need <= config["limit_bytes"] for need in needs) - 1, 0)
+
+
+def _try(config: Mapping[str, Any]) -> _Trial | None:
+    """Train a few steps; None if memory runs out."""
+    try:
+        return _train(config)
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    except RuntimeError as err:
+        if "allocate memory" not in str(err):  # of PyTorch's allocator on a CPU
+            raise
+    gc.collect()
+    if config["device"] == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def _train(config: Mapping[str, Any]) -> _Trial:
+    trial = ModelPass(config)
+    route = route_of(trial.run)
+    trial.clear()
+    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
+    samples = []
+    for _ in range(_STEPS):
+        trial.clear()
+        start = time.perf_counter()
+        trial.run()
+        synchronize(trial.device)
+        samples.append(1000 * (time.perf_counter() - start))
+    return _Trial(peak, route, tuple(samples))

@@ -1,0 +1,94 @@
+"""A profile of a call by torch.profiler: tables by time and by memory, a trace, points of synchronisation."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nsa_core.routes import RANGE
+
+_ROWS = 40
+_HISTORY = 200_000  # allocations and releases that a snapshot holds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Findings of a profile.
+
+    Attributes:
+        busy_ms: time of one call in which the device computed; on a CPU the operations' own time.
+        ranges_ms: time of the operator's forward pass by the branches that are computed at once, e.g. "cmp_slc_win".
+        synchronizations: waits for the device within the call, by the line of code; None on a CPU.
+        files: tables, trace and, on a GPU, the allocator's snapshot, by file name.
+    """
+
+    busy_ms: float
+    ranges_ms: Mapping[str, float]
+    synchronizations: Mapping[str, int] | None
+    files: Mapping[str, str | Path]
+
+
+def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
+    """Profile one call, which has run before. The trace is read by Perfetto and chrome://tracing."""
+    folder = Path(tempfile.mkdtemp(prefix="profile-"))
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    waits = _waits(call, device) if cuda else None
+    history = _history(folder / "memory_snapshot.pickle", device) if cuda else nullcontext([])
+    watch = profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True)
+    with history as snapshots, watch:
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    watch.export_chrome_trace(str(trace := folder / "trace.json.gz"))
+    side = "device" if cuda else "cpu"
+    rows = watch.key_averages()
+    files: dict[str, str | Path] = {
+        "by_time.txt": rows.table(sort_by=f"self_{side}_time_total", row_limit=_ROWS),
+        "by_memory.txt": rows.table(sort_by=f"self_{side}_memory_usage", row_limit=_ROWS),
+        trace.name: trace,
+        **{path.name: path for path in snapshots},
+    }
+    if waits is not None:
+        files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
+    total = sum(getattr(row, f"self_{side}_time_total") for row in rows)
+    ranges = {
+        row.key.removeprefix(RANGE): getattr(row, f"{side}_time_total") / 1000
+        for row in rows
+        if row.key.startswith(RANGE)
+    }
+    return Profile(total / 1000, ranges, waits, files)
+
+
+def _waits(call: Callable[[], object], device: torch.device) -> Counter[str]:
+    """Waits for the device within a call, by the line of code, as PyTorch's debug mode warns of them."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    told = (warning for warning in caught if "synchronizing CUDA operation" in str(warning.message))
+    return Counter(f"{warning.filename}:{warning.lineno}" for warning in told)
+
+
+@contextmanager
+def _history(path: Path, device: torch.device) -> Iterator[list[Path]]:
+    """Record the allocator's history; gives the file to which it is written at the end."""
+    torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=device)
+    try:
+        yield [path]
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)

@@ -1,0 +1,80 @@
+"""The branches kind: each branch by itself, proved by what it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.branches import Spec, measure
+from jobs.measure import isolation
+from jobs.measure.check import HeadShape, WrongResult
+from jobs.measure.isolation import trace_branch
+from jobs.point import Machine, Measurement, Point
+from jobs.spec import SpecError
+from nsa_core import NSAConfig, nsa_attention
+from nsa_core.functional import BRANCHES
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+SMALL = {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16}
+
+
+def _spec(**changes: Any) -> Spec:
+    data: dict[str, Any] = {
+        "kind": "branches",
+        "name": "t",
+        "backends": ["chunked", "naive"],
+        "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 8},
+        "nsa": SMALL,
+        "lengths": [64],
+        "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+    }
+    return Spec.model_validate(data | changes)
+
+
+def _measure(point: Point) -> Measurement:
+    return measure(json.loads(json.dumps(point.config)), lambda *_: None)
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win", "all"])
+def test_a_branch_is_measured_by_itself(branch: str) -> None:
+    (point,) = _spec(branches=[branch], backends=["chunked"], passes=["forward+backward"]).points(CPU)
+    result = _measure(point)
+    computed = set(result.route) - {"select"}
+    assert computed == (set(BRANCHES) if branch == "all" else {branch})
+    assert ("trace.txt" in result.files) == (branch != "all")
+    assert {"time", "peak_extra_memory", "oracle_error"} <= {metric.name for metric in result.metrics}
+    assert point.axes.more == {"branch": branch}
+
+
+def test_a_branch_that_runs_another_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds' isolation only closed the gates: every branch still ran."""
+
+    def closes_gates(q: Any, k: Any, v: Any, gates: Any, config: NSAConfig, *, backend: str, branches: Any) -> Any:
+        open_ = torch.tensor([float(name in branches) for name in BRANCHES])
+        return nsa_attention(q, k, v, gates * open_, config, backend=backend)
+
+    monkeypatch.setattr(isolation, "nsa_attention", closes_gates)
+    settings = "chunked", NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
+    with pytest.raises(WrongResult, match=r"branch win alone also ran for other branches: keys of cmp, keys of slc"):
+        trace_branch("win", *settings, backward=False)
+
+
+def test_the_trace_tells_what_ran() -> None:
+    settings = "naive", NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
+    lines = trace_branch("win", *settings, backward=True).splitlines()
+    assert any(line.startswith("aten._softmax") for line in lines)
+    assert any("values of win" in line for line in lines)
+    assert any("backward" in line for line in lines)
+
+
+def test_a_backend_of_the_window_alone_has_points_there_alone() -> None:
+    cuda = Machine("cuda", "NVIDIA H200", 140 * 2**30)
+    points = _spec(backends=["flash", "chunked"], dtype="bfloat16", passes=["forward"]).points(cuda)
+    assert [p.label for p in points if p.axes.implementation == "flash"] == ["flash win forward S=64"]
+    with pytest.raises(ValueError, match="'flash': computes the window alone; add win"):
+        _spec(backends=["flash"], branches=["cmp", "slc"])
+    with pytest.raises(SpecError, match="backends: 'triton': "):
+        _spec(backends=["triton"]).points(CPU)

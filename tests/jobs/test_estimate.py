@@ -1,0 +1,68 @@
+"""The estimate kind: parts of a pass's peak memory, as predicted and as allocated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.estimate import Spec, measure
+from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
+from jobs.point import Machine
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+MIB = 2**20
+
+
+def _spec(**changes: Any) -> Spec:
+    data: dict[str, Any] = {"kind": "estimate", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
+    return Spec.model_validate(data | {"lengths": [64]} | changes)
+
+
+def test_each_part_is_told_apart_by_its_life() -> None:
+    changes = [
+        Change(1, 100, 10),  # activation: held when the forward pass ends
+        Change(2, 200, 5),  # workspace of the forward pass
+        Change(3, 200, -5),
+        Change(11, 200, 7),  # gradient: lies where one lies at the end
+        Change(12, 300, 3),  # workspace of the backward pass; the peak
+        Change(13, 300, -3),
+        Change(14, 100, -10),
+    ]
+    parts = parts_at_peak(changes, {FORWARD: 10, BACKWARD: 20}, gradients={200})
+    assert (parts.gradients, parts.activations, parts.workspace) == (7, 10, 3)
+
+
+def test_parts_of_a_known_pass() -> None:
+    """One product y = x w, x [256,1024], w [1024,512], float32: the gradient is w's, the output is an activation."""
+    x, w = torch.ones(256, 1024), torch.ones(1024, 512, requires_grad=True)
+
+    def gradients() -> list[torch.Tensor]:
+        return [] if w.grad is None else [w.grad]
+
+    cpu = torch.device("cpu")
+    parts = measure_parts(lambda: x @ w, lambda y: y.backward(torch.ones(256, 512)), gradients, cpu)
+    assert parts.gradients == 2 * MIB
+    assert parts.activations == pytest.approx(MIB / 2, abs=1024)
+    assert parts.workspace == pytest.approx(MIB / 2, abs=1024)  # the output's gradient
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "dense"])
+def test_predicted_and_allocated_parts_agree(implementation: str) -> None:
+    (point,) = _spec(implementations=[implementation], passes=["train"], lengths=[512]).points(CPU)
+    result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    found = {metric.name: metric.value for metric in result.metrics}
+    assert abs(found["estimate_error"]) < 10
+    for part in ("parameters", "optimizer", "inputs"):
+        assert found[f"predicted_{part}"] == pytest.approx(found[f"allocated_{part}"], rel=0.01)
+    extra = sum(found[f"allocated_{part}"] for part in ("gradients", "activations", "workspace"))
+    assert extra == pytest.approx(found["peak_extra_memory"], rel=0.02)  # two ways of measuring one peak
+    assert found["predicted_activations"] == pytest.approx(found["allocated_activations"], rel=0.1)
+
+
+def test_points_are_the_whole_grid_shortest_first() -> None:
+    points = _spec(lengths=[128, 64], implementations=["chunked", "dense"]).points(CPU)
+    assert [point.axes.seq_len for point in points] == [64] * 6 + [128] * 6
+    assert all(point.estimate_bytes for point in points)
