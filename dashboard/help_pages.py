@@ -41,7 +41,7 @@ def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = 
         st.subheader(":material/rocket_launch: No results yet")
         st.markdown(f"{text} Start the services and submit the demo benchmark; it takes a few minutes on a CPU:")
         st.code(f"{START}\n{SUBMIT}", language="bash")
-        st.markdown("Put the figures that others report beside your own:")
+        st.markdown("Our own runs on GPUs, and the figures that others report, come with the package:")
         st.code(IMPORT, language="bash")
         st.caption("This page fills by itself as points are measured.")
         if detail:

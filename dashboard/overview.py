@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from dashboard import data, decision, grids, help_pages, parts
+from dashboard.address import leave
 from orchestrator.errors import UserError
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
@@ -74,7 +75,7 @@ def _runs_table(store: Store, live: bool) -> None:
     frame = measured if len(measured) else data.runs(store, limit=LATEST)
     chosen = grids.runs(frame, key="latest-runs")
     if chosen is not None:
-        st.switch_page("runs.py", query_params={"run": chosen})
+        leave("runs", run=chosen)
 
 
 def _counts(counts: dict[str, int]) -> None:

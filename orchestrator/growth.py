@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of
 _LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
+_SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons with an overhead; measured in the tests
 _OCTAVE = 1.9  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
 _FEW_OCTAVES = 3  # beyond, a slope spans more than one
 _SURE = 0.25  # half of a local slope's interval up to which it stands alone
@@ -150,7 +151,8 @@ def fit_growth(
     by Akaike's information criterion with its correction for few points (Hurvich and Tsai, 1989). The interval is the
     profile of the sum of squares (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1). A range of five
     lengths or more on which a law is exact precedes a longer one. Where none of four or more fits, the last four stay,
-    with the wide interval that they give.
+    with the wide interval that they give. A plain law's interval reaches over that of the law with an overhead where
+    few points leave the choice open.
 
     Args:
         spreads: relative standard error of each value; None: alike.
@@ -170,7 +172,10 @@ def fit_growth(
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
     exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
     holding = (law for law in laws if law.residual <= HOLDS)
-    return next(exact, None) or next(holding, None) or laws[-1]
+    if (law := next(exact, None)) is not None:
+        return law
+    law = next(holding, None) or laws[-1]
+    return law if law.overhead else _widened(law, x, y, noise)
 
 
 def local_slopes(
@@ -249,6 +254,27 @@ def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
         return plain
     other, others = _law(x, y, weights, with_overhead=True)
     return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
+
+
+def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
+    """A plain law, its interval also over that of the law with an overhead where the values may hold one.
+
+    With few points the criterion takes an overhead for noise, or the law for one of a short range, and the interval of
+    the plain law alone misses the exponent. On the longest range on which the law with an overhead holds as
+    well, an F test of a low level decides.
+    """
+    for first in _distinct(x)[:-_MIN_RANGE]:
+        kept = x >= first
+        weights = noise[kept] ** -2 / np.mean(noise[kept] ** -2)
+        other, _ = _law(x[kept], y[kept], weights, with_overhead=True)
+        if other.residual <= max(HOLDS, law.residual) and other.overhead > 0:
+            plain, _ = _law(x[kept], y[kept], weights, with_overhead=False)
+            free = other.n - 3
+            gain = (plain.residual / max(other.residual, _LEAST_NOISE)) ** 2 * (free + 1) - free
+            if gain > float(stats.f.ppf(_SUSPECT, 1, free)):
+                return replace(law, ci_low=min(law.ci_low, other.ci_low), ci_high=max(law.ci_high, other.ci_high))
+            break
+    return law
 
 
 def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bool) -> tuple[Growth, float]:

@@ -49,11 +49,13 @@ def plan(
     target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None, gates: Rules = None
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
-    from orchestrator.cli import console
+    from orchestrator.cli import console, planning
     from orchestrator.gates.verdicts import load_gates
 
     settings = load_settings()
-    console.plan(_decide(settings, load_gates(gates or settings.gates).only(target)))
+    rules = load_gates(gates or settings.gates).only(target)
+    planning.check_commands(rules)
+    console.plan(_decide(settings, rules))
 
 
 def resolve(
@@ -68,6 +70,7 @@ def resolve(
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
+    planning.check_commands(rules)
     planning.run(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
     found = _decide(settings, rules)
     summary.print_decisions(found, console.out)

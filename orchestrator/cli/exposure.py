@@ -29,7 +29,7 @@ def token_place() -> str | None:
 
 
 def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
-    """What others reach of the cluster; `ray_pid`: its process, if `nsa up` started it."""
+    """Parts of the cluster that others reach; `ray_pid`: its process, if `nsa up` started it."""
     found = []
     if not asks_for_token(settings):
         again = "nsa down; nsa up" if ray_token.wanted() else "nsa down; unset RAY_AUTH_MODE; nsa up"

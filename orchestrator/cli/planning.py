@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jobs.spec import SpecError
+from jobs.spec import SpecError, load_spec
 from orchestrator.cli import console, submission
 from orchestrator.cli.services import answers
 from orchestrator.errors import UserError
-from orchestrator.gates.rules import READY_SPECS
+from orchestrator.gates.rules import READY_SPECS, Gates, GatesError
 from orchestrator.gates.steps import Step
 from orchestrator.run import driver
 from orchestrator.settings import Settings
@@ -50,6 +50,18 @@ def run(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> 
         else:
             _say(f"running: {step.command}: {console.cost(step)}; settles {settled}")
             _say(f"{'done' if (problem := _submit(settings, step)) is None else problem}: {step.command}")
+
+
+def check_commands(rules: Gates) -> None:
+    """Raise GatesError if the spec of a rule's command refuses the values that the rule sets in it."""
+    for target in rules.targets:
+        for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
+            if measure.spec is None:
+                continue
+            try:
+                load_spec(READY_SPECS / measure.spec, measure.set)
+            except SpecError as err:
+                raise GatesError(f"set: {list(measure.set)}: {measure.spec} refuses it: {err}") from None
 
 
 def cluster(settings: Settings) -> list[Node]:

@@ -90,16 +90,26 @@ def _clause(verdict: TargetVerdict) -> str:
 
 
 def _figure(rule: RuleVerdict, *, named: bool = False) -> str:
-    """A rule's value beside its bound: "36,271 tok/s of 2,370 needed", "2.4 of 60.5 GiB", "naive 1.3, at least 1.7"."""
+    """A rule's value and bound: "36,271 tok/s of 2,370 needed", "2.4 of 60.5 GiB", "naive 1.3 (at least 1.7)"."""
     assert rule.value is not None, "only judged rules are shown"
     assert rule.bound is not None, "every judged rule has a bound"
     scale, unit = (1024, "GiB") if rule.unit == "MiB" else (1, "" if rule.unit == "1" else rule.unit)
-    value, bound = _number(rule.value / scale), _number(rule.bound / scale)
+    value, bound = _numbers(rule.value / scale, rule.bound / scale)
     if named or not unit:
         side = "at most" if rule.comparison == "<=" else "at least"
-        return f"{rule.rule} {value}, {side} {bound} {unit}".rstrip()
+        return f"{rule.rule} {value} ({side} {bound} {unit}".rstrip() + ")"
     return f"{value} of {bound} {unit}" if rule.comparison == "<=" else f"{value} {unit} of {bound} needed"
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _numbers(value: float, bound: float) -> tuple[str, str]:
+    """Both in three digits, or as many as tell them apart: "1.1502" beside "1.15" is no "1.15"."""
+    for digits in range(3, 16):
+        shown = _number(value, digits), _number(bound, digits)
+        if value == bound or shown[0] != shown[1]:
+            return shown
+    return repr(value), repr(bound)
+
+
+def _number(value: float, digits: int) -> str:
+    size = len(str(int(abs(value))))
+    return f"{value:,.{max(0, digits - size)}f}" if size >= 3 else f"{value:.{digits}g}"

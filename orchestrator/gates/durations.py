@@ -15,7 +15,7 @@ from jobs.peaks import BF16_PEAKS
 from orchestrator.gates.evidence import Run
 from orchestrator.gates.hardware import Hardware
 from orchestrator.gates.rules import READY_SPECS
-from orchestrator.states import RunState
+from orchestrator.states import FAILED, PointState, RunState
 
 SHIPPED = Path(__file__).with_name("durations.csv")
 """Durations of complete runs whose journals are published with the project."""
@@ -43,7 +43,7 @@ class Durations:
         self._stored = [
             Duration(run.name, run.kind, run.gpu, run.ranks, len(run.points), run.minutes, f"{run}")
             for run in runs
-            if run.state is RunState.DONE and run.minutes is not None
+            if run.state is RunState.DONE and run.minutes is not None and run.minutes > 0 and _to_its_end(run)
         ]
 
     def predict(self, spec: str, hardware: Hardware | None, gpus: int) -> tuple[float | None, str]:
@@ -58,7 +58,7 @@ class Durations:
         here = next((each for each in alike if hardware.is_card(each.gpu)), None)
         if here is not None:
             return here.minutes, f"{here.source}: {points} points on {here.gpu or 'CPU'}"
-        return _scaled(alike, hardware)
+        return _own_time(spec) if not alike else _scaled(alike, hardware)
 
 
 def _scaled(alike: Sequence[Duration], hardware: Hardware) -> tuple[float | None, str]:
@@ -70,6 +70,19 @@ def _scaled(alike: Sequence[Duration], hardware: Hardware) -> tuple[float | None
     ground = f"{other.source}: {other.minutes:.3g} min on {other.gpu}, scaled by"
     ground += f" published bf16 peaks ({theirs / 1e12:.0f} to {peak / 1e12:.0f} TFLOP/s)"
     return other.minutes * theirs / peak, ground
+
+
+def _own_time(spec: str) -> tuple[float | None, str]:
+    """The time that a spec asks for itself, for each kind of attention: a soak's."""
+    content = _content(spec)
+    if "minutes" not in content:
+        return UNKNOWN
+    return content["minutes"] * len(content.get("attention", [None])), "the minutes of the spec, without start-up"
+
+
+def _to_its_end(run: Run) -> bool:
+    """Whether no point was cut short or held up: crashes make a run quick, hangs slow; lack of memory neither."""
+    return not any(PointState(point["state"]) in FAILED - {PointState.OOM} for point in run.points)
 
 
 @cache

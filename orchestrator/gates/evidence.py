@@ -216,12 +216,13 @@ class _Shapes:
             found.setdefault(key, (point, set()))[1].add(point[LENGTH])
         identity = frozenset((key, frozenset(lengths)) for key, (_, lengths) in found.items())
         if identity not in self._known:
-            parts = tuple((row, _series(row), frozenset(lengths)) for row, lengths in found.values())
+            parts = tuple((row, series_of(row), frozenset(lengths)) for row, lengths in found.values())
             self._known[identity] = Shape(len(self._known), parts)
         return self._known[identity]
 
 
-def _series(point: Row) -> Series:
+def series_of(point: Row) -> Series:
+    """The series of a row of v_points: its coordinates but the length."""
     return (*(point[name] for name in _SERIES), *_own(point))
 
 

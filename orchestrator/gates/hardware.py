@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from jobs.axes import MORE
 
+_SLICE = " MIG "
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
 
 
@@ -18,7 +19,8 @@ class Hardware(BaseModel):
 
     Attributes:
         name: the part of a verdict's name after the slash.
-        gpu: pattern of the card's name as the driver gives it; None: a CPU.
+        gpu: pattern of the card's name as the driver gives it; None: a CPU. A slice of a card (MIG), "NVIDIA H200 MIG
+            1g.18gb", is the card only for a pattern that names MIG.
         gpus: cards in the machine; 0: a CPU.
         architecture: cards of the same one run the same kernels, e.g. "sm90".
         accelerator: Ray's accelerator type of the card.
@@ -30,8 +32,8 @@ class Hardware(BaseModel):
     title: str = Field(min_length=1, max_length=80)
     gpu: str | None = Field(None, min_length=1)
     gpus: StrictInt = Field(ge=0)
-    architecture: str | None = None
-    accelerator: str | None = None
+    architecture: str | None = Field(None, min_length=1)
+    accelerator: str | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _card_or_cpu(self) -> Self:
@@ -49,7 +51,7 @@ class Hardware(BaseModel):
         """Whether `name`, as the driver gives it, is this card; None: a CPU."""
         if self.gpu is None or name is None:
             return self.gpu is name
-        return fnmatchcase(name, self.gpu)
+        return fnmatchcase(name, self.gpu) and (_SLICE in self.gpu or _SLICE not in name)
 
     def akin(self, other: Hardware) -> bool:
         """Whether `other` is another card of the same architecture."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, StrictInt, ValidationError, model_validator
 
 from jobs.axes import AXES
 from jobs.training_plan import TrainingPlan
 from jobs.validation import describe
+from jobs.yaml_text import RepeatedKeyError, YamlError, read_yaml
 from orchestrator.errors import UserError
 from orchestrator.gates.filters import ANY, Strict, Where
 from orchestrator.gates.hardware import Hardware
@@ -22,6 +22,7 @@ from orchestrator.states import FAILED, PointState
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
 READY_SPECS = SOURCES / "jobs" / "configs"
 LONGEST_NAME = 80  # of the columns of the table `verdict`
+Bound = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no value violates a bound of NaN
 _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
 
 
@@ -61,8 +62,15 @@ class Change(Strict):
 
     where: Where = ANY
     measure: Measure | None = None
-    at_most: float | None = None
-    at_least: float | None = None
+    at_most: Bound | None = None
+    at_least: Bound | None = None
+
+    @model_validator(mode="after")
+    def _replaces_something(self) -> Self:
+        for name in ("measure", "at_most", "at_least"):
+            if name in self.model_fields_set and getattr(self, name) is None:
+                raise ValueError(f"{name}: None: is nothing to change it to; give a value, or remove it")
+        return self
 
 
 class _Rule(Strict):
@@ -95,8 +103,8 @@ class _Rule(Strict):
 
 
 class _Bounded(_Rule):
-    at_most: float | None = None
-    at_least: float | Literal["plan"] | None = None
+    at_most: Bound | None = None
+    at_least: Bound | Literal["plan"] | None = None
 
     @model_validator(mode="after")
     def _one_bound(self) -> Self:
@@ -250,9 +258,9 @@ class Gates(Strict):
         """
         if wanted is None:
             return self
-        name, _, hardware = wanted.partition("/")
+        name, slash, hardware = wanted.partition("/")
         for target in self.targets:
-            if target.name == name and hardware in ("", *target.hardware):
+            if target.name == name and (hardware in target.hardware or not slash):
                 chosen = target.model_copy(update={"hardware": (hardware,)} if hardware else {})
                 return self.model_copy(update={"targets": (chosen,)})
         names = [each for target in self.targets for each in (target.name, *map(target.verdict_name, target.hardware))]
@@ -273,11 +281,13 @@ def load_gates(path: Path | None = None) -> Gates:
     """
     path = path or DEFAULT_GATES
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path.read_text())
     except OSError as err:
         raise GatesError(f"gates: '{path}' cannot be read ({err.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        raise GatesError(f"gates: '{path}' is not YAML ({' '.join(str(err).split())}); mend its syntax") from None
+    except RepeatedKeyError as err:
+        raise GatesError(str(err)) from None
+    except (YamlError, UnicodeDecodeError) as err:
+        raise GatesError(f"gates: '{path}' is not YAML ({err}); mend its syntax") from None
     if not isinstance(data, dict):
         raise GatesError(f"gates: '{path}' holds no mapping; start it with 'targets:'")
     try:

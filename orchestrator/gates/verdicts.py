@@ -2,8 +2,9 @@
 
 A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
 that is running, cancelled or failed is not complete, and one that measures less of the same series than an older run
-(a smoke run beside a sweep) does not displace it. On a hardware only points measured on it count; where there are none,
-and the rule transfers, those of another card of the same architecture.
+(a smoke run beside a sweep) does not displace it. A newer one that has no evidence because points of the same series
+failed leaves the rule UNKNOWN. On a hardware only points measured on it count; where there are none, and the rule
+transfers, those of another card of the same architecture.
 GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jobs.training_plan import TrainingPlan
-from orchestrator.gates.candidates import BoundedRule, Candidate, Found, find, wanted
+from orchestrator.gates.candidates import BoundedRule, Candidate, Found, failures, find, wanted
 from orchestrator.gates.durations import Durations
-from orchestrator.gates.evidence import Run, Scope, measured_runs, preferred
+from orchestrator.gates.evidence import Run, Scope, measured_runs, preferred, series_of
+from orchestrator.gates.filters import Row
 from orchestrator.gates.hardware import Hardware
 from orchestrator.gates.results import RuleVerdict, TargetVerdict
 from orchestrator.gates.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
@@ -133,8 +135,10 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     comparison, bound = _bound(rule, case.plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
-    complete = ((run, find(rule, run, scope)) for run in preferred(case.runs, scope))
-    run, found = next(((run, found) for run, found in complete if found.candidates), (None, Found([])))
+    run, found, failed = _newest(case, rule, scope)
+    if failed is not None:  # a success before it says nothing about what fails now
+        point, where = failed
+        return replace(verdict, reason=f"not measured: {point['label']} ended {point['state']} in {where}; {case.how}")
     if run is None:
         others = (run for run in case.runs if run.state is not RunState.DONE)
         begun = next((run for run in others if find(rule, run, scope).candidates), None)
@@ -148,6 +152,19 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
     reason = f"{worst.what}; {run}" + (f"; {lacking}" if lacking else "")
     return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+
+
+def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
+    """The newest complete run with evidence, its evidence, and the point that failed, of the same series, in a newer
+    run without evidence.
+    """
+    failed: list[tuple[Row, Run]] = []
+    for run in preferred(case.runs, scope):
+        found = find(rule, run, scope)
+        if found.candidates:
+            return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
+        failed += [(point, run) for point in failures(rule, run, scope)]
+    return None, Found([]), None
 
 
 def _unmeasured(missing: str, begun: Run | None, how: str) -> str:

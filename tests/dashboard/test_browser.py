@@ -185,7 +185,7 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     visit(page, address, "Overview")
     card = page.locator(".st-key-decision-m7c-125m-training")
     rules, main = card.get_by_test_id("stTable"), page.get_by_test_id("stMain")
-    expect(rules.get_by_role("row")).to_have_count(12)  # header, verdict and ten rules
+    expect(rules.get_by_role("row")).to_have_count(15)  # header, verdict and thirteen rules
     first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
     inside = "e => [e, ...e.querySelectorAll('*')].filter(x => x.clientWidth && x.scrollWidth > x.clientWidth + 1)"
     schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -235,6 +235,17 @@ def test_a_click_on_a_run_opens_it(page: Page, address: str):
     page.wait_for_timeout(500)  # the grid is drawn after it is attached
     grid.click(position={"x": 15, "y": 55})
     settled(page, "demo")
+
+
+def test_the_way_back_from_one_of_the_latest_runs_leads_to_the_overview_as_it_was(page: Page, address: str):
+    opened = f"{address}/?next-linear-scaling=true"
+    visit(page, opened, "Overview")
+    click_row(page, 0, place=0)
+    settled(page, "demo")
+    expect(page).to_have_url(f"{address}/runs?run={RUN}")
+    page.go_back()
+    settled(page, "Overview")
+    expect(page).to_have_url(opened)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -349,6 +360,8 @@ def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, fol
         label = queries.points(store, RUN).set_index("number")["label"][0]
     visit(page, f"{address}/runs?run={RUN}&point={RUN}/0", label)
     page.get_by_role("tab", name="Logs and artifacts").click()
+    page.wait_for_url("**tab=**")  # the page is drawn again, and a click on a button of before would be lost
+    settled(page, label)
     files = page.get_by_test_id("stExpander")
     files.filter(has_text=name).locator("summary").click()
     expect(files.filter(has_text=name).locator("summary")).to_contain_text("attempt 1 · 3 MiB")

@@ -9,12 +9,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import streamlit as st
 from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, RunRecord, StartRecord
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
@@ -59,6 +60,23 @@ def test_an_empty_database_says_how_to_begin(page: str, database: str):
     assert "No results yet" in said
     assert "nsa submit jobs/configs/demo.yaml" in said
     assert "nsa import" in said
+
+
+def test_a_run_that_waits_or_never_began_is_shown(database: str):
+    run_id = "20261121-120000-big-ef56"
+    run = RunRecord(run_id=run_id, name="big", kind="scaling", spec={}, spec_hash="5", state=RunState.PENDING)
+    with Store.open(database) as store:
+        store.apply(run)
+        assert "pending" in text(show("runs"))
+        said = text(show("runs", run=run_id))
+        assert "pending" in said
+        assert "No point has been planned yet." in said
+        store.apply(RunEndRecord(run_id=run_id, state=RunState.FAILED, reason="no node has 8 GPUs"))
+    assert "No results yet" not in text(show("overview"))
+    st.cache_data.clear()
+    said = text(show("runs", run=run_id))
+    assert "failed" in said
+    assert "no node has 8 GPUs" in said
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -206,6 +224,16 @@ def test_scaling_begins_with_the_newest_complete_sweep(
     with Store.open(complete) as store:
         store.apply_many(small_sweep(HALF, lengths, state, kind))
     assert show("scaling").multiselect[0].value[0] == (HALF if opens else RUN)
+
+
+def test_many_newer_runs_hide_neither_the_sweep_nor_the_reported_curve(complete: str):
+    with Store.open(complete) as store:
+        for number in range(210):
+            store.apply_many(small_sweep(f"{HALF}-{number}", (512, 1024, 2048), RunState.DONE))
+    assert show("scaling").multiselect[0].value == [RUN, CURVE]
+    newer = f"{HALF}-0"
+    assert check(_visit("scaling", {"run": [RUN, newer]})).multiselect[0].value == [RUN, newer]
+    assert {RUN, CURVE} < set(show("runs").dataframe[0].value["Id"])
 
 
 def test_without_a_complete_sweep_scaling_begins_with_the_newest_results(database: str):

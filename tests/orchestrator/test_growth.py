@@ -120,6 +120,17 @@ def test_an_overhead_is_told_from_growth(exponent: float, equal_at: int, lengths
     assert np.median([law.ci_high - law.ci_low for law in laws if law]) < 0.3
 
 
+@pytest.mark.parametrize("lengths", [OCTAVES[1:7], 4 * OCTAVES[:7]], ids=["six", "seven"])
+@pytest.mark.parametrize("factor", [0.5, 2, 32])
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_few_lengths_do_not_hide_an_overhead_from_the_interval(exponent: float, factor: float, lengths: np.ndarray):
+    """With 3 % noise; the overhead equals the work at `factor` times the shortest length (32: half of the longest)."""
+    rng = np.random.default_rng(9)
+    true = (factor * lengths[0]) ** exponent + lengths.astype(float) ** exponent
+    laws = [fit_growth(lengths, true * np.exp(rng.normal(0, 0.03, len(lengths)))) for _ in range(100)]
+    assert sum(law.ci_low <= exponent <= law.ci_high for law in laws if law) >= 92
+
+
 @pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
 def test_without_an_overhead_the_plain_law_is_chosen(exponent: float):
     rng = np.random.default_rng(8)

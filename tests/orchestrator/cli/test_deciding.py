@@ -11,7 +11,7 @@ import pytest
 from orchestrator.cli import commands
 from orchestrator.cli.planning import Node
 from orchestrator.gates.decisions import decisions
-from orchestrator.gates.rules import load_gates
+from orchestrator.gates.rules import DEFAULT_GATES, load_gates
 from orchestrator.gates.verdicts import judge
 from orchestrator.records import MetricData, OutcomeRecord
 from orchestrator.store import Store, queries
@@ -60,13 +60,23 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
     assert not (tmp_path / "nsa.db").exists()
 
 
-def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa):
-    _, out, _ = nsa("plan", "m7c-125m-training/2x-a100")
+def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa, tmp_path: Path):
+    rules = DEFAULT_GATES.read_text().replace("{spec: learns_m7c.yaml}", "{lacking: a job that learns}")
+    (tmp_path / "gates.yaml").write_text(rules)
+    _, out, _ = nsa("plan", "m7c-125m-training/2x-a100", "--gates", str(tmp_path / "gates.yaml"))
     before, after = out.split("  no command settles:\n")
-    assert before.count("nsa submit") == 1
-    ranks = "training on several GPUs (`ranks` of the job kind `train`)"
-    assert f"    throughput, peak-memory, utilisation, rank-imbalance on 2× A100 80 GB: {ranks}\n" in after
-    assert "    soak-memory-slope on 2× A100 80 GB: the job kind `soak`\n" in after
+    assert before.count("nsa submit") == 3
+    assert "settles throughput, peak-memory, utilisation, rank-imbalance on 2× A100 80 GB" in before
+    assert "    learns on 2× A100 80 GB: a job that learns\n" in after
+
+
+def test_a_command_that_its_spec_refuses_is_not_advised(nsa: Nsa, tmp_path: Path):
+    rules = DEFAULT_GATES.read_text().replace("{spec: demo.yaml}", "{spec: demo.yaml, set: ['lengths=[0]']}")
+    (tmp_path / "gates.yaml").write_text(rules)
+    for command in ("plan", "resolve"):
+        code, _, err = nsa(command, "linear-scaling/cpu", "--gates", str(tmp_path / "gates.yaml"))
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith("error: set: ['lengths=[0]']: demo.yaml refuses it: lengths")
 
 
 @pytest.mark.usefixtures("measured")

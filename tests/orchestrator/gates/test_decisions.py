@@ -11,7 +11,7 @@ from orchestrator.gates.rules import load_gates
 from orchestrator.gates.steps import Step, merged
 from orchestrator.gates.verdicts import judge
 from orchestrator.records import PointRecord, Record, RunRecord
-from orchestrator.states import Result
+from orchestrator.states import PointState, Result
 from orchestrator.store import Store
 
 SCALING = "nsa submit jobs/configs/scaling_m7c.yaml --set resources.accelerator_type="
@@ -40,9 +40,6 @@ def test_a_fresh_database_names_the_command_for_each_rule():
     for rule in verdicts["m7c-125m-training/1x-a100"].rules:
         assert rule.result is Result.UNKNOWN
         assert rule.step is not None
-        if rule.rule == "soak-memory-slope":
-            assert (rule.step.command, rule.step.lacking) == (None, "the job kind `soak`")
-            continue
         assert rule.step.command is not None
         assert rule.step.command.startswith("nsa submit jobs/configs/")
         assert rule.step.command.endswith(".yaml --set resources.accelerator_type=A100")
@@ -56,14 +53,26 @@ def test_steps_are_merged_by_command_with_those_without_one_last():
     assert decision.sentence == (
         "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 1× H200 or 2× H200."
     )
-    first, *_, last = decision.steps
+    first, *_ = decision.steps
     assert first.command == f"{SCALING}A100"
     assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
     assert first.settles == ("correctness", "memory-exponent", "not-slower-than-dense", "no-failures", "estimator")
     commands = [step.command for step in decision.steps if step.command]
-    assert len(commands) == len(set(commands)) == 6
-    assert [step.command is None for step in decision.steps] == sorted(step.command is None for step in decision.steps)
-    assert last.command is None
+    # On each card: sweep, training, soak, what is learned; on two: ranks, and their soak.
+    assert len(commands) == len(set(commands)) == len(decision.steps) == 16
+    lacking = dataclasses.replace(first, command=None, lacking="a job")
+    assert [step.command for step in merged([lacking, first, lacking])] == [first.command, None]
+
+
+def test_a_soak_takes_the_minutes_that_it_asks_for():
+    (step,) = (
+        each
+        for each in fresh()["m7c-125m-training"].steps
+        if each.settles[0].startswith("soak") and each.gpus == 2 and "H200" in str(each.accelerator)
+    )
+    assert step.command == "nsa submit jobs/configs/soak_m7c.yaml --set ranks=2 --set resources.accelerator_type=H200"
+    assert (step.minutes, step.basis) == (30, "the minutes of the spec, without start-up")
+    assert step.settles == ("soak-memory-slope", "soak-throughput-drift", "soak-lasts")
 
 
 def test_a_predicted_duration_is_scaled_from_another_card():
@@ -77,14 +86,16 @@ def test_a_predicted_duration_is_scaled_from_another_card():
 
 
 def test_a_run_on_the_card_precedes_published_durations(sqlite_store: Store, sweep):
-    def minutes(run_id: str, points: int) -> Step:
-        lengths = tuple(512 + n for n in range(points))
-        records = sweep(run_id, laws={"naive": 2.0}, lengths=lengths, gpu="NVIDIA A100-SXM4-80GB")
+    def minutes(run_id: str, points: int, *crashed: PointState) -> Step:
+        lengths = tuple(512 + n for n in range(points - len(crashed)))
+        failures = dict.fromkeys(crashed, "killed")
+        records = sweep(run_id, laws={"naive": 2.0}, lengths=lengths, gpu="NVIDIA A100-SXM4-80GB", failures=failures)
         sqlite_store.apply_many([records[0].model_copy(update={"name": "scaling-m7c"}), *records[1:]])
         decision = next(each for each in decide(sqlite_store, load_gates()) if each.name == "m7c-125m-training")
         return next(step for step in decision.steps if step.command == f"{SCALING}A100")
 
     assert "scaled" in minutes("small", 3).basis  # its few points are another amount of work
+    assert "scaled" in minutes("broken", 128, PointState.CRASH).basis  # it ended before its work was done
     step = minutes("whole", 128)
     assert step.minutes == pytest.approx(1000 / 60)
     assert step.basis == "run whole at cccccccccc: 128 points on NVIDIA A100-SXM4-80GB"
@@ -94,7 +105,7 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
     sqlite_store.apply_many(training(sweep(laws={"triton": 1.0}, lengths=(2048,), gpu="NVIDIA H200")))
     (decision,) = decide(sqlite_store, load_gates().only("m7c-125m-training"))
     assert "nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100 or 2× H200. On 1× H200: " in decision.sentence
-    assert "512,000 tok/s of 2,370 needed; 7 of 8 rules open." in decision.sentence
+    assert "512,000 tok/s of 2,370 needed; 10 of 11 rules open." in decision.sentence
     (verdict,) = [each for each in decision.verdicts if each.measured]
     rules = [
         dataclasses.replace(rule, result=Result.GO, step=None) if rule.rule != "soak-memory-slope" else rule
@@ -107,8 +118,17 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
 @pytest.mark.parametrize(
     ("laws", "result", "said"),
     [
-        ({"chunked": 1.0, "naive": 2.0}, Result.UNKNOWN, "On CPU: memory-exponent 1, at most 1.15, naive-contrast 2, "),
-        ({"chunked": 1.0, "naive": 1.5}, Result.NO_GO, "No on CPU: naive-contrast 1.5, at least 1.7. Nothing measured"),
+        (
+            {"chunked": 1.0, "naive": 2.0},
+            Result.UNKNOWN,
+            "On CPU: memory-exponent 1 (at most 1.15), naive-contrast 2 (at least 1.7); ",
+        ),
+        ({"chunked": 1.0, "naive": 1.6999}, Result.NO_GO, "No on CPU: naive-contrast 1.6999 (at least 1.7). "),
+        (
+            {"chunked": 1.0, "naive": 1.5},
+            Result.NO_GO,
+            "No on CPU: naive-contrast 1.5 (at least 1.7). Nothing measured",
+        ),
     ],
 )
 def test_a_decision_follows_its_hardware(sqlite_store: Store, sweep, laws: dict, result: Result, said: str):

@@ -364,6 +364,8 @@ def test_an_unknown_target_is_named():
         GatesError, match="target: 'linear' is unknown; use one of m7c-125m-training, m7c-125m-training/1x"
     ):
         load_gates().only("linear")
+    with pytest.raises(GatesError, match="target: 'linear-scaling/' is unknown"):
+        load_gates().only("linear-scaling/")
 
 
 def test_another_model_on_the_card_is_not_evidence_for_this_one(sqlite_store: Store, sweep):
@@ -403,3 +405,62 @@ def test_a_filter_that_could_hold_nothing_or_everything_is_refused(axes: str, sa
     (tmp_path / "gates.yaml").write_text(f"targets: [{{name: t, title: t, rules: [{rule}]}}]")
     with pytest.raises(GatesError, match=said):
         load_gates(tmp_path / "gates.yaml")
+
+
+@pytest.mark.parametrize("bound", [".nan", ".inf", "-.inf", "true", "'1'"])
+@pytest.mark.parametrize("side", ["at_most", "at_least"])
+def test_a_bound_that_nothing_can_violate_is_refused(tmp_path: Path, side: str, bound: str):
+    path = tmp_path / "g.yaml"
+    path.write_text(
+        "targets: [{name: t, title: T, rules: [{rule: r, title: R, measure: run it, kind: metric, metric: time,"
+        f" unit: ms, {side}: {bound}}}]}}]"
+    )
+    with pytest.raises(GatesError, match=f"targets.t.rules.r.{side}: ") as caught:
+        load_gates(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("targets: 2001-99-99", "is not YAML"),
+        ("[" * 3000, "nested too deep"),
+        ("targets: []\ntargets: []", "targets: given twice, in lines 1 and 2; keep one of the two"),
+        ("targets: 5", "write a list"),
+    ],
+)
+def test_strange_files_are_one_line(tmp_path: Path, content: str, message: str):
+    (tmp_path / "g.yaml").write_text(content)
+    with pytest.raises(GatesError, match=message) as caught:
+        load_gates(tmp_path / "g.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_newer_run_whose_points_failed_is_not_hidden_by_an_older_success(sqlite_store: Store, sweep, tmp_path: Path):
+    gates = gates_of(
+        tmp_path,
+        {"kind": "metric", "metric": "time", "unit": "ms", "where": {"implementation": "naive"}, "at_most": 1e9},
+    )
+    sqlite_store.apply_many(sweep("old", laws={"naive": 2.0}, lengths=(65536,)))
+    assert evaluate(sqlite_store, gates)[0].result is GO
+    crashed = sweep("new", laws={"chunked": 1.0}, lengths=(65536,), failures={PointState.CRASH: "killed"})
+    number = {record.point_id: record.axes for record in crashed if isinstance(record, PointRecord)}
+    assert any(axes["implementation"] == "naive" for axes in number.values())
+    sqlite_store.apply_many(later(crashed))
+    (rule,) = evaluate(sqlite_store, gates)[0].rules
+    assert (rule.result, rule.value) == (UNKNOWN, None)
+    assert rule.reason.startswith("not measured: naive S=65537 ended crash in run new at cccccccccc; ")
+    other = [
+        record.model_copy(update={"axes": {**record.axes, "head_dim": 128}})
+        if isinstance(record, PointRecord)
+        else record
+        for record in crashed
+    ]
+    assert evaluate(sqlite_store, gates, ["old"])[0].result is GO
+    sqlite_store.apply_many(later([r.model_copy(update=_renamed(r, "new", "other")) for r in other]))
+    assert evaluate(sqlite_store, gates, ["old", "other"])[0].result is GO  # another shape failed
+
+
+def _renamed(record: Record, old: str, new: str) -> dict[str, str]:
+    names = {name: getattr(record, name, None) for name in ("run_id", "point_id")}
+    return {name: value.replace(old, new, 1) for name, value in names.items() if isinstance(value, str)}

@@ -155,6 +155,10 @@ def test_default_memory_rule_judges_what_runs_on_the_hardware(sqlite_store: Stor
         ("measure: run it", "measure: {}", "give either spec"),
         ("name: t\n", f"name: {'t' * 76}\n", "is longer than 80 letters"),
         ("unit: ms", f"unit: {'m' * 21}", "unit"),
+        ("at_most: 1}}", "at_most: null}}", "per_hardware.cpu.at_most: None: is nothing to change it to"),
+        ("at_most: 1}}", "at_most: .nan}}", "per_hardware.cpu.at_most: nan: "),
+        ("at_most: 1}}", "measure: null}}", "per_hardware.cpu.measure: None: is nothing to change it to"),
+        ("accelerator: H200", "accelerator: ''", "hardware.1x-h200.accelerator: ''"),
     ],
 )
 def test_mistakes_about_hardware_are_told(path: Path, old: str, new: str, message: str):
@@ -163,3 +167,29 @@ def test_mistakes_about_hardware_are_told(path: Path, old: str, new: str, messag
     with pytest.raises(GatesError) as caught:
         load_gates(path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H200 MIG 1g.18gb"])
+def test_another_card_with_the_name_inside_or_a_slice_is_not_the_card(sqlite_store: Store, sweep, card: str):
+    sqlite_store.apply_many(sweep(laws={"triton": 1.0, "naive": 2.0}, gpu=card))
+    assert not any(each.judged for each in evaluate(sqlite_store, load_gates()))
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("1x-a100", A100),
+        ("1x-a100", "NVIDIA A100 80GB PCIe"),
+        ("1x-h100", H100),
+        ("1x-h100", "NVIDIA H100 PCIe"),
+        ("1x-h200", H200),
+        (None, "NVIDIA A100-SXM4-40GB"),
+    ],
+)
+def test_the_cards_of_the_default_hardware(name: str | None, card: str):
+    assert [each.name for each in load_gates().hardware if each.is_card(card) and each.gpus == 1] == [name] * bool(name)
+
+
+def test_a_slice_can_be_hardware_of_its_own():
+    whole = load_gates().hardware[3]
+    assert whole.model_copy(update={"gpu": "NVIDIA H200 MIG 1g*"}).is_card("NVIDIA H200 MIG 1g.18gb")

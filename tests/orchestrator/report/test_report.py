@@ -40,7 +40,7 @@ def test_markdown_contains_all_sections(filled: Store):
     assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 | 4K 2.0, 8K 2.0 |" in text
     assert "## Verdict linear-scaling/cpu: NO-GO" in text
     assert "| naive-contrast | GO | 2 | >= 1.7 | +0.3 |" in text
-    assert "| soak-memory-slope | UNKNOWN |  | <= 1 %/1000 steps |  | not measured:" in text
+    assert "| soak-memory-slope | UNKNOWN |  | <= 0.1 %/1000 steps |  | not measured:" in text
     assert "| naive S=65542 | hang | silent for 120 s \\| twice |" in text
     assert "| naive S=65543 | skipped | needs 93.1 GiB |" in text
     assert "| gpu.driver | 580 |" in text
