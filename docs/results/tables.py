@@ -20,6 +20,11 @@ PAGES = {
     "bench": "bench.md",
     "train": "training.md",
     "decode": "decoding.md",
+    "branches": "branches.md",
+    "estimate": "estimate.md",
+    "capacity": "capacity.md",
+    "profile": "profile.md",
+    "soak": "soak.md",
     "drill": "drill.md",
 }
 """The page of each kind of job."""

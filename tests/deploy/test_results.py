@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator import journal
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 JOURNALS = sorted((RESULTS / "data").glob("*.jsonl.gz"))
@@ -67,8 +69,9 @@ def test_an_edited_table_would_be_noticed(tmp_path: Path) -> None:
 def test_a_committed_journal_tells_of_no_machine(path: Path, tmp_path: Path) -> None:
     done = take_in(path, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-    text = gzip.decompress(path.read_bytes()).decode()
+    unchanged = list(journal.read(tmp_path / path.name)) == list(journal.read(path))
+    assert unchanged  # by itself: a comparison of megabytes takes pytest minutes to explain
+    text = gzip.decompress(path.read_bytes()).decode().replace("https://docs.pytorch.org/", "")  # in its messages
     assert not [word for word in ("/tmp", "/home", "/root", "GPU-", "uuid", "://") if word in text]
     assert all(record["type"] != "artifact" for record in lines(path))
 
@@ -113,10 +116,10 @@ def as_measured(records: Lines) -> Lines:
 
 @pytest.mark.parametrize("path", [SCALING, DRILL], ids=["scaling", "drill"])
 def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_path: Path) -> None:
-    journal = written(tmp_path / "journal.jsonl", as_measured(lines(path)))
-    done = take_in(journal, tmp_path)
-    assert done.returncode == 0, done.stderr
-    taken, expected = lines(tmp_path / path.name), lines(path)
+    plain, private = tmp_path / "plain", tmp_path / "private"
+    done = [take_in(path, plain), take_in(written(tmp_path / "x.jsonl", as_measured(lines(path))), private)]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    taken, expected = lines(private / path.name), lines(plain / path.name)
     for record in expected:
         if record["type"] == "outcome" and record["environment"] and record["reason"]:
             record["reason"] += " at b.py on host-1. host-1 is ADDRESS, GPU"
