@@ -16,20 +16,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# Tests that the workers of `make test` run one after the other, each group in one worker.
+# Tests that `make test` runs one after the other, each group in one worker: they start processes and have deadlines.
 # Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
-STARTS_PROCESSES = (  # and has deadlines, ports or a Ray cluster
-    "tests/dashboard/test_browser.py",
+ON_CLUSTERS = (  # of Ray
     "tests/deploy/test_token.py",
-    "tests/deploy/test_wheel.py",
     "tests/e2e/",
-    "tests/orchestrator/attempt/",
     "tests/orchestrator/cli/test_services.py",
+)
+IN_PROCESSES = (
+    "tests/dashboard/test_browser.py",
+    "tests/deploy/test_wheel.py",
+    "tests/jobs/test_checkpoints.py",
+    "tests/jobs/test_ranks.py",
+    "tests/jobs/test_soak.py",
+    "tests/orchestrator/attempt/",
     "tests/orchestrator/run/",
     "tests/orchestrator/store/test_claim.py",
     "tests/orchestrator/test_artifacts.py",
 )
-GROUPS = (STARTS_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the latter: two tests of one compilation
+GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: two tests of one compilation
 
 
 def _group(nodeid: str) -> str | None:

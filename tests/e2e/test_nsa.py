@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from free_ports import free_ports
 
+from jobs.kinds import kinds
 from orchestrator import provenance
 from orchestrator.store import Store, queries
 
@@ -77,7 +78,7 @@ targets:
     hardware: [1x-h100, cpu]
     rules:
       - {rule: wrong, title: its spec is wrong, kind: states, where: {job: decode}, measure: {
-          spec: demo.yaml, set: ["implementations=[nonesuch]"]}}
+          spec: demo.yaml, set: ["implementations=[triton]"]}}
       - {rule: measured, title: no point failed, kind: states, where: {job: scaling}, measure: {
           spec: demo.yaml, set: ["lengths=[64]", "implementations=[chunked]", "passes=[forward]", timing.min_s=0]}}
       - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: {lacking: the job kind `soak`}}
@@ -92,11 +93,31 @@ def test_resolve_runs_what_this_cluster_can_and_judges(env: dict[str, str], tmp_
     done = _run(env, "nsa", "resolve", "quick", "--gates", str(tmp_path / "gates.yaml"))
     assert done.returncode == 3, done.stdout + done.stderr
     assert (_last(env)["kind"], _last(env)["ok"]) == ("scaling", 1)  # run after the wrong one
-    assert re.search(r"^failed \(implementations.*nonesuch", done.stdout, re.MULTILINE)
+    assert re.search(r"^failed \(implementations.*triton", done.stdout, re.MULTILINE)
     assert "needs a node with 1× H100; this cluster has no GPU" in done.stdout
     assert "no command settles soaked on CPU: the job kind `soak`" in done.stdout
     assert "GO      measured: 0 (bound <= 0 points, margin 0): 0 of 1 points ended" in done.stdout
     assert "Not yet: nothing measured on 1× H100. On CPU: open: wrong, soaked." in done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_every_kind_runs_as_a_ray_job(env: dict[str, str]) -> None:
+    """By the small spec that has its name; together, so that the cluster is never idle."""
+    small = ((kind, ROOT / "jobs" / "configs" / f"{kind}_smoke.yaml") for kind in kinds())
+    specs = [path for _, path in small if path.exists()]
+    assert len(specs) >= 6
+    before = set(_runs(env))
+
+    def submitted() -> list[dict]:
+        return [run for run_id, run in _runs(env).items() if run_id not in before]
+
+    for spec in specs:
+        done = _run(env, "nsa", "submit", "--no-wait", str(spec))
+        assert done.returncode == 0, done.stdout + done.stderr
+    _until(lambda: len(submitted()) == len(specs), 240)
+    _until(lambda: all(run["state"] not in ("pending", "running") for run in submitted()), 480)
+    for run in submitted():
+        assert (run["state"], run["failed"], run["skipped"], run["ok"] > 0) == ("done", 0, 0, True), run
 
 
 def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
@@ -113,13 +134,18 @@ def _run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
 
 
+def _runs(env: dict[str, str]) -> dict[str, dict]:
+    with Store.open(f"sqlite:///{env['NSA_HOME']}/nsa.db", readonly=True) as store:
+        return {run["run_id"]: run for run in queries.runs(store).to_dict("records")}
+
+
 def _last(env: dict[str, str]) -> dict:
     with Store.open(f"sqlite:///{env['NSA_HOME']}/nsa.db", readonly=True) as store:
         return queries.runs(store, limit=1).to_dict("records")[0]
 
 
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def _until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.3)
