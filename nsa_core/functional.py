@@ -56,7 +56,7 @@ def nsa_attention(
         config: block sizes, counts and the window.
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones are concatenated.
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
-        cu_seqlens: bounds of packed sequences.
+        cu_seqlens: bounds of packed sequences, of which any may be empty.
         max_seqlen: length of the longest packed sequence. With it all sequences are computed at once, as a batch of
             that length, without waiting for the device; without it one by one, and cu_seqlens is read on the host.
         scale: of q·k; 1/sqrt(Dk) unless given.
