@@ -177,11 +177,13 @@ def test_packed_sequences_are_separate_ones(make_case, longest):
     spans = [(start, end) for start, end in pairwise(bounds.tolist()) if start < end]
     singles = [[x[:, a:b].detach().requires_grad_() for x in case.leaves] for a, b in spans]
     outs = [nsa_attention(*one, FEW, backend="triton") for one in singles]
-    assert torch.equal(packed, torch.cat([out[0] for out in outs]))
+    assert distance(packed, torch.cat([out[0] for out in outs])) < 3e-3
+    assert longest is not None or torch.equal(packed, torch.cat([out[0] for out in outs]))
     grads = torch.autograd.grad(packed.square().sum(), case.leaves)
     alone = [torch.autograd.grad(out.square().sum(), one) for out, one in zip(outs, singles, strict=True)]
     for got, parts in zip(grads, zip(*alone, strict=True), strict=True):
-        assert distance(got, torch.cat(parts, 1)) < (1e-12 if longest is None else 3e-3)
+        whole = torch.cat(parts, 1)
+        assert torch.equal(got, whole) if longest is None else distance(got, whole) < 3e-3
 
 
 def test_a_batch_is_its_sequences(make_case):
