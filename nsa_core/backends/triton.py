@@ -13,9 +13,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..config import NSAConfig
-from ..errors import BackendError
+from ..errors import BackendError, InputError
 from ..routes import Branch, note
 from ._toolchain import triton_problem
 
@@ -85,6 +86,7 @@ def attend(
     gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
+    _refuse_negative(gates)
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
     plan = kernels.Call(config, branches, offset, scale)
     for branch in branches:
@@ -110,9 +112,23 @@ def _one(
     offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     note(branch, "triton")
+    if gate is not None:
+        _refuse_negative(gate)
     kernels = _kernels(q, v)
     plan = kernels.Call(config, (branch,), offset, scale)
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
+
+
+def _refuse_negative(gates: Tensor) -> None:
+    """Raise InputError for gates below 0: the backward takes their logarithm, and gradients would be NaN.
+
+    On a GPU only under autograd's anomaly detection, because a look at them waits for the device.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or gates.is_meta or isinstance(gates, FakeTensor):
+        return
+    if (torch.is_anomaly_enabled() or not gates.is_cuda) and (gates < 0).any():
+        fix = 'give gates of 0 or more, as a sigmoid does, or use backend="chunked"'
+        raise InputError("gates", f"{gates.min().item():.3g}", fix)
 
 
 def _kernels(q: Tensor, other: Tensor) -> ModuleType:
