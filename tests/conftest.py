@@ -19,6 +19,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Tests that `make test` runs one after the other, each group in one worker: they start processes and have deadlines.
 # Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
 ON_CLUSTERS = (  # of Ray
+    "tests/deploy/test_compose_stack.py",
     "tests/deploy/test_token.py",
     "tests/e2e/",
     "tests/orchestrator/cli/test_services.py",

@@ -17,7 +17,7 @@ import psutil
 from free_ports import free_ports
 
 BIN = Path(sys.executable).parent
-_NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cluster:
 def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     """A cluster of one node with pretended GPUs."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
-    names = ["port", "dashboard-port", *_NODE_PORTS]
+    names = ["port", "dashboard-port", *NODE_PORTS]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = ["ray", "start", "--head", "--block", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000"]
@@ -68,7 +68,7 @@ def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variab
     before = _living_nodes(cluster)
     command = ["ray", "start", "--block", f"--address={cluster.address}", f"--num-cpus={cpus}", *options]
     command += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-    command += [f"--{port}={number}" for port, number in zip(_NODE_PORTS, free_ports(len(_NODE_PORTS)), strict=True)]
+    command += [f"--{port}={number}" for port, number in zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)]
     log = cluster.folder / f"{name}.log"
     with log.open("w") as out:
         env = cluster.env(cluster.folder) | variables

@@ -88,14 +88,7 @@ class Child:
             raise
         finally:
             os.close(events)
-        # If this process dies, the guard reads end of file, kills the worker's group, even a stopped one, and removes
-        # its files, which may be large. The pause: killed processes may still be writing.
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _; kill -9 "-$0"; sleep 1; rm -rf -- "$1"', str(self.pid), str(self._folder)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = _guard(self.pid, self._folder)
 
     @property
     def pid(self) -> int:
@@ -174,8 +167,7 @@ class Child:
         """
         if self._process.returncode is None:
             strays = self.tree()
-            self._guard.kill()  # before the worker is reaped and its group's number can be reused
-            self._guard.wait()
+            self._dismiss_guard()  # before the worker is reaped and its group's number can be reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             for process in strays:
@@ -187,6 +179,11 @@ class Child:
             while any(_runs(process) for process in strays) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
+
+    def _dismiss_guard(self) -> None:
+        """Have the guard end without doing anything."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._guard, b"\n")
 
     def _event(self, line: bytes) -> protocol.Event | Violation:
         try:
@@ -208,13 +205,36 @@ class Child:
     def discard(self) -> None:
         """Kill the worker, close its pipes and remove its files. The handle cannot be used afterwards."""
         self.kill()
-        for process in (self._process, self._guard):
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-        with contextlib.suppress(OSError):
-            os.close(self._events)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        for pipe in (self._events, self._guard):
+            with contextlib.suppress(OSError):
+                os.close(pipe)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _guard(worker: int, folder: Path) -> int:
+    """Start the worker's guard; return the pipe that it reads.
+
+    If this process dies, the guard reads end of file, kills the worker's group, even a stopped one, and removes its
+    files, which may be large. The pause: killed processes may still be writing. It is no child of this process: where
+    this is a worker of Ray that loses its node, Ray kills its children, and what they have started would live on.
+    """
+    pipe, sink = os.pipe()
+    act = '{ read -r _ <&3 || { kill -9 "-$0"; sleep 1; rm -rf -- "$1"; }; } &'
+    try:
+        subprocess.run(
+            ["/bin/sh", "-c", f"exec 3<&0; {act}", str(worker), str(folder)],
+            stdin=pipe,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+    finally:
+        os.close(pipe)
+    return sink
 
 
 def _runs(process: psutil.Process) -> bool:

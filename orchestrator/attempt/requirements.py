@@ -16,6 +16,7 @@ from orchestrator.attempt import protocol
 from orchestrator.attempt.supervisor import ProbeError, probe
 from orchestrator.messages import Requirements
 
+_NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _LACKS = re.compile(r"No module named '([^'.]+)")
 
 
@@ -135,8 +136,11 @@ class _Interpreter:
 
     def _explained(self, reason: str) -> str:
         """A failure of a child as a line: the field, the value, the mistake, and the fix."""
-        if self.python is None:
+        if self.python is None and _NAMED.match(reason):
             return reason
+        if self.python is None:
+            fix = "see what ends processes there (memory, a driver), then submit again"
+            return f"device: {self.device!r}: cannot be looked at on node {_node()}: {reason}; {fix}"
         place = f"python: {self.python!r}: "
         if lacks := _LACKS.search(reason):
             fix = f"install it with {self.python} -m pip install, or nsa-bench with all that it needs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -27,14 +26,11 @@ def announced(store: Store | None, run: RunRecord) -> Iterator[None]:
         return
     with suppress(StoreUnavailable):  # what waits can be measured all the same
         store.apply(run.model_copy(update={"state": RunState.PENDING}))
-    before = signal.signal(signal.SIGTERM, _interrupt)  # of `ray job stop`
     try:
         yield
     except BaseException as err:
         never_began(store, run, err)
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def never_began(store: Store, run: RunRecord, err: BaseException) -> None:
@@ -45,7 +41,3 @@ def never_began(store: Store, run: RunRecord, err: BaseException) -> None:
     event = EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message)
     with suppress(StoreUnavailable):
         store.apply_many([event, RunEndRecord(run_id=run.run_id, state=state, reason=reason)])
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         order = read_order(argv)
         if not order.dry_run:
-            return _run(order)
+            with _interruptible():
+                return _run(order)
         print_points(order.spec)
         return OK
     except (UserError, SpecError, StoreError) as err:
@@ -236,6 +237,20 @@ def _close(
         except UserError as err:  # the results are stored; without a verdict the run still ended well
             console.print(f"no verdict now: {err}; judge later: nsa gate {order.run_id}", markup=False)
     console.print(f"run {order.run_id}: {state}", markup=False)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt: before the first point there is nothing to record of it."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextmanager

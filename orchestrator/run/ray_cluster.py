@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -25,15 +26,15 @@ from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, g
 from orchestrator.run.ray_folder import listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.room import Share, card_types, check_resources
 from orchestrator.run.upload import collect
-from orchestrator.run.waiting import RoomWatch
+from orchestrator.run.waiting import ClusterWatch
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
 
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
+_PROBES = 3
 _CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
-_PULSE_S = 5.0
-_GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
+_ANSWER_S = 5.0
 
 
 class RayExecutor:
@@ -59,8 +60,7 @@ class RayExecutor:
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
-        self._pulse = _Pulse()
-        self._room = RoomWatch(lambda: check_resources(spec, list(_nodes().values())))
+        self._watch = ClusterWatch(_head(), lambda: check_resources(spec, list(_nodes().values())))
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As the interface says; also pins the points to the type of the card that was probed."""
@@ -69,7 +69,8 @@ class RayExecutor:
         wanted = Requirements.of(self._spec)
         has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
         gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
-        task: Any = ray.remote(max_retries=0, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
+        # A probe whose worker or node is lost says nothing about the spec: another is tried.
+        task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
         answer = task.options(**_placement(self._share(gpus))).remote(wanted, None if gpus else "")
         try:
             with _gone():
@@ -79,8 +80,8 @@ class RayExecutor:
                         file=sys.stderr,
                         flush=True,
                     )
-                while not ray.wait([answer], timeout=_PULSE_S)[0]:
-                    self._check_cluster()
+                while not ray.wait([answer], timeout=_ANSWER_S)[0]:
+                    self._watch.look()
                 node, machines = ray.get(answer)
         except ProbeError as err:
             raise ExecutorError(str(err)) from None
@@ -137,7 +138,7 @@ class RayExecutor:
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray
 
-        self._check_cluster()
+        self._watch.look()
         if not self._live:
             time.sleep(timeout)
             return []
@@ -170,10 +171,6 @@ class RayExecutor:
         self._live.pop(stream, None)
         return end
 
-    def _check_cluster(self) -> None:
-        self._pulse.check()
-        self._room.look()
-
     def _share(self, gpus: float) -> Share:
         """Resources of a point, or of one of its ranks."""
         return Share.of(self._spec, gpus, self._type)
@@ -197,27 +194,6 @@ def _supervise(
         context = ray.get_runtime_context()
         cluster = replace(cluster, address=context.gcs_address, runtime_env=dict(context.runtime_env.to_dict()))
     yield from supervisor.supervise(assignments, conditions, gpus, cluster=cluster)
-
-
-class _Pulse:
-    """Checks from time to time that the cluster's head still answers."""
-
-    def __init__(self) -> None:
-        import ray
-
-        self._address = ray.get_runtime_context().gcs_address
-        self._heard = self._looked = time.monotonic()
-
-    def check(self) -> None:
-        """Look every 5 s. Raises ExecutorGone once the head has been silent for 30 s."""
-        clock = time.monotonic()
-        if clock - self._looked < _PULSE_S:
-            return
-        self._looked = clock
-        if listens(self._address):
-            self._heard = clock
-        elif clock - self._heard > _GONE_S:
-            raise ExecutorGone(f"the Ray cluster went away: its head at {self._address} does not answer")
 
 
 def _check_interpreters(spec: JobSpec) -> None:
@@ -259,7 +235,8 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
         try:
-            ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
+            with _own_sigterm():
+                ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError:
             raise ExecutorError(
                 f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
@@ -267,6 +244,18 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
             ) from None
         except Exception as err:  # other versions, a wrong token: Ray's message is the reason
             raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _unreachable(address: str) -> ExecutorError:
@@ -299,6 +288,14 @@ def _checks(wanted: Requirements) -> str:
     """The work of a probe beyond looking at the machine, in words; "" if there is none."""
     count = len(wanted.envs) * len(wanted.pythons)
     return f", and to check {count} environments there" if count > 1 else ""
+
+
+def _head() -> str:
+    """Address of the cluster's head."""
+    import ray
+
+    address: str = ray.get_runtime_context().gcs_address
+    return address
 
 
 def _nodes() -> dict[str, dict[str, float]]:

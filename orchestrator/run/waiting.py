@@ -1,4 +1,4 @@
-"""Waiting for a cluster to have room, for as long as it can ever have it."""
+"""Whether a cluster still answers, and can ever have the room that a run waits for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,42 @@ import time
 from collections.abc import Callable
 
 from orchestrator.run.executor import ExecutorError, ExecutorGone
+from orchestrator.run.ray_folder import listens
 
 NEVER_S = 600.0
 """Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
 
 _LOOK_S = 5.0
+_GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
+
+
+class ClusterWatch:
+    """Whether the cluster's head still answers, and the cluster can run a point.
+
+    Args:
+        head: its address, "host:port".
+        check: asks the head; raises ExecutorError while no node can run a point.
+    """
+
+    def __init__(self, head: str, check: Callable[[], None]) -> None:
+        self._head = head
+        self._room = RoomWatch(check)
+        self._heard = self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Look every 5 s. Raises ExecutorGone once the head was silent for 30 s, or as `RoomWatch.look` does.
+
+        A head that is silent is asked for nothing: the answer would be waited for until Ray ends this process.
+        """
+        clock = time.monotonic()
+        if clock - self._looked < _LOOK_S:
+            return
+        self._looked = clock
+        if listens(self._head):
+            self._heard = clock
+            self._room.look()
+        elif clock - self._heard > _GONE_S:
+            raise ExecutorGone(f"the Ray cluster went away: its head at {self._head} does not answer")
 
 
 class RoomWatch:

@@ -150,6 +150,18 @@ def test_a_lost_worker_costs_its_point_one_attempt(cluster: Cluster, home: Path)
     assert "got lost" in out
 
 
+def test_a_probe_that_is_lost_with_its_worker_is_made_again(cluster: Cluster, home: Path) -> None:
+    command = [sys.executable, "-m", "jobs", DRILL, *settings("[ok]")]
+    driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: bool(point_processes(cluster)), 120)
+    assert not (home / "artifacts").exists()  # no point yet: it is the probe's
+    worker = point_processes(cluster)[0].parent()
+    assert worker is not None
+    worker.kill()
+    out, _ = driver.communicate()
+    assert driver.returncode == 0, out
+
+
 def test_a_stopped_job_ends_cancelled_and_leaves_no_process(cluster: Cluster, home: Path) -> None:
     args = settings("[ok, timeout, ok]", "resources.workers=1", "deadlines.point_s=600")
     job = f"stop-{os.getpid()}"

@@ -181,6 +181,17 @@ def test_the_long_search_for_a_variable_is_made_once(monkeypatch) -> None:
     assert asked == [("MALLOC_ARENA_MAX",), ()]
 
 
+def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:
+    def killed(*args, **options):
+        raise ProbeError("killed by SIGKILL")
+
+    monkeypatch.setattr(requirements, "probe", killed)
+    with pytest.raises(
+        ProbeError, match=r"^device: 'cpu': cannot be looked at on node \S+: killed by SIGKILL; .*again"
+    ):
+        requirements.check(wants(pythons=(None,)))
+
+
 def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("here/in", "empty"):

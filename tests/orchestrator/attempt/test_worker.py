@@ -156,8 +156,8 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "unable to act"])
-def test_a_child_does_not_outlive_its_parent(stopped: bool, kinds_path: dict[str, str]) -> None:
+@pytest.mark.parametrize("how", ["running", "unable to act", "killed with it"])
+def test_a_child_does_not_outlive_its_parent(how: str, kinds_path: dict[str, str]) -> None:
     code = """import subprocess, time
 other = subprocess.Popen(['sleep', '600'])
 beat('on', other.pid)
@@ -173,7 +173,10 @@ time.sleep(600)"""
     *pids, folder = parent.stdout.readline().split()
     child, grandchild = (psutil.Process(int(pid)) for pid in pids)
     assert Path(folder, "stdout").exists()
-    if stopped:  # as if stuck in a driver call: its thread cannot read the end of stdin
+    if how == "killed with it":  # as Ray ends its worker whose node is lost: the children, but not what they started
+        for process in psutil.Process(parent.pid).children():
+            process.kill()
+    if how == "unable to act":  # as if stuck in a driver call: its thread cannot read the end of stdin
         child.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()

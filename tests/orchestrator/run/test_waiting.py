@@ -18,7 +18,7 @@ from orchestrator.records import RunRecord
 from orchestrator.run import driver, waiting
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
-from orchestrator.run.waiting import RoomWatch
+from orchestrator.run.waiting import ClusterWatch, RoomWatch
 from orchestrator.store import Store, history, importer, queries
 
 
@@ -103,6 +103,15 @@ def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits) ->
     assert only_run(home)["state"] == "cancelled"
 
 
+def test_a_driver_that_is_no_job_ends_cancelled_by_sigterm(home, spec, waits, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    before = signal.getsignal(signal.SIGTERM)
+    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert driver.main([str(spec("pass")), "--local"]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err == ""
+
+
 def test_the_records_of_a_waiting_run_give_the_same_row(home, spec, waits, tmp_path) -> None:
     def copy() -> None:
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store, Store.open(f"sqlite:///{tmp_path / 'b.db'}") as other:
@@ -128,4 +137,19 @@ def test_what_the_cluster_will_never_have_is_not_waited_for_without_end(monkeypa
         watch.look()
     clock[0] = 60.0 * 21
     with pytest.raises(ExecutorGone, match="waited 600 s for a node that can run a point: no node"):
+        watch.look()
+
+
+def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
+    clock, asked = [0.0], []
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(waiting, "listens", lambda head: clock[0] <= 20)
+    watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
+    while clock[0] < 50:
+        clock[0] += 1
+        watch.look()
+    assert asked == [5, 10, 15, 20]
+    clock[0] = 55
+    with pytest.raises(ExecutorGone, match=r"its head at 127\.0\.0\.1:1 does not answer"):
         watch.look()
