@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from jobs._fields import torch_dtype
+from jobs.axes import Axes
 from jobs.measure.clock import TimingPlan
 from nsa_core import NSAConfig
 from nsa_core.model import ModelConfig
@@ -62,6 +63,23 @@ class PointCase(ABC):
         else:
             model = ModelConfig(**given)
         return cls(**{**config, "model": model, "timing": TimingPlan(**config["timing"])})
+
+    def axes(self, pass_: str, **own: Any) -> Axes:
+        """Axes of the point; `own` adds some."""
+        return Axes(
+            implementation=self.implementation,
+            workload=self.workload,
+            pass_=pass_,
+            seq_len=self.seq_len,
+            batch=self.batch,
+            query_heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
+            layers=self.model.layers if self.workload == "model" else None,
+            dtype=self.dtype,
+            device=self.device,
+            **own,
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingPlan
 from jobs.spec import Strict
 from nsa_core import NSAConfig
-from nsa_core.backends import backend_names
+from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -49,6 +49,15 @@ def _unique(values: Sequence[Any]) -> Sequence[Any]:
     if repeated:
         raise ValueError(f"{', '.join(map(str, repeated))} appears more than once; name each once")
     return values
+
+
+WINDOW_ALONE = tuple(name for name in WINDOW_BACKENDS if name not in BACKENDS)
+"""Backends that compute the window branch and no other."""
+
+
+def computes(backend: str, branch: str) -> bool:
+    """Whether a backend computes a branch, or "all" of them."""
+    return branch == "win" or backend not in WINDOW_ALONE
 
 
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]

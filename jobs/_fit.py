@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from jobs._fields import WINDOW_ALONE
 from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.machine import TRITON_PROBLEM
 from jobs.point import Machine
@@ -28,6 +29,12 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str,
         capability = host.capability if host else None
         reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_wide(capability, dtype, dim)
     return reasons
+
+
+def window_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | None]:
+    """As backend_reasons, for the backends that compute the window alone."""
+    reasons = available_backends(torch.device(machine.device), dtype, "win")
+    return {name: reasons[name] for name in WINDOW_ALONE}
 
 
 def _triton_problem(machine: Machine) -> str | None:

@@ -70,19 +70,7 @@ class PassSpec(JobSpec):
             kind=self.kind,
             label=f"{implementation} {pass_} S={seq_len}",
             config=config,
-            axes=Axes(
-                implementation=implementation,
-                workload="model",
-                pass_=pass_,
-                seq_len=seq_len,
-                batch=self.batch,
-                query_heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                layers=model.layers,
-                dtype=self.precision,
-                device=machine.device,
-            ),
+            axes=model_axes(config, model),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths or turn checkpointing on"),
         )
@@ -98,6 +86,24 @@ def model_of_preset(preset: str, nsa: NSAConfig | None, implementation: str) -> 
     if implementation == "dense":
         return replace(base, attention="dense", backend="auto")
     return replace(base, attention="nsa", backend=implementation)
+
+
+def model_axes(config: Mapping[str, Any], model: ModelConfig, **own: Any) -> Axes:
+    """Axes of a point that measures a model, from its configuration; `own` adds some or replaces them."""
+    known = {
+        "implementation": config["implementation"],
+        "workload": "model",
+        "pass_": config["pass"],
+        "seq_len": config.get("seq_len"),
+        "batch": config["batch"],
+        "query_heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "layers": model.layers,
+        "dtype": config["precision"],
+        "device": config["device"],
+    }
+    return Axes(**known | own)
 
 
 def predicted(config: Mapping[str, Any]) -> MemoryEstimate:

@@ -11,7 +11,7 @@ from jobs._fit import backend_reasons, dense_reasons, does_not_fit, refuse_unusa
 from jobs._operator import OperatorCase
 from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingPlan
-from jobs.point import Axes, Machine, Point
+from jobs.point import Machine, Point
 from jobs.spec import JobSpec
 from nsa_core.model import ModelConfig
 
@@ -68,24 +68,11 @@ class Sweep:
         )
         estimate = case.estimate()
         needed = None if estimate is None else estimate.total
-        axes = Axes(
-            implementation=implementation,
-            workload=self.workload,
-            pass_=pass_,
-            seq_len=seq_len,
-            batch=self.batch,
-            query_heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            layers=model.layers if self.workload == "model" else None,
-            dtype=self.dtype,
-            device=machine.device,
-        )
         return Point(
             kind=spec.kind,
             label=f"{implementation} {pass_} S={seq_len}",
             config=case.to_config(),
-            axes=axes,
+            axes=case.axes(pass_),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, spec, machine, "shorten lengths or use chunked"),
         )

@@ -16,8 +16,21 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from jobs._case import PointCase, bare_model
-from jobs._fields import NSA, Count, DType, HeadsSpec, Lengths, Passes, TimingSpec, Unique, torch_dtype
-from jobs._fit import backend_reasons, threads
+from jobs._fields import (
+    NSA,
+    WINDOW_ALONE,
+    Count,
+    DType,
+    HeadsSpec,
+    Lengths,
+    Passes,
+    TimingSpec,
+    Unique,
+    computes,
+    implementation_names,
+    torch_dtype,
+)
+from jobs._fit import backend_reasons, threads, window_reasons
 from jobs.axes import Axis
 from jobs.measure.check import Agreement, HeadShape, attend, check_attention, make_inputs
 from jobs.measure.clock import measure_time
@@ -26,10 +39,9 @@ from jobs.measure.isolation import trace_branch
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Axes, Beat, Machine, Measurement, Point
+from jobs.point import Beat, Machine, Measurement, Point
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.spec import JobSpec, SpecError
-from nsa_core.backends import WINDOW_BACKENDS, backend_names
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
@@ -43,7 +55,7 @@ class Spec(JobSpec):
     """Lengths x branches x passes x backends."""
 
     kind: Literal["branches"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    backends: Annotated[list[str], Field(min_length=1), Unique]
+    backends: Annotated[list[str], Field(min_length=1), Unique, implementation_names(*WINDOW_ALONE)]
     branches: Annotated[list[Literal["cmp", "slc", "win", "all"]], Field(min_length=1), Unique] = Field(
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )
@@ -55,15 +67,6 @@ class Spec(JobSpec):
     nsa: NSA | None = Field(default=None, description="None: the defaults")
     timing: TimingSpec = TimingSpec()
 
-    @field_validator("backends")
-    @classmethod
-    def _known(cls, names: list[str]) -> list[str]:
-        known = list(dict.fromkeys((*backend_names(), *WINDOW_BACKENDS)))
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is no backend; use {', '.join(known)}")
-        return names
-
     @field_validator("nsa")
     @classmethod
     def _nothing_learned(cls, nsa: NSA | None) -> NSA | None:
@@ -74,7 +77,7 @@ class Spec(JobSpec):
     @model_validator(mode="after")
     def _each_has_work(self) -> Spec:
         for name in self.backends:
-            if not any(_computes(name, branch) for branch in self.branches):
+            if not any(computes(name, branch) for branch in self.branches):
                 raise ValueError(f"backends: {name!r}: computes the window alone; add win to branches, or leave it out")
         return self
 
@@ -84,13 +87,14 @@ class Spec(JobSpec):
         Raises:
             SpecError: a backend cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.dtype), self.shape.head_dim)
+        dtype = torch_dtype(self.dtype)
+        reasons = backend_reasons(machine, dtype, self.shape.head_dim) | window_reasons(machine, dtype)
         for name in self.backends:
-            if (reason := reasons.get(name)) is not None:
+            if (reason := reasons[name]) is not None:
                 usable = [other for other, against in reasons.items() if against is None]
                 raise SpecError(f"backends: {name!r}: {reason}; use {', '.join(usable)}")
         grid = product(sorted(self.lengths), self.branches, self.passes, self.backends)
-        return [self._point(machine, *place) for place in grid if _computes(place[3], place[1])]
+        return [self._point(machine, *place) for place in grid if computes(place[3], place[1])]
 
     def _point(self, machine: Machine, seq_len: int, branch: str, pass_: str, backend: str) -> Point:
         heads = self.shape
@@ -113,24 +117,8 @@ class Spec(JobSpec):
             kind="branches",
             label=f"{backend} {branch} {pass_} S={seq_len}",
             config=case.to_config(),
-            axes=Axes(
-                implementation=backend,
-                workload="attention",
-                pass_=pass_,
-                seq_len=seq_len,
-                batch=self.batch,
-                query_heads=heads.query_heads,
-                kv_heads=heads.kv_heads,
-                head_dim=heads.head_dim,
-                dtype=self.dtype,
-                device=machine.device,
-                more={"branch": branch},
-            ),
+            axes=case.axes(pass_, more={"branch": branch}),
         )
-
-
-def _computes(backend: str, branch: str) -> bool:
-    return branch == "win" or backend in backend_names()
 
 
 @dataclass(frozen=True)

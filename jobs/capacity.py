@@ -18,14 +18,15 @@ from pydantic import Field
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, refuse_unusable, threads
-from jobs._pass import Implementations, ModelPass, agree, model_of_preset, predicted
+from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.axes import Axis
 from jobs.measure.clock import synchronize
 from jobs.measure.environment import environment
+from jobs.measure.exhaustion import ran_out_of_memory
 from jobs.measure.memory import Peak, measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.point import Beat, Machine, Measurement, Metric, Point
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, Better, Quantity, Role
 from jobs.spec import JobSpec
 from nsa_core.memory import predicts
@@ -71,34 +72,23 @@ class Spec(JobSpec):
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
         kept = "on" if checkpointing else "off"
+        config = {
+            "model": asdict(model),
+            "implementation": implementation,
+            "pass": "train",
+            "lengths": sorted(self.lengths),
+            "batch": batch,
+            "precision": self.precision,
+            "limit_bytes": limit,
+            "device": machine.device,
+            "seed": self.seed,
+            "threads": threads(self, machine),
+        }
         return Point(
             kind="capacity",
             label=f"{implementation} batch {batch}, checkpointing {kept}",
-            config={
-                "model": asdict(model),
-                "implementation": implementation,
-                "pass": "train",
-                "lengths": sorted(self.lengths),
-                "batch": batch,
-                "precision": self.precision,
-                "limit_bytes": limit,
-                "device": machine.device,
-                "seed": self.seed,
-                "threads": threads(self, machine),
-            },
-            axes=Axes(
-                implementation=implementation,
-                workload="model",
-                pass_="train",
-                batch=batch,
-                query_heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                layers=model.layers,
-                dtype=self.precision,
-                device=machine.device,
-                more={"checkpointing": kept},
-            ),
+            config=config,
+            axes=model_axes(config, model, more={"checkpointing": kept}),
         )
 
 
@@ -177,10 +167,8 @@ def _try(config: Mapping[str, Any]) -> _Trial | None:
     """Train a few steps; None if memory runs out."""
     try:
         return _train(config)
-    except (torch.OutOfMemoryError, MemoryError):
-        pass
-    except RuntimeError as err:
-        if "allocate memory" not in str(err):  # of PyTorch's allocator on a CPU
+    except (RuntimeError, MemoryError) as err:
+        if not ran_out_of_memory(err):
             raise
     gc.collect()
     if config["device"] == "cuda":

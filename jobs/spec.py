@@ -230,7 +230,7 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
     Results depend on them as on this package.
     """
     files = kind_sources(spec.kind)
-    names = {*getattr(spec, "implementations", ()), getattr(spec, "backend", None)}
+    names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
     for entry in entry_points(group="nsa_bench.implementations"):
         if entry.name in names:
             files |= source_files(entry.module)

@@ -71,7 +71,7 @@ def nsa_attention(
         InputError: shapes, dtypes, devices, branches or cu_seqlens that do not fit.
         BackendError: a backend that is unknown or cannot run.
     """
-    computed = _branches(branches)
+    computed = ordered_branches(branches)
     _inputs.check_types(config, q=q, gates=gates, optional={"k_cmp": k_cmp, "v_cmp": v_cmp})
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
@@ -303,7 +303,8 @@ def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
     return (blocks / config.cmp_block).to(x.dtype)
 
 
-def _branches(branches: Sequence[str]) -> tuple[Branch, ...]:
+def ordered_branches(branches: Sequence[str]) -> tuple[Branch, ...]:
+    """The named branches in the order of BRANCHES. Raises InputError for none, an unknown or a repeated name."""
     names = (branches,) if isinstance(branches, str) else tuple(branches) if isinstance(branches, Iterable) else ()
     if (
         not names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from .cache import DenseCache, NSACache, Triple
 from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
-from .functional import compress, dense_attention, nsa_attention
+from .functional import BRANCHES, compress, dense_attention, nsa_attention, ordered_branches
 from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
+from .routes import Branch
 
 
 class LearnedCompression(nn.Module):
@@ -64,6 +65,7 @@ class NativeSparseAttention(nn.Module):
         config: block sizes, counts, the window, and the kind of compression.
         backend: as in `nsa_attention`.
         rope_theta: RoPE's base.
+        branches: the branches to compute. The layer has no weights for the others; it decodes only with all three.
     """
 
     def __init__(
@@ -76,23 +78,31 @@ class NativeSparseAttention(nn.Module):
         *,
         backend: str | Mapping[str, str] = "auto",
         rope_theta: float = 10_000.0,
+        branches: Sequence[str] = BRANCHES,
     ) -> None:
         super().__init__()
         check_heads(heads, kv_heads, head_dim)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.config = config or NSAConfig()
         self.backend, self.rope_theta = backend, rope_theta
+        self.branches = check_branches(branches, self.config)
+        self._keyed = keyed_branches(self.branches)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, 3 * kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, 3 * kv_heads * head_dim, bias=False)
-        self.gate_proj = nn.Linear(dim, 3 * heads)
+        self.k_proj = nn.Linear(dim, len(self._keyed) * kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, len(self.branches) * kv_heads * head_dim, bias=False)
+        self.gate_proj = nn.Linear(dim, len(self.branches) * heads)
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
-        if self.config.compress == "mlp":
+        if self.config.compress == "mlp" and "cmp" in self.branches:
             self.compress_k = LearnedCompression(self.config, head_dim)
             self.compress_v = LearnedCompression(self.config, head_dim)
 
     def new_cache(self, capacity: int | None = None) -> NSACache:
-        """An empty cache for `forward`, with room for `capacity` tokens from the start if given."""
+        """An empty cache for `forward`, with room for `capacity` tokens from the start if given.
+
+        Raises:
+            InputError: the layer lacks a branch.
+        """
+        self._check_decodes()
         return NSACache(self.config, capacity)
 
     def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
@@ -102,40 +112,50 @@ class NativeSparseAttention(nn.Module):
         an empty cache runs as one operator, later tokens one by one.
 
         Raises:
-            InputError: the cache has no room for x, or holds other sequences; it is left unchanged.
+            InputError: the cache has no room for x, or holds other sequences; it is left unchanged. Or the layer lacks
+                a branch.
         """
         if cache is not None:
+            self._check_decodes()
             cache.check(*x.shape[:2])
             if cache.length > 0:
                 return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
         q, k, v, gates = self._project(x, 0)
-        k_cmp, v_cmp = self._compress(k[0], v[0], 0)
-        out = nsa_attention(q, k, v, gates, self.config, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend)
+        k_cmp, v_cmp = self._compressed(k[0], v[0])
+        sides = q, k, v, gates, self.config
+        out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend, branches=self.branches)
         if cache is not None:
+            assert k_cmp is not None, "a layer that decodes compresses"
+            assert v_cmp is not None
             cache.take(k, v)
             cache.add_compressed(k_cmp, v_cmp)
         return self.out_proj(out.flatten(2))
 
     def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
-        """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3]."""
+        """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3].
+
+        In the place of a branch that is not computed is another one's, which nothing reads there.
+        """
         cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), x.dtype)
-        if in_compiled_training(x):
+        if in_compiled_training(x) and self.branches == BRANCHES:
             from .kernels.training.heads import split_heads  # needs Triton
 
             bias = self.gate_proj.bias
             q, *rest = split_heads(product(x, self._projections), bias, cos, sin, self.heads, self.kv_heads)
             return q, triple(rest[:3]), triple(rest[3:6]), rest[6]
         q, k, v, gates = self._heads_of(x)
-        k_cmp, k_slc, k_win = k.unbind(2)
-        v_cmp, v_slc, v_win = v.unbind(2)
-        keys = (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin))
-        return rotate(q, cos, sin), keys, (v_cmp, v_slc, v_win), torch.sigmoid(gates)
+        keys = [y if name == "cmp" else rotate(y, cos, sin) for name, y in zip(self._keyed, k.unbind(2), strict=True)]
+        gates = torch.sigmoid(gates)
+        if self.branches != BRANCHES:
+            gates = torch.stack(_in_places(gates.unbind(-1), self.branches), -1)
+        places = triple(_in_places(keys, self._keyed)), triple(_in_places(v.unbind(2), self.branches))
+        return rotate(q, cos, sin), *places, gates
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unrotated q [B,S,Hq,D], k and v [B,S,3,Hkv,D] of the three branches, gate logits [B,S,Hq,3]."""
+        """Unrotated q [B,S,Hq,D], k and v [B,S,n,Hkv,D] of the n branches that have some, gate logits [B,S,Hq,n]."""
         q, k, v, gates = side_by_side(x, self._projections)
-        k, v = (y.unflatten(-1, (3, self.kv_heads, self.head_dim)) for y in (k, v))
-        return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, 3))
+        k, v = (y.unflatten(-1, (-1, self.kv_heads, self.head_dim)) for y in (k, v))
+        return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, -1))
 
     @property
     def _projections(self) -> tuple[nn.Linear, ...]:
@@ -143,6 +163,12 @@ class NativeSparseAttention(nn.Module):
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, self.head_dim, self.rope_theta, dtype)
+
+    def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Compressed keys and values of the sequence, where the branches need them; the selection needs no value."""
+        if "cmp" in self.branches:
+            return self._compress(k, v, 0)
+        return (self._rotated(compress(k, self.config), 0), None) if "slc" in self.branches else (None, None)
 
     def _compress(self, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
         """Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first at `position`."""
@@ -154,8 +180,16 @@ class NativeSparseAttention(nn.Module):
             k_cmp, v_cmp = operators.compress(k, v, self.config)
         else:
             k_cmp, v_cmp = compress(k, self.config), compress(v, self.config)
-        starts = torch.arange(k_cmp.shape[1], device=k.device) * self.config.cmp_stride + position
-        return rotate(k_cmp, *self._angles(starts, k_cmp.dtype)), v_cmp
+        return self._rotated(k_cmp, position), v_cmp
+
+    def _rotated(self, k_cmp: Tensor, position: Tensor | int) -> Tensor:
+        """Compressed keys, each rotated to the position of its block's first token."""
+        starts = torch.arange(k_cmp.shape[1], device=k_cmp.device) * self.config.cmp_stride + position
+        return rotate(k_cmp, *self._angles(starts, k_cmp.dtype))
+
+    def _check_decodes(self) -> None:
+        if self.branches != BRANCHES:
+            raise InputError("branches", self.branches, "use all three to decode with a cache")
 
     def _step(self, x: Tensor, cache: NSACache) -> Tensor:
         """Output [B,1,dim] of one token x [B,1,dim] that continues the cache."""
@@ -208,6 +242,25 @@ class DenseAttention(nn.Module):
 
     def _step(self, x: Tensor, cache: DenseCache) -> Tensor:
         return self.out_proj(dense_step(*self._heads_of(x), cache, theta=self.rope_theta).flatten(2))
+
+
+def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, ...]:
+    """The branches of a layer, in order. Raises InputError for names or a compression that a layer cannot have."""
+    ordered = ordered_branches(branches)
+    if config.compress == "mlp" and "slc" in ordered and "cmp" not in ordered:
+        fix = 'add "cmp", or use compress="mean": no gradient flows through the selection to a learned compression'
+        raise InputError("branches", ordered, fix)
+    return ordered
+
+
+def keyed_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
+    """Branches whose keys a layer projects: the selection scores the compressed ones."""
+    return tuple(name for name in BRANCHES if name in branches or (name == "cmp" and "slc" in branches))
+
+
+def _in_places(found: Sequence[Tensor], names: Sequence[Branch]) -> list[Tensor]:
+    """One tensor for each of BRANCHES: the named one's, or any in the place of one that is missing."""
+    return [found[names.index(name)] if name in names else found[0] for name in BRANCHES]
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

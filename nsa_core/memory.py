@@ -12,6 +12,8 @@ from ._footprints.ledger import Ledger
 from ._footprints.model import Model
 from ._footprints.sizes import Sizes
 from .config import NSAConfig
+from .errors import InputError
+from .functional import BRANCHES
 from .model import ModelConfig
 
 
@@ -114,8 +116,10 @@ def estimate_model(
         autocast: the dtype that activations are cast to, if weights are kept in a wider one.
 
     Raises:
-        InputError: `predicts` is false for the implementation.
+        InputError: `predicts` is false for the implementation, or the model lacks a branch.
     """
+    if config.branches != BRANCHES:
+        raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
     sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, autocast or dtype, device)
     model, ledger = Model(config, implementation, sizes, dtype.itemsize), Ledger()
     parameters = model.parameters * dtype.itemsize

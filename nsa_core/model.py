@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from .cache import DenseCache, NSACache
 from .config import NSAConfig
 from .errors import InputError
-from .layer import DenseAttention, NativeSparseAttention, check_heads
+from .functional import BRANCHES
+from .layer import DenseAttention, NativeSparseAttention, check_branches, check_heads
 from .loss import head_cross_entropy
 from .projections import in_compiled_training, product, side_by_side
+from .routes import Branch
 
 LayerCache = NSACache | DenseCache
 
@@ -41,6 +43,7 @@ class ModelConfig:
         tie_embeddings: the output head shares the embedding's weights.
         checkpointing: in training keep only each block's input, and recompute the block in the backward pass.
         rope_theta: RoPE's base.
+        branches: branches of the sparse attention; the model has no weights for the others.
 
     Raises:
         InputError: a value is out of range, or does not fit the others.
@@ -59,6 +62,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     checkpointing: bool = False
     rope_theta: float = 10_000.0
+    branches: tuple[Branch, ...] = BRANCHES
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "ffn_dim"):
@@ -71,6 +75,9 @@ class ModelConfig:
             raise InputError("backend", repr(self.backend), 'use "auto" with attention="dense": it has no other')
         if self.rope_theta <= 0:
             raise InputError("rope_theta", self.rope_theta, "use a number > 0")
+        object.__setattr__(self, "branches", check_branches(self.branches, self.nsa))
+        if self.attention == "dense" and self.branches != BRANCHES:
+            raise InputError("branches", self.branches, 'leave it out with attention="dense": it has none')
 
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -209,4 +216,6 @@ def _attention(config: ModelConfig) -> NativeSparseAttention | DenseAttention:
     shape = (config.dim, config.heads, config.kv_heads, config.head_dim)
     if config.attention == "dense":
         return DenseAttention(*shape, rope_theta=config.rope_theta)
-    return NativeSparseAttention(*shape, config.nsa, backend=config.backend, rope_theta=config.rope_theta)
+    return NativeSparseAttention(
+        *shape, config.nsa, backend=config.backend, rope_theta=config.rope_theta, branches=config.branches
+    )

@@ -21,6 +21,7 @@ PAGES = {
     "train": "training.md",
     "decode": "decoding.md",
     "branches": "branches.md",
+    "backward": "backward.md",
     "estimate": "estimate.md",
     "capacity": "capacity.md",
     "profile": "profile.md",

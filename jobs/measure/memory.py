@@ -52,6 +52,20 @@ class Peak:
         return [Metric.of(quantity, size / _MIB, method=self.method) for quantity, size in found]
 
 
+def measure_held(call: Callable[[], object], device: torch.device, resident: int) -> int:
+    """Run `call` once; returns the bytes of all tensors while its result is alive. `resident` as in measure_peak."""
+    gc.collect()
+    if device.type == "cuda":
+        result = call()
+        held = torch.cuda.memory_allocated(device)
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+            result = call()
+        held = resident + sum(size for _, size in _allocations(watch))
+    del result
+    return held
+
+
 def measure_peak(call: Callable[[], object], device: torch.device, resident: int) -> Peak:
     """Run `call` once and measure its peak memory; its result stays alive until the end.
 

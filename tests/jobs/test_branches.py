@@ -76,5 +76,6 @@ def test_a_backend_of_the_window_alone_has_points_there_alone() -> None:
     assert [p.label for p in points if p.axes.implementation == "flash"] == ["flash win forward S=64"]
     with pytest.raises(ValueError, match="'flash': computes the window alone; add win"):
         _spec(backends=["flash"], branches=["cmp", "slc"])
-    with pytest.raises(SpecError, match="backends: 'triton': "):
-        _spec(backends=["triton"]).points(CPU)
+    for name in ("triton", "flash"):
+        with pytest.raises(SpecError, match=f"backends: '{name}': "):
+            _spec(backends=[name]).points(CPU)

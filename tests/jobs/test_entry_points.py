@@ -187,7 +187,7 @@ def test_the_first_kind_of_a_name_has_it(install: Install) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones(acme: Path) -> None:
-    with pytest.raises(KindError, match=r"'nope' is no job kind; use one of acme, bench, branches, capacity, decode"):
+    with pytest.raises(KindError, match=r"'nope' is no job kind; use one of acme, backward, bench, branches, capa"):
         kind_module("nope")
 
 

@@ -7,8 +7,10 @@ import torch
 
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.errors import InputError
+from nsa_core.functional import BRANCHES
 from nsa_core.layer import DenseAttention, LearnedCompression, NativeSparseAttention
 from nsa_core.rope import angles, rotate
+from nsa_core.routes import capture
 
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
 
@@ -122,6 +124,41 @@ def test_every_parameter_learns() -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("win", "cmp")])
+@pytest.mark.parametrize("compress", ["mean", "mlp"])
+def test_a_layer_of_some_branches_is_the_whole_one_without_the_others(branches: tuple[str, ...], compress: str) -> None:
+    if branches == ("slc",) and compress == "mlp":
+        with pytest.raises(InputError, match=r"^branches: .*add \"cmp\""):
+            layer_of(compress, branches=branches)
+        return
+    whole, layer, x = layer_of(compress), layer_of(compress, branches=branches), torch.randn(1, 53, 24).double()
+    own = [i for i, name in enumerate(BRANCHES) if name in branches]
+    keyed = [i for i, name in enumerate(BRANCHES) if name in branches or (name, *branches) == ("cmp", "slc")]
+    assert layer.k_proj.weight.shape == (len(keyed) * 16, 24)  # no weights for keys that nothing reads
+    taken = whole.state_dict()
+    taken["k_proj.weight"] = taken["k_proj.weight"].unflatten(0, (3, 16))[keyed].flatten(0, 1)
+    taken["v_proj.weight"] = taken["v_proj.weight"].unflatten(0, (3, 16))[own].flatten(0, 1)
+    for name in ("gate_proj.weight", "gate_proj.bias"):
+        taken[name] = taken[name].unflatten(0, (4, 3))[:, own].flatten(0, 1)
+    layer.load_state_dict(taken, strict="cmp" in branches)
+    q, k, v, gates = whole._project(x, 0)
+    k_cmp, v_cmp = whole._compress(k[0], v[0], 0)
+    expected = nsa_attention(q, k, v, gates, whole.config, k_cmp=k_cmp, v_cmp=v_cmp, branches=branches)
+    with capture() as runs:
+        out = layer(x)
+    torch.testing.assert_close(out, whole.out_proj(expected.flatten(2)), rtol=1e-9, atol=1e-11)
+    assert {run.branch for run in runs} == {*branches, *(["select"] if "slc" in branches else [])}
+    out.square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_a_layer_of_some_branches_does_not_decode() -> None:
+    layer = layer_of(branches=["win"])
+    for attempt in (layer.new_cache, lambda: layer(torch.randn(1, 4, 24).double(), layer_of().new_cache())):
+        with pytest.raises(InputError, match=r"^branches: \('win',\): use all three"):
+            attempt()
 
 
 @pytest.mark.parametrize("compress", ["mean", "mlp"])

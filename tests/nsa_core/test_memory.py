@@ -200,6 +200,12 @@ def test_unknown_implementation_is_named() -> None:
         estimate("fast", 1, 64, 4, 2, False)
 
 
+def test_a_model_without_a_branch_is_not_predicted() -> None:
+    settings = {"implementation": "chunked", "batch": 1, "seq_len": 64, "dtype": torch.float32, "backward": True}
+    with pytest.raises(InputError, match=r"^branches: \('win',\): use all three"):
+        estimate_model(replace(MODEL, branches=("win",)), optimizer=None, device=CPU, **settings)
+
+
 def _all_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(first, last, step):
         yield start, min(start + step, last)

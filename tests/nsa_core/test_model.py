@@ -167,11 +167,20 @@ def test_bfloat16_stays_near_float32() -> None:
         ({"attention": "sparse"}, "attention"),
         ({"attention": "dense", "backend": "naive"}, "backend"),
         ({"rope_theta": 0.0}, "rope_theta"),
+        ({"branches": ()}, "branches"),
+        ({"branches": ("win", "selected")}, "branches"),
+        ({"attention": "dense", "branches": ("win",)}, "branches"),
     ],
 )
 def test_impossible_models_are_named(changes: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"^{field}: "):
         replace(TINY, **changes)  # type: ignore[arg-type]
+
+
+def test_branches_come_back_from_json_in_order() -> None:
+    config = replace(TINY, branches=["win", "cmp"])  # type: ignore[arg-type]
+    assert config.branches == ("cmp", "win")
+    assert NSATransformer(config).blocks[0].attention.branches == ("cmp", "win")  # type: ignore[union-attr]
 
 
 def test_presets_are_models() -> None:

@@ -1,0 +1,164 @@
+"""The smallest size of a model whose pass fails: a search over numbers of layers and lengths of the sequence.
+
+Each size is tried in a process of its own (jobs.measure.trial). A larger model, or a longer sequence, is taken to fail
+where a smaller one does; the answer does not rest on it: its neighbours are shown to pass.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.measure.layers import LAYERS
+from jobs.measure.trial import End, Limits, Trial, run_trial
+from jobs.point import FAILURE_FILES, Beat, Metric
+from jobs.quantities import Better, Quantity, Role
+
+SIZES_TRIED = Quantity("sizes_tried", "1", "Sizes that were tried")
+SIZES_FAILED = Quantity("sizes_failed", "1", "Sizes that failed", "failed", Better.LOWER, Role.HEADLINE)
+FAILING_LAYERS = Quantity("failing_layers", "1", "Layers of the smallest size that fails", role=Role.HEADLINE)
+FAILING_LENGTH = Quantity("failing_length", "token", "Length of the smallest size that fails", role=Role.HEADLINE)
+BISECTION = (FAILING_LAYERS, FAILING_LENGTH, SIZES_FAILED, SIZES_TRIED)
+
+Size = tuple[int, int]
+"""Layers, and tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Outcome of the search.
+
+    Attributes:
+        smallest: the smallest size that fails; None: not even the largest does.
+        tried: every size that was tried, in order.
+        files: what explains those that failed.
+    """
+
+    smallest: Size | None
+    tried: Mapping[Size, Trial]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sentence(self) -> str:
+        if self.smallest is None:
+            return f"nothing failed: {_words(max(self.tried))}, the largest, passes; smaller sizes were not tried"
+        trial = self.tried[self.smallest]
+        return f"the smallest size that fails: {_words(self.smallest)} ({trial.end}: {trial.reason})"
+
+    def metrics(self) -> list[Metric]:
+        failed = sum(trial.end is not End.OK for trial in self.tried.values())
+        found = [Metric.of(SIZES_FAILED, failed), Metric.of(SIZES_TRIED, len(self.tried))]
+        if self.smallest is not None:
+            method = "bisection, each size in a process of its own; a layer fewer and the next shorter length pass"
+            layers, length = self.smallest
+            found += [Metric.of(FAILING_LAYERS, layers, method=method)]
+            found += [Metric.of(FAILING_LENGTH, length, method=method)]
+        return found
+
+    def table(self) -> str:
+        """The sentence, and a row a size in the order tried."""
+        rows = [
+            f"{layers:>6} {length:>9}  {trial.end:<8} {trial.seconds:>8.1f}  {trial.reason}".rstrip()
+            for (layers, length), trial in self.tried.items()
+        ]
+        return "\n".join([self.sentence, "", "layers    length  end       seconds  reason", *rows, ""])
+
+
+def most_trials(layers: int, lengths: int) -> int:
+    """Sizes that a search over so many numbers of layers and lengths tries, if larger sizes fail where smaller do."""
+    return 2 + math.ceil(math.log2(layers)) + math.ceil(math.log2(lengths))
+
+
+def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: int) -> tuple[int, int] | None:
+    """Places (of the number of layers, of the length) that fail while both lower neighbours pass.
+
+    Args:
+        fails: whether the size at these places fails; asked once each.
+        layers, lengths: numbers of places.
+
+    Returns:
+        None if the last places pass.
+    """
+    known: dict[tuple[int, int], bool] = {}
+
+    def failing(layer: int, length: int) -> bool:
+        if (layer, length) not in known:
+            known[layer, length] = fails(layer, length)
+        return known[layer, length]
+
+    layer, length = layers - 1, lengths - 1
+    if not failing(layer, length):
+        return None
+    while True:
+        length = _first(lambda place, layer=layer: failing(layer, place), length)
+        layer = _first(lambda place, length=length: failing(place, length), layer)
+        if length == 0 or not failing(layer, length - 1):
+            return layer, length
+        length -= 1
+
+
+def _first(fails: Callable[[int], bool], last: int) -> int:
+    """A place that fails and whose lower neighbour passes, between 0 and `last`, which fails."""
+    passes = -1
+    while last - passes > 1:
+        middle = (passes + last) // 2
+        if fails(middle):
+            last = middle
+        else:
+            passes = middle
+    return last
+
+
+def bisect(
+    function: str, config: Mapping[str, Any], layers: Sequence[int], lengths: Sequence[int], limits: Limits, beat: Beat
+) -> Bisection:
+    """Search the smallest size that fails.
+
+    Args:
+        function: "module:name", called in a process of its own with `config` and a size's `layers` and `seq_len`.
+        layers, lengths: ascending.
+    """
+    tried: dict[Size, Trial] = {}
+    files: dict[str, str] = {}
+    share = _gpu_share(config["device"])
+
+    def fails(layer: int, length: int) -> bool:
+        size = layers[layer], lengths[length]
+
+        def told(phase: str, done: int = 0, total: int = 0) -> None:
+            beat(f"{_words(size)}: {phase}", done, total)
+
+        marks = Path(tempfile.gettempdir()) / FAILURE_FILES / LAYERS
+        marks.unlink(missing_ok=True)
+        sized = {**config, "layers": size[0], "seq_len": size[1]}
+        trial = tried[size] = run_trial(function, sized, limits, told, share)
+        if trial.end is not End.OK:
+            name = f"{size[0]}-layers-{size[1]}"
+            files[f"{name}-stderr.txt"] = trial.stderr + "\n"
+            if marks.exists():
+                files[f"{name}-{LAYERS}"] = marks.read_text()
+        return trial.end is not End.OK
+
+    place = smallest_failing(fails, len(layers), len(lengths))
+    smallest = None if place is None else (layers[place[0]], lengths[place[1]])
+    found = Bisection(smallest, tried, files)
+    files["bisection.txt"] = found.table()
+    return found
+
+
+def _words(size: Size) -> str:
+    return f"{size[0]} layer{'s' if size[0] > 1 else ''}, S={size[1]}"
+
+
+def _gpu_share(device: str) -> float | None:
+    """Share of the GPU's memory that this process may use, for its trials; None without a limit."""
+    if device != "cuda":
+        return None
+    share = torch.cuda.get_per_process_memory_fraction()
+    return share if share < 1 else None

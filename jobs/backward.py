@@ -1,0 +1,319 @@
+"""The backward pass of a model, layer by layer: does it hang, run out of memory, lose a gradient, and at which size?
+
+A point is one size of a model, with one branch or all, under one backend. It is checked against the oracle; then one
+pass is watched layer by layer (jobs.measure.layers), and others are timed without the watch. With `bisect` a point is
+the search for the smallest size that fails (jobs._bisection).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import AfterValidator, Field, model_validator
+
+from jobs._backward import BackwardPass, branch_trace, check_route, failure_folder
+from jobs._bisection import BISECTION, bisect, most_trials
+from jobs._fields import (
+    NSA,
+    WINDOW_ALONE,
+    Count,
+    Layers,
+    Length,
+    Lengths,
+    TimingSpec,
+    Unique,
+    computes,
+    implementation_names,
+    torch_dtype,
+)
+from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads, window_reasons
+from jobs._pass import agree, model_axes, predicted
+from jobs.axes import Axis
+from jobs.measure.clock import TimingPlan, measure_time
+from jobs.measure.environment import environment
+from jobs.measure.layers import Watched
+from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.measure.trial import Limits
+from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
+from jobs.spec import JobSpec, Strict
+from nsa_core.functional import BRANCHES
+from nsa_core.memory import predicts
+from nsa_core.model import PRESETS, ModelConfig
+from nsa_core.routes import Branch
+
+FORWARD_MEMORY = Quantity(
+    "forward_memory", "MiB", "Memory allocated after the forward pass", "after forward", Better.LOWER, Role.HEADLINE,
+    Plot.GROWTH,
+)  # fmt: skip
+QUANTITIES = (*BISECTION, TIME, THROUGHPUT, FORWARD_MEMORY, *MEMORY, *AGREEMENT, *TELEMETRY)
+AXES = (
+    Axis("preset", "text", "preset"),
+    Axis("branch", "text", "branch"),
+    Axis("repeats", "whole", "repeats"),
+    Axis("anomaly", "text", "anomaly mode"),
+)
+
+ALL = "all"
+MODELS: Mapping[str, ModelConfig] = {
+    **PRESETS,
+    # The seeds' small model: they give its width alone.
+    "small_128": replace(PRESETS["m7c_125m"], dim=128, heads=2, kv_heads=1, ffn_dim=384),
+}
+_LONGEST_S = 10**6  # that a deadline can be
+
+
+def _preset(name: str) -> str:
+    if name not in MODELS:
+        raise ValueError(f"there is no such preset; use one of {', '.join(MODELS)}")
+    return name
+
+
+class CaseSpec(Strict):
+    """Sizes of a model and its variants: every combination."""
+
+    preset: Annotated[str, AfterValidator(_preset)]
+    layers: Annotated[list[Layers], Field(min_length=1), Unique]
+    lengths: Lengths
+    branches: Annotated[list[Literal["all", "cmp", "slc", "win"]], Field(min_length=1), Unique] = Field(
+        default=["all"], description="of each layer: all, or one alone; the model has no weights for the others"
+    )
+    repeats: Annotated[list[Annotated[int, Field(ge=1, le=2**10)]], Field(min_length=1), Unique] = Field(
+        default=[1], description="times that a layer runs its attention, one after the other"
+    )
+    anomaly: Annotated[list[bool], Field(min_length=1), Unique] = Field(
+        default=[False], description="PyTorch's anomaly mode, which names the operation that made a NaN"
+    )
+
+    def variants(self) -> Iterator[tuple[str, int, bool]]:
+        """Branch, repeats and anomaly of every variant."""
+        return product(self.branches, sorted(self.repeats), self.anomaly)
+
+
+class DrillSpec(Strict):
+    """A hang on purpose, to see what it leaves."""
+
+    hang_in_layer: Layers = Field(description="the layer whose backward pass never ends")
+    from_length: Length = Field(default=1, description="of the sequences for which it does not")
+
+
+class BisectSpec(Strict):
+    """The search for the smallest size that fails, in place of the measurement of all sizes."""
+
+    size_s: float = Field(
+        default=180, gt=0, le=10**5, description="seconds that one size may take; deadlines hold in each, too"
+    )
+
+
+class Spec(JobSpec):
+    """Cases x implementations."""
+
+    kind: Literal["backward"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    cases: Annotated[list[CaseSpec], Field(min_length=1)]
+    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names(*WINDOW_ALONE)]
+    batch: Count = 1
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
+    checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
+    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    timing: TimingSpec = Field(default=TimingSpec(), description="of the pass without the watch")
+    bisect: BisectSpec | None = None
+    drill: DrillSpec | None = None
+
+    @model_validator(mode="after")
+    def _has_work(self) -> Self:
+        """Refuse what would change nothing, and what would be measured twice."""
+        branches = {branch for case in self.cases for branch in case.branches}
+        for name in self.implementations:
+            if not any(computes(name, branch) for branch in branches):
+                raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
+        if self.nsa is not None and self.nsa.compress == "mlp":
+            self._check_learned(self.nsa.cmp_block)
+        sizes = [size for case in self.cases for size in product(case.layers, case.lengths)]
+        drill = self.drill
+        if drill and not any(n >= drill.hang_in_layer and length >= drill.from_length for n, length in sizes):
+            raise ValueError(
+                f"drill.hang_in_layer: {drill.hang_in_layer}: no case has such a layer at {drill.from_length} tokens; "
+                "use one that a case has"
+            )
+        labels = [label for case in self.cases for label in self._labels(case)]
+        if repeated := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"cases: {repeated!r} appears more than once; leave it out of one case")
+        return self
+
+    def _check_learned(self, block: int) -> None:
+        """Refuse a learned compression where no gradient reaches it."""
+        for number, case in enumerate(self.cases):
+            if "slc" in case.branches:
+                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
+            if min(case.lengths) < block and {"all", "cmp"} & set(case.branches):
+                raise ValueError(
+                    f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
+                    f"use at least nsa.cmp_block = {block}"
+                )
+
+    @model_validator(mode="after")
+    def _can_search(self) -> Self:
+        """Refuse a search without a choice, and give a search time for the sizes that it tries."""
+        if self.bisect is None:
+            return self
+        if "timing" in self.model_fields_set:
+            raise ValueError("timing: a search times nothing; leave it out, or leave bisect out")
+        for number, case in enumerate(self.cases):
+            if len(case.layers) == len(case.lengths) == 1:
+                raise ValueError(f"cases.{number}.layers: {case.layers}: one size leaves nothing to search; add others")
+        most = max(most_trials(len(case.layers), len(case.lengths)) for case in self.cases)
+        needed = (most + 1) * self.bisect.size_s  # and the check
+        if "point_s" not in self.deadlines.model_fields_set:
+            point_s = min(_LONGEST_S, max(self.deadlines.point_s, needed))
+            return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
+        if self.deadlines.point_s < needed:
+            raise ValueError(
+                f"deadlines.point_s: {self.deadlines.point_s:g}: a search may try {most} sizes of "
+                f"{self.bisect.size_s:g} s; use at least {needed:g}, or leave it out"
+            )
+        return self
+
+    def _labels(self, case: CaseSpec) -> Iterator[str]:
+        """Labels of a case's points, without the implementation."""
+        for variant in case.variants():
+            if self.bisect is not None:
+                yield _label(case.preset, *variant)
+                continue
+            for layers, length in product(case.layers, case.lengths):
+                yield _label(case.preset, *variant, layers, length)
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """Points of every case, smallest sizes first; an implementation is left out where it does not compute a branch.
+
+        Raises:
+            SpecError: an implementation cannot run on this machine.
+        """
+        dtype = torch_dtype(self.precision)
+        for head_dim in {MODELS[case.preset].head_dim for case in self.cases}:
+            reasons = backend_reasons(machine, dtype, head_dim) | window_reasons(machine, dtype)
+            refuse_unusable(self.implementations, reasons)
+        return [point for case in self.cases for point in self._of_case(machine, case)]
+
+    def _of_case(self, machine: Machine, case: CaseSpec) -> Iterator[Point]:
+        sizes = [None] if self.bisect else list(product(sorted(case.layers), sorted(case.lengths)))
+        for size, variant, name in product(sizes, list(case.variants()), self.implementations):
+            if computes(name, variant[0]):
+                yield self._point(machine, case, size, variant, name)
+
+    def _point(
+        self, machine: Machine, case: CaseSpec, size: tuple[int, int] | None, variant: tuple[str, int, bool], name: str
+    ) -> Point:
+        """The point of a size; None: of the search over all of the case's."""
+        branch, repeats, anomaly = variant
+        layers, seq_len = size or (max(case.layers), None)
+        model = self._model(case.preset, layers, branch, name)
+        config = {
+            "model": asdict(model),
+            "implementation": name,
+            "pass": "forward+backward",
+            "batch": self.batch,
+            "precision": self.precision,
+            "repeats": repeats,
+            "anomaly": anomaly,
+            "drill": self._drill(size),
+            "device": machine.device,
+            "seed": self.seed,
+            "threads": threads(self, machine),
+        }
+        needed = None
+        if size is None:
+            config |= {"search": self._search(case)}
+        else:
+            config |= {"seq_len": seq_len, "timing": self.timing.model_dump(mode="json")}
+            if branch == ALL and repeats == 1 and predicts(name):
+                needed = predicted(config).total
+        more = {"preset": case.preset, "branch": branch, "repeats": repeats, "anomaly": "on" if anomaly else "off"}
+        own = {"layers": None} if size is None else {}
+        return Point(
+            kind="backward",
+            label=f"{name} {_label(case.preset, *variant, *(size or ()))}",
+            config=config,
+            axes=model_axes(config, model, more=more, **own),
+            estimate_bytes=needed,
+            skip_reason=does_not_fit(needed, self, machine, "lower layers or lengths, or turn checkpointing on"),
+        )
+
+    def _model(self, preset: str, layers: int, branch: str, implementation: str) -> ModelConfig:
+        base = MODELS[preset]
+        branches: tuple[Branch, ...] = tuple(name for name in BRANCHES if branch in (ALL, name))
+        changes = {"layers": layers, "branches": branches, "backend": implementation}
+        return replace(base, nsa=self.nsa or base.nsa, checkpointing=self.checkpointing, **changes)
+
+    def _drill(self, size: tuple[int, int] | None) -> dict[str, int] | None:
+        """The drill as part of a configuration; None for a size that it does not concern."""
+        drill = self.drill
+        if drill is None or (size and not (size[0] >= drill.hang_in_layer and size[1] >= drill.from_length)):
+            return None
+        return drill.model_dump(mode="json")
+
+    def _search(self, case: CaseSpec) -> dict[str, Any]:
+        assert self.bisect is not None
+        limits = Limits(self.deadlines.startup_s, self.deadlines.heartbeat_s, self.bisect.size_s)
+        return {"layers": sorted(case.layers), "lengths": sorted(case.lengths), "limits": asdict(limits)}
+
+
+def _label(
+    preset: str, branch: str, repeats: int, anomaly: bool, layers: int | None = None, length: int | None = None
+) -> str:
+    size = "smallest failing size" if layers is None else f"{layers} layer{'s' if layers > 1 else ''} S={length}"
+    return f"{branch}{f' x{repeats}' if repeats > 1 else ''} {preset} {size}{' anomaly mode' if anomaly else ''}"
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Check a model, watch a pass of it layer by layer, and time others; or search the smallest size that fails.
+
+    Raises:
+        WrongResult: the attention disagrees with the oracle, or ran something of another branch.
+        BrokenGradient: a layer has no gradient, or one that is not finite.
+        PassFailed: the pass raised; caused by an error of memory if memory ran out.
+    """
+    shutil.rmtree(failure_folder(), ignore_errors=True)  # of an earlier point of this process
+    beat("check")
+    agreement, files = agree(config), branch_trace(config)
+    if "search" in config:
+        return _searched(config, beat, files)
+    beat("inputs")
+    trial = BackwardPass(config)
+    watched: list[Watched] = []
+    route = route_of(lambda: watched.append(trial.watched(beat)))
+    check_route(config, route)
+    timing = measure_time(trial.call, trial.device, TimingPlan(**config["timing"]), beat)
+    beat("memory")
+    trial.clear()
+    resident = tensor_bytes(trial.resident)
+    held = measure_held(trial.forward, trial.device, resident)
+    peak = measure_peak(trial.run, trial.device, resident)
+    tokens = config["batch"] * config["seq_len"]
+    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
+    metrics = (
+        summarize(TIME, timing.samples_ms, timing.method),
+        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
+        Metric.of(FORWARD_MEMORY, held / 2**20, method="all tensors while the loss is alive"),
+        *peak.metrics(),
+        *agreement.metrics(),
+    )
+    return Measurement(metrics, route, environment(trial.device), {**peak.files, **watched[0].files, **files})
+
+
+def _searched(config: Mapping[str, Any], beat: Beat, files: Mapping[str, str]) -> Measurement:
+    """The smallest size that fails."""
+    search, device = config["search"], torch.device(config["device"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the check took, for the trials
+    limits = Limits(**search["limits"])
+    found = bisect("jobs._backward:try_size", config, search["layers"], search["lengths"], limits, beat)
+    if found.smallest is not None:
+        reporter(beat).warn(found.sentence)
+    return Measurement(tuple(found.metrics()), {}, environment(device), {**files, **found.files})

@@ -1,0 +1,271 @@
+"""The backward kind: points, the watched pass, a hang in a real child process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from supervised import Ended, supervised
+from torch import Tensor, nn
+
+from jobs._backward import BackwardPass
+from jobs.backward import Spec, measure
+from jobs.measure.check import WrongResult
+from jobs.measure.exhaustion import ran_out_of_memory
+from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
+from jobs.point import Machine, Measurement, Point
+from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
+from nsa_core.routes import capture
+from orchestrator.messages import Conditions
+from orchestrator.states import PointState
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
+CASE: dict[str, Any] = {"preset": "tiny", "layers": [2], "lengths": [64]}
+TIMING = {"repeats": 1, "min_s": 0, "max_s": 1, "warmup": 1}
+
+
+def _data(*cases: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {"kind": "backward", "name": "t", "implementations": ["chunked"]}
+    return data | {"cases": [CASE | case for case in cases or ({},)]} | changes
+
+
+def _points(*cases: dict[str, Any], **changes: Any) -> list[Point]:
+    return list(Spec.model_validate(_data(*cases, **{"timing": TIMING} | changes)).points(CPU))
+
+
+def _config(point: Point) -> dict[str, Any]:
+    return json.loads(json.dumps(point.config))
+
+
+def _measure(point: Point, beats: list[str] | None = None) -> Measurement:
+    told = [] if beats is None else beats
+    return measure(_config(point), lambda phase, done=0, total=0: told.append(phase))
+
+
+def test_the_matrix_of_the_seeds_has_its_sizes_branches_and_settings() -> None:
+    points = load_spec(CONFIGS / "backward_m7c.yaml").all_points({None: H200})
+    assert len(points) >= 3 * 27
+    assert len({point.label for point in points}) == len({point.key("code", H200) for point in points}) == len(points)
+    naive = [point.axes for point in points if point.axes.implementation == "naive" and point.axes.env is None]
+    sizes = {(a.more["preset"], a.layers, a.seq_len) for a in naive}
+    assert {("m7c_125m", 5, 1024), ("m7c_125m", 4, 2048), ("m7c_125m", 12, 2048), ("small_128", 12, 128)} <= sizes
+    hung = [a.more for a in naive if (a.layers, a.seq_len) == (5, 1024)]
+    assert {(more["branch"], more["anomaly"]) for more in hung} == {
+        (branch, anomaly) for branch in ("all", "cmp", "slc", "win") for anomaly in ("on", "off")
+    }
+    assert {point.axes.env for point in points if point.axes.env} == {
+        "CUDA_LAUNCH_BLOCKING=1",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,max_split_size_mb:256",
+    }
+
+
+@pytest.mark.parametrize("branch", ["all", "slc"])
+def test_a_model_of_a_branch_is_watched_and_measured(branch: str) -> None:
+    beats: list[str] = []
+    (point,) = _points({"branches": [branch]})
+    result = _measure(point, beats)
+    assert set(result.route) - {"select"} == ({"cmp", "slc", "win"} if branch == "all" else {"slc"})
+    back = ["backward of the loss", "backward of layer 2", "backward of layer 1", "backward of the embedding"]
+    assert [place for place in beats if place.startswith("backward")] == back
+    marks = json.loads(str(result.files[LAYERS]))
+    assert [mark["place"] for mark in marks] == ["forward of layer 1", "forward of layer 2", *back, marks[-1]["place"]]
+    assert all(mark["finite"] and mark["resident_mib"] > 0 for mark in marks)
+    assert all("VmRSS" in str(result.files[f"memory_{side}.txt"]) for side in ("before", "after"))
+    assert ("trace.txt" in result.files) == (branch != "all")
+    values = {metric.name: metric.value for metric in result.metrics}
+    parameters = sum(p.numel() for p in BackwardPass(_config(point)).parameters) * 4 / 2**20
+    assert parameters < values["forward_memory"] < values["peak_memory"]
+    assert values["time"] > 0
+
+
+def test_a_model_that_runs_another_branch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (point,) = _points({"branches": ["win"]})
+    config = _config(point)
+    own, config["model"]["branches"] = config["model"]["branches"], ["cmp", "slc", "win"]
+    whole = BackwardPass(config)
+    config["model"]["branches"] = own
+    monkeypatch.setattr("jobs.backward.BackwardPass", lambda _: whole)
+    with pytest.raises(WrongResult, match="a model of win ran cmp, select, slc, win"):
+        measure(config, lambda *_: None)
+
+
+def test_a_toy_repeats_a_branch_within_a_layer() -> None:
+    (point,) = _points({"layers": [1], "branches": ["cmp"], "repeats": [3]})
+    trial = BackwardPass(_config(point))
+    with capture() as runs:
+        trial.watched(lambda *_: None)
+    assert [run.branch for run in runs] == ["cmp"] * 3
+    assert all(p.grad is not None for p in trial.parameters)
+
+
+@pytest.mark.parametrize("anomaly", [True, False])
+def test_anomaly_mode_is_on_in_both_passes_of_its_points_alone(anomaly: bool) -> None:
+    (point,) = _points({"anomaly": [anomaly]})
+    trial = BackwardPass(_config(point))
+    found: list[bool] = []
+
+    def note(_: nn.Module, __: Any, out: Tensor) -> None:
+        found.append(torch.is_anomaly_enabled())
+        out.register_hook(lambda _: found.append(torch.is_anomaly_enabled()))
+
+    trial.model.blocks[0].register_forward_hook(note)
+    trial.call()
+    assert found == [anomaly, anomaly]
+    assert not torch.is_anomaly_enabled()
+
+
+def _watch(layers: list[nn.Module], tmp_path: Path, head: Any = torch.sum) -> Watched:
+    whole, x = nn.Sequential(*layers), torch.ones(2, 4, requires_grad=True)
+    return LayerWatch(layers, torch.device("cpu"), lambda *_: None, tmp_path).run(
+        lambda: head(whole(x)), lambda loss: loss.backward()
+    )
+
+
+class Changed(nn.Linear):
+    """A layer whose output, or whose gradient, is changed."""
+
+    def __init__(self, change: Any, *, gradient: bool = False) -> None:
+        super().__init__(4, 4)
+        self.change, self.gradient = change, gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if not self.gradient:
+            return self.change(out)
+        out.register_hook(self.change)
+        return out.clone()
+
+
+class Unused(Changed):
+    """A layer with a weight that its output does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda out: out)
+        self.idle = nn.Parameter(torch.ones(1))
+
+
+def _fail(message: str, kind: type[Exception] = RuntimeError) -> Any:
+    def change(_: Tensor) -> Tensor:
+        raise kind(message)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "words"),
+    [
+        (Changed(torch.detach), BrokenGradient, "layer 2 of 3 is the first without a gradient: none reaches"),
+        (Unused(), BrokenGradient, "layer 2 of 3 is the first without a gradient: idle has none"),
+        (Changed(lambda g: g * float("nan"), gradient=True), BrokenGradient, r"layer 2 of 3 .* not finite: .*weight"),
+        (Changed(lambda out: out / 0), BrokenGradient, "the loss is nan; values are not finite from here on: forward"),
+        (Changed(_fail("broken"), gradient=True), PassFailed, "^backward of layer 2: RuntimeError: broken"),
+        (Changed(_fail("broken")), PassFailed, "^forward of layer 2: RuntimeError: broken"),
+    ],
+    ids=["detached", "unused", "nan-gradient", "nan-loss", "raises-back", "raises"],
+)
+def test_the_first_layer_that_breaks_is_named(
+    second: nn.Module, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    layers = [nn.Linear(4, 4), second, nn.Linear(4, 4)]
+    head = (lambda out: out.sum()) if error is not BrokenGradient or "loss" not in words else (lambda out: out.std())
+    with pytest.raises(error, match=words):
+        _watch(layers, tmp_path, head)
+    assert all(not layer._forward_hooks and not layer._forward_pre_hooks for layer in layers)
+
+
+def test_a_gradient_that_arrives_not_finite_is_told_by_its_source(tmp_path: Path) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(BrokenGradient, match=r"layer 2 of 2 .* not finite; it comes from the loss"):
+        _watch(layers, tmp_path, lambda out: (out - out.detach()).abs().sqrt().sum())
+
+
+def test_memory_that_runs_out_in_a_layer_is_still_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(PassFailed, match=r"^backward of layer 1: MemoryError") as caught:
+        _watch([Changed(_fail("none left", MemoryError), gradient=True)], tmp_path)
+    assert ran_out_of_memory(caught.value)
+
+
+def test_a_checkpointed_layer_is_told_when_it_is_computed_again() -> None:
+    beats: list[str] = []
+    (point,) = _points(checkpointing=True)
+    BackwardPass(_config(point)).watched(lambda phase, done=0, total=0: beats.append(phase))
+    again = beats.index("recomputation of layer 2")
+    assert beats[again - 1] == "backward of layer 2"
+    assert beats.count("backward of layer 1") == 1
+
+
+def test_a_hang_in_a_layer_is_explained_and_the_next_point_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a hang leaves: its layer, stacks of all threads, memory by layer, environment, nvidia-smi."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho no process runs\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    points = _points({"branches": ["win", "cmp"]}, drill={"hang_in_layer": 2, "from_length": 64})
+    points[1] = _points({"branches": ["cmp"]})[0]
+    conditions = Conditions("cpu", Deadlines(startup_s=120, heartbeat_s=10, point_s=120), warm=True)
+    hung, fine = [u for u in supervised(points, conditions, tmp_path / "store") if isinstance(u, Ended)]
+    assert (hung.outcome.state, fine.outcome.state) == (PointState.HANG, PointState.OK)
+    assert hung.outcome.reason == "no progress for 10 s (last in phase 'backward of layer 2')"
+    assert not hung.outcome.metrics
+    assert hung.outcome.environment["threads"]
+    assert "_arrive" in hung.files["stderr.txt"]
+    assert hung.files["stderr.txt"].count("hread 0x") >= 2
+    assert {"stacks.txt", "processes.txt", "memory.txt"} <= set(hung.files)
+    assert hung.files["nvidia-smi.txt"].startswith("no process runs")
+    assert json.loads(hung.files[LAYERS])[-1]["place"] == "backward of layer 2"
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        _data({"preset": "huge"}),
+        r"^cases\.0\.preset: 'huge': there is no such preset; use one of tiny, m7c_125m, small",
+    ),
+    (_data({"layers": [0]}), r"^cases\.0\.layers\.0: 0: .*greater than or equal to 1"),
+    (_data({"branches": []}), r"^cases\.0\.branches: \[\]: .*; name at least one"),
+    (_data({"branches": ["sel"]}), r"^cases\.0\.branches\.0: 'sel': .*'slc'"),
+    (_data({"repeats": [0]}), r"^cases\.0\.repeats\.0: 0: "),
+    (_data({"anomaly": ["on"]}), r"^cases\.0\.anomaly\.0: 'on': .*; write true or false"),
+    (_data(cases=[]), r"^cases: \[\]: .*; name at least one"),
+    (_data({}, {"lengths": [32, 64]}), r"^cases: 'all tiny 2 layers S=64' appears more than once; leave it out of one"),
+    (_data(implementations=["dense"]), r"^implementations: \['dense'\]: 'dense' is no implementation; use reference"),
+    (_data(implementations=["flash"]), r"^implementations: 'flash': computes the window alone; add win"),
+    (
+        _data({"branches": ["slc"]}, nsa={"compress": "mlp"}),
+        r"^nsa\.compress: 'mlp': the selected branch alone does not train it; use mean",
+    ),
+    (
+        _data(drill={"hang_in_layer": 3}),
+        r"^drill\.hang_in_layer: 3: no case has such a layer at 1 tokens; use one that",
+    ),
+    (_data(drill={"hang_in_layer": 1, "from_length": 65}), r"^drill\.hang_in_layer: 1: no case has .* at 65 tokens"),
+    (_data(bisect={}), r"^cases\.0\.layers: \[2\]: one size leaves nothing to search; add others"),
+    (_data({"layers": [1, 2]}, bisect={}, timing=TIMING), r"^timing: a search times nothing; leave it out"),
+    (
+        _data({"layers": [1, 2]}, bisect={"size_s": 50}, deadlines={"point_s": 100}),
+        r"^deadlines\.point_s: 100: a search may try 3 sizes of 50 s; use at least 200, or leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "line"), MISTAKES)
+def test_a_mistake_is_one_line_with_its_fix(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(SpecError, match=line) as caught:
+        parse_spec(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_machine_cannot_run_is_refused() -> None:
+    for name in ("triton", "flash"):
+        with pytest.raises(SpecError, match=f"^implementations: '{name}': .*cpu; use reference, naive, chunked"):
+            _points({"branches": ["win"]}, implementations=[name])
+    both = {"implementations": ["flash", "chunked"], "precision": "bfloat16"}
+    labels = [point.label for point in Spec.model_validate(_data({"branches": ["all", "win"]}, **both)).points(H200)]
+    assert labels == [f"{name} tiny 2 layers S=64" for name in ("chunked all", "flash win", "chunked win")]
