@@ -24,6 +24,7 @@ PAGES = {
     "estimate": "estimate.md",
     "capacity": "capacity.md",
     "profile": "profile.md",
+    "diagnose": "diagnose.md",
     "soak": "soak.md",
     "drill": "drill.md",
 }
