@@ -25,6 +25,7 @@ PAGES = {
     "capacity": "capacity.md",
     "profile": "profile.md",
     "diagnose": "diagnose.md",
+    "needle": "needle.md",
     "soak": "soak.md",
     "drill": "drill.md",
 }
