@@ -13,7 +13,7 @@ from jobs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import untested
 from nsa_core.backends.dense import Host, unusable
-from nsa_core.backends.triton import too_wide
+from nsa_core.backends.triton import too_wide, unsupported
 
 
 def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
@@ -25,7 +25,8 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str,
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":
         host = _host(machine)
-        reasons["triton"] = _triton_problem(machine) or too_wide(host.capability if host else None, dtype, dim)
+        capability = host.capability if host else None
+        reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_wide(capability, dtype, dim)
     return reasons
 
 

@@ -65,7 +65,7 @@ class Operands:
                     check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
 
     def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
-        """Operands of each packed sequence, with a batch axis of one. Reads cu_seqlens on the host."""
+        """Operands of each packed sequence with tokens, with a batch axis of one. Reads cu_seqlens on the host."""
         spans = sequence_spans(cu_seqlens, self.q.shape[0])
         tokens = [config.cmp_tokens(end - start) for start, end in spans]
         for name, x in (("k_cmp", self.k_cmp), ("v_cmp", self.v_cmp)):
@@ -73,6 +73,8 @@ class Operands:
                 check_tokens(name, x, sum(tokens))
         first = 0
         for (start, end), count in zip(spans, tokens, strict=True):
+            if start == end:
+                continue
             yield Operands(
                 q=self.q[None, start:end],
                 keys=each_once(partial(_sequence, start, end), self.keys),
@@ -142,16 +144,21 @@ def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **t
 
 
 def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence. Reads cu_seqlens on the host, once; raises InputError."""
-    fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
+    """(start, end) of every packed sequence, empty ones included. Reads cu_seqlens once; raises InputError."""
+    fix = bounds_fix(total)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError("cu_seqlens", type(cu_seqlens).__name__, fix)
     bounds = cu_seqlens.flatten().tolist()
-    ascending = len(bounds) > 1 and all(a < b for a, b in pairwise(bounds))
+    ascending = len(bounds) > 1 and all(a <= b for a, b in pairwise(bounds))
     if cu_seqlens.dim() != 1 or not ascending or bounds[0] != 0 or bounds[-1] != total:
         text = str(bounds)
         raise InputError("cu_seqlens", text if len(text) <= 80 else f"{text[:77]}...", fix)
     return list(pairwise(bounds))
+
+
+def bounds_fix(total: int) -> str:
+    """The fix for bounds of sequences of `total` tokens that are none."""
+    return f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:

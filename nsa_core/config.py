@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import InputError
 
 Compression = Literal["mean", "mlp"]
+Slots = Literal["packed", "exact"]
+_CHOICES = {"compress": get_args(Compression), "slots": get_args(Slots)}
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class NSAConfig:
         local_blocks: last blocks, the query's own included, always selected.
         window: tokens that the window branch sees, the query's own included [w].
         compress: "mean", or "mlp" for the layer's learned compression.
+        slots: outputs and gradients of selected blocks on their way to their sum: "packed" into 12 bits a number where
+            the kernels can, with an error of up to 2^-11 of the largest of 32 columns (kernels/shared/packed_slots.py),
+            which is more than bf16's for columns far smaller than others; "exact" in q's dtype.
 
     Raises:
         InputError: a value is not a valid size, or sizes do not fit together.
@@ -36,17 +41,19 @@ class NSAConfig:
     local_blocks: int = 2
     window: int = 512
     compress: Compression = "mean"
+    slots: Slots = "packed"
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_relations()
-        if self.compress not in ("mean", "mlp"):
-            raise InputError("compress", repr(self.compress), 'use "mean" or "mlp"')
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise InputError(name, repr(getattr(self, name)), f"use {' or '.join(map(_quoted, known))}")
 
     def _check_numbers(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "compress":
+            if field.name in _CHOICES:
                 continue
             least = 0 if field.name in ("init_blocks", "local_blocks") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -76,3 +83,7 @@ class NSAConfig:
     def slc_blocks(self, seq_len: int) -> int:
         """Selection blocks of a sequence of `seq_len` tokens, the last one possibly partial."""
         return -(-seq_len // self.slc_block)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'

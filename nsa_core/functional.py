@@ -52,11 +52,12 @@ def nsa_attention(
         q: queries [B,S,Hq,Dk].
         k: keys [B,T,Hkv,Dk], or a tuple (cmp, slc, win) of one for each branch.
         v: values [B,T,Hkv,Dv], or a tuple likewise.
-        gates: [B,S,Hq,3] in the order cmp, slc, win, already in (0,1).
+        gates: [B,S,Hq,3] in the order cmp, slc, win, already in (0,1). Any factor will do, but gradients by the Triton
+            kernels need 0 or more: below, they are NaN, which PyTorch's anomaly detection tells by an InputError.
         config: block sizes, counts and the window.
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones are concatenated.
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
-        cu_seqlens: bounds of packed sequences.
+        cu_seqlens: bounds of packed sequences, of which any may be empty.
         max_seqlen: length of the longest packed sequence. With it all sequences are computed at once, as a batch of
             that length, without waiting for the device; without it one by one, and cu_seqlens is read on the host.
         scale: of q·k; 1/sqrt(Dk) unless given.

@@ -1,7 +1,8 @@
 """Packed sequences as a padded batch, without waiting for the device.
 
-A row of the batch is filled up with other sequences' tokens. They change nothing: attention is causal, so no earlier
-row sees them, and they send no gradient, because their own outputs are dropped.
+A row of the batch is filled up with its sequence's own tokens, again from the first on. They change nothing: attention
+is causal, so no earlier row sees them, and they send no gradient, because their own outputs are dropped. They are its
+own for the sake of NaN, whose gradient is NaN even for an output that is dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._inputs import Operands, check_tokens, each_once, sequence_spans
+from ._inputs import Operands, bounds_fix, check_tokens, each_once, sequence_spans
 from .config import NSAConfig
 from .errors import InputError
 
@@ -49,7 +50,8 @@ class Packing:
         return x.flatten(0, 1).index_select(0, sequence * self.longest + tokens - self.starts[sequence])
 
     def _padded(self, x: Tensor) -> Tensor:
-        at = self.starts[:, None] + torch.arange(self.longest, device=x.device)
+        places = torch.arange(self.longest, device=x.device) % self.lengths.clamp_min(1)[:, None]
+        at = self.starts[:, None] + places  # an empty sequence at the end begins behind the last token
         return x.index_select(0, at.clamp_max(len(x) - 1).flatten()).unflatten(0, at.shape)
 
     def _compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
@@ -60,8 +62,10 @@ class Packing:
         else:
             message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
             torch.ops.aten._assert_async.msg(counts.sum() == len(x), message)
-        tokens = replace(self, starts=counts.cumsum(0) - counts, longest=config.cmp_tokens(self.longest))
-        return tokens._padded(x if len(x) else x.new_zeros(1, *x.shape[1:]))
+        zeros = x.new_zeros(1, *x.shape[1:])  # for sequences without a compressed token
+        starts = torch.where(counts > 0, counts.cumsum(0) - counts, len(x))
+        tokens = replace(self, starts=starts, lengths=counts, longest=config.cmp_tokens(self.longest))
+        return tokens._padded(torch.cat([x, zeros]))
 
 
 def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.device) -> Packing:
@@ -93,11 +97,11 @@ def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tens
     if _on_host(cu_seqlens):
         sequence_spans(cu_seqlens, total)
         return cu_seqlens.to(device, torch.int32, non_blocking=True)
-    fix = f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
+    fix = bounds_fix(total)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise InputError("cu_seqlens", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}", fix)
     cu_seqlens = cu_seqlens.to(device)
-    sound = (cu_seqlens.diff() > 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+    sound = (cu_seqlens.diff() >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
     torch.ops.aten._assert_async.msg(sound, f"cu_seqlens: {fix}")
     return cu_seqlens.to(torch.int32)
 

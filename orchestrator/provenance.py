@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.spec import JobSpec, offered_sources
@@ -14,23 +15,41 @@ from orchestrator.settings import SOURCES
 _SOURCES = ("nsa_core", "jobs")
 
 
-def git_state(root: Path = SOURCES) -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of the sources in `root`; (None, None) if unknown.
+@dataclass(frozen=True)
+class GitState:
+    """Commit and branch of sources, and whether they differ from the commit; None: unknown, or no branch."""
 
-    Ray's unpacked copy has no .git, nor has an installed package. There, both come from the submitter (NSA_GIT_COMMIT,
-    NSA_GIT_DIRTY), or from the cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
+    commit: str | None = None
+    branch: str | None = None
+    dirty: bool | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that tell it to a process without the checkout."""
+        if self.commit is None:
+            return {}
+        told = {"NSA_GIT_COMMIT": self.commit, "NSA_GIT_DIRTY": str(int(bool(self.dirty)))}
+        return told | ({"NSA_GIT_BRANCH": self.branch} if self.branch else {})
+
+
+def git_state(root: Path = SOURCES) -> GitState:
+    """State of the sources in `root`.
+
+    Ray's unpacked copy has no .git, nor has an installed package. There, it comes from the submitter
+    (`GitState.variables`), or from the cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
     """
     if commit := os.environ.get("NSA_GIT_COMMIT"):
-        dirty = os.environ.get("NSA_GIT_DIRTY")
-        return commit, None if not dirty else dirty.lower() not in ("0", "false", "no")
+        dirty, branch = os.environ.get("NSA_GIT_DIRTY"), os.environ.get("NSA_GIT_BRANCH")
+        return GitState(commit, branch or None, None if not dirty else dirty.lower() not in ("0", "false", "no"))
     beside = os.environ.get("NSA_CHECKOUT")
     if beside and Path(beside) != root and code_hash(Path(beside)) == code_hash(root):
         return git_state(Path(beside))
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root.resolve():
-        return None, None
+        return GitState()
     commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
-    return commit or None, None if changes is None else bool(changes)
+    branch = _git(root, "branch", "--show-current")
+    return GitState(commit or None, branch or None, None if changes is None else bool(changes))
 
 
 def code_hash(root: Path = SOURCES) -> str:

@@ -68,6 +68,7 @@ class RunRecord(_Record):
     origin: Origin = Origin.MEASURED
     source: str | None = None  # file or report of reported results
     git_commit: str | None = None
+    git_branch: str | None = None
     git_dirty: bool | None = None
     code_hash: str | None = None  # hash of the sources of nsa_core and jobs
     submission_id: str | None = None  # Ray's id, if run as a Ray job

@@ -17,6 +17,8 @@ from inspect import getsource
 from types import ModuleType
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Tested:
@@ -78,6 +80,8 @@ def triton_problem() -> str | None:
 
     Importing the kernels takes about half a second, and no driver.
     """
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA's GPUs, and this PyTorch is for AMD's"
     version = triton_version()
     if version is None:
         return _MISSING

@@ -65,7 +65,7 @@ def packed(
     names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
     if names[0] not in _providers.PROVIDERS:
         spans = sequence_spans(cu_seqlens, len(q))
-        singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans)
+        singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans if a < b)
         return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
     note("dense", names[0])
     return _providers.attend_packed(names[0], q, k, v, checked_bounds(cu_seqlens, len(q), q.device), scale, window)

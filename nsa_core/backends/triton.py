@@ -13,15 +13,19 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..config import NSAConfig
-from ..errors import BackendError
+from ..errors import BackendError, InputError
 from ..routes import Branch, note
 from ._toolchain import triton_problem
 
 _WIDEST = 256  # head dim
 _MOST = 65_535  # sequences times kv heads: CUDA's limit of programs along one grid dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A100; H100, H200 and GH200. Every kernel is compiled for these ahead of time (kernels/aot.py). Others have less shared
+# memory or other layouts of matrix products, which some kernels rely on, and nothing was run on them.
+CAPABILITIES = ((8, 0), (9, 0))
 
 
 @torch.compiler.assume_constant_result  # asked once while tracing, which cannot search for modules
@@ -29,9 +33,19 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason why this backend cannot run there, or None. On the CPU it needs Triton's interpreter, for tests."""
     if dtype not in _DTYPES:
         return f"it computes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if device.type == "cuda":
+        return triton_problem() or unsupported(_capability(device))
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return triton_problem()
     return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
+
+
+def unsupported(capability: tuple[int, int] | None) -> str | None:
+    """Reason why there are no kernels for GPUs of this compute capability; None if there are, or if it is unknown."""
+    if capability is None or capability in CAPABILITIES:
+        return None
+    known = " and ".join(_text(each) for each in CAPABILITIES)
+    return f"its kernels are for GPUs of compute capability {known}, this one has {_text(capability)}"
 
 
 def too_wide(capability: tuple[int, int] | None, dtype: torch.dtype, width: int) -> str | None:
@@ -72,6 +86,7 @@ def attend(
     gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
+    _refuse_negative(gates)
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
     plan = kernels.Call(config, branches, offset, scale)
     for branch in branches:
@@ -97,9 +112,23 @@ def _one(
     offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     note(branch, "triton")
+    if gate is not None:
+        _refuse_negative(gate)
     kernels = _kernels(q, v)
     plan = kernels.Call(config, (branch,), offset, scale)
     return kernels.attend(q, None if gate is None else gate.unsqueeze(-1), blocks, [(k, v)], plan)
+
+
+def _refuse_negative(gates: Tensor) -> None:
+    """Raise InputError for gates below 0: the backward takes their logarithm, and gradients would be NaN.
+
+    On a GPU only under autograd's anomaly detection, because a look at them waits for the device.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or gates.is_meta or isinstance(gates, FakeTensor):
+        return
+    if (torch.is_anomaly_enabled() or not gates.is_cuda) and (gates < 0).any():
+        fix = 'give gates of 0 or more, as a sigmoid does, or use backend="chunked"'
+        raise InputError("gates", f"{gates.min().item():.3g}", fix)
 
 
 def _kernels(q: Tensor, other: Tensor) -> ModuleType:
@@ -114,9 +143,17 @@ def _kernels(q: Tensor, other: Tensor) -> ModuleType:
     if programs > _MOST and not q.is_meta:  # meta tensors: memory can still be predicted
         fix = f"{q.shape[0]} sequences of {other.shape[2]} kv heads are {programs}; it takes {_MOST} at once, use fewer"
         raise BackendError("backend", "'triton'", fix)
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     width = max(q.shape[-1], other.shape[-1])
-    if reason := too_wide(capability, q.dtype, width):
+    if reason := too_wide(_capability(q.device), q.dtype, width):
         fix = 'use backend="chunked"' + (", or half precision" if width <= _WIDEST else "")
         raise BackendError("backend", "'triton'", f"{reason}; {fix}")
     return operators
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None without one."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)

@@ -5,7 +5,8 @@
 
 The operator runs on meta tensors with its launches recorded instead of run, so that the pinned configurations are the
 ones compiled. Registers and spills are read from the cubin. Exits 1 if a kernel takes more shared memory than a block
-may have, spills more than `CompileCase.spill_limit`, or if ptxas serializes its wgmma instructions.
+may have, spills more than `CompileCase.spill_limit`, if ptxas serializes its wgmma instructions, or if late rescaling
+does not vote once for each product.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Usage:
         registers, spills: registers, and bytes of spills, a thread.
         serialized: ptxas could not keep the wgmma instructions asynchronous, and waits after each.
         products, held: number of wgmma instructions, and of those with the first operand in registers.
+        votes, rescales: number of votes on late rescaling, and of the products that follow one each, if a thread holds
+            the rows that shared/rescale.py assumes.
     """
 
     case: CompileCase
@@ -80,10 +83,13 @@ class Usage:
     serialized: bool
     products: int
     held: int
+    votes: int
+    rescales: int
 
     @property
     def fits(self) -> bool:
-        return self.shared <= SHARED[self.arch] and self.spills <= self.case.spill_limit and not self.serialized
+        within = self.shared <= SHARED[self.arch] and self.spills <= self.case.spill_limit
+        return within and not self.serialized and self.votes == self.rescales
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
@@ -160,7 +166,9 @@ def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
     name = f"{launch.kernel.__module__.removeprefix(f'{__package__}.')}.{launch.kernel.__name__}"
     ptx = compiled.asm["ptx"]
     products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
-    return Usage(case, name, arch, compiled.metadata.shared, registers, spills, _serialized(ptx), products, held)
+    votes, rescales = ptx.count("vote.sync.any"), ptx.count("bra DONE")
+    used = compiled.metadata.shared, registers, spills, _serialized(ptx)
+    return Usage(case, name, arch, *used, products, held, votes, rescales)
 
 
 def _type(value: object) -> str:
@@ -224,6 +232,7 @@ def main() -> int:
         bad += not use.fits
         line = f"sm{use.arch} {use.case!s:22} {use.kernel:50} shared {use.shared:7} regs {use.registers:4}"
         line += f" spills {use.spills:5}" + f" held {use.held}/{use.products}" * (use.products > 0)
+        line += f" rescales {use.rescales}/{use.votes}" * (use.votes + use.rescales > 0)
         print(f"{line}{' SERIALIZED' * use.serialized}{'' if use.fits else ' BAD'}", flush=True)
     return int(bad > 0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ..config import NSAConfig
+from ..config import NSAConfig, Slots
 from ..routes import Branch
 from . import attention
 from . import compress as compression
@@ -29,7 +29,7 @@ from .runtime.custom_op import operator
 
 __all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
 
-_SIZES = tuple(field.name for field in fields(NSAConfig) if field.name != "compress")
+_SIZES = tuple(field.name for field in fields(NSAConfig) if field.name not in ("compress", "slots"))
 
 
 def attend(
@@ -149,20 +149,20 @@ class _Compress(torch.autograd.Function):
 @operator("attend")
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
+    branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then, if `keeps`, the tensors that the backward needs."""
-    call = _call(branches, sizes, offset, scale, shared, compresses, keeps)
+    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps)
     return replay.run(_forward, call, (blocks, q, gates, *flat))
 
 
 @operator("attend_backward")
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
+    branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, gates and each of `flat`."""
-    call = _call(branches, sizes, offset, scale, shared, compresses, keeps)
+    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps)
     return replay.run(_backward, call, (do, q, gates, *flat, *saved))
 
 
@@ -181,17 +181,17 @@ def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, sc
     return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
 
 
-def _written(call: Call) -> tuple[str, list[int], int, float, bool, bool, bool]:
+def _written(call: Call) -> tuple[str, list[int], str, int, float, bool, bool, bool]:
     """The call as plain values, which an operator's schema can carry."""
     branches, sizes = ",".join(call.branches), _sizes(call.config)
-    return branches, sizes, call.offset, call.scale, call.shared, call.compresses, call.keeps
+    return branches, sizes, call.config.slots, call.offset, call.scale, call.shared, call.compresses, call.keeps
 
 
 def _call(
-    branches: str, sizes: list[int], offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
+    branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
 ) -> Call:
-    names = cast(tuple[Branch, ...], tuple(branches.split(",")))
-    return Call(NSAConfig(*sizes), names, offset, scale, shared, compresses, keeps)
+    names, config = cast(tuple[Branch, ...], tuple(branches.split(","))), NSAConfig(*sizes, slots=cast(Slots, slots))
+    return Call(config, names, offset, scale, shared, compresses, keeps)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -68,8 +68,8 @@ def runs(frame: pd.DataFrame, *, title: str) -> None:
 def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFrame) -> None:
     if row is None:
         return
-    fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_dirty", "code_hash", "submission_id")
-    _fields(row, (*fields, "host", "artifacts", "artifact_store"))
+    fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_branch", "git_dirty", "code_hash")
+    _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
     table = _table("Points", "#", "label", "state", "progress", "reason")
     for p in points.to_dict("records"):
         table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))

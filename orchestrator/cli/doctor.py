@@ -125,10 +125,12 @@ def _gpu(_: Settings) -> Finding:
 
 def _triton(_: Settings) -> Finding:
     try:
-        from nsa_core.backends import TRITON, triton_problem, triton_version
+        import torch
+
+        from nsa_core.backends import TRITON, available_backends, triton_version
     except (ImportError, OSError):  # no PyTorch, which has its own finding
         return _optional("triton", _INSTALL_GPU)
-    version, reason = triton_version(), triton_problem()
+    version, reason = triton_version(), available_backends(torch.device("cuda"), torch.bfloat16)["triton"]
     if version is None:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
     if reason is not None:

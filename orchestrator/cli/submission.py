@@ -56,8 +56,6 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     for item in overrides:
         args += ["--set", item]
     args += ["--resume", resume] if resume else []
-    commit, dirty = git_state()
-    env = {"NSA_GIT_COMMIT": commit or "", "NSA_GIT_DIRTY": str(int(bool(dirty)))} if commit else {}
     client = _client(settings)
     if not asks_for_token(settings):
         print(
@@ -66,7 +64,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
         )
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
-        runtime_env = {"working_dir": str(package), "env_vars": env}
+        runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
         return Submitted(client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env), size)
 
 

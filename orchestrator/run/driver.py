@@ -186,7 +186,7 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
 
 
 def _run_record(order: Order, resumed: int = 0) -> RunRecord:
-    commit, dirty = provenance.git_state()
+    git = provenance.git_state()
     kind = kind_module(order.spec.kind)
     return RunRecord(
         run_id=order.run_id,
@@ -194,8 +194,9 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
         kind=order.spec.kind,
         spec=order.spec.model_dump(mode="json"),
         spec_hash=provenance.spec_hash(order.spec),
-        git_commit=commit,
-        git_dirty=dirty,
+        git_commit=git.commit,
+        git_branch=git.branch,
+        git_dirty=git.dirty,
         code_hash=provenance.code_hash_of(order.spec),
         submission_id=provenance.submission_id(),
         host=socket.gethostname(),

@@ -73,6 +73,7 @@ class Run(Base):
     spec: Mapped[dict[str, Any]]
     spec_hash: Mapped[str] = mapped_column(String(64))
     git_commit: Mapped[str | None] = mapped_column(String(64))
+    git_branch: Mapped[str | None] = mapped_column(Text)
     git_dirty: Mapped[bool | None]
     code_hash: Mapped[str | None] = mapped_column(String(64))
     submission_id: Mapped[str | None] = mapped_column(String(200))

@@ -262,6 +262,7 @@ def _runs() -> Select:
         tally.c.heartbeat_at,
         tally.c.gpu,
         Run.git_commit,
+        Run.git_branch,
         Run.git_dirty,
         Run.host,
         Run.submission_id,

@@ -62,7 +62,8 @@ def test_nsa_submit_does_the_same_and_its_log_stays(env: dict[str, str]) -> None
     assert re.search(r"^submitted \S+ \(upload: [0-4]\.\d\d MiB\)$", done.stdout, re.MULTILINE)  # sources and spec only
     run = _last(env)
     assert (run["ok"], run["failed"]) == (1, 1)
-    assert run["git_commit"] == provenance.git_state()[0]
+    state = provenance.git_state()
+    assert (run["git_commit"], run["git_branch"]) == (state.commit, state.branch)
     assert provenance.code_hash() in _run(env, "nsa", "show", "last").stdout
     assert "raised on purpose" in _run(env, "nsa", "logs", "last").stdout
     assert "Traceback" in _run(env, "nsa", "logs", "last", "--point", "1").stdout  # the point's own, kept with it

@@ -125,6 +125,8 @@ def test_the_environment_records_settings_and_withholds_secrets(monkeypatch: pyt
     found = environment(CPU)
     assert found["variables"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert found["packages"]["torch"].startswith("2.")
+    assert found["arithmetic"]["matmul.fp32_precision"] == torch.backends.cuda.matmul.fp32_precision
+    assert found["arithmetic"]["deterministic_algorithms"] is False
     assert "hunter2" not in str(found)
 
 

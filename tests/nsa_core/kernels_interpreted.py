@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
-from nsa_core.errors import BackendError
+from nsa_core.errors import BackendError, InputError
 from nsa_core.functional import compress
 
 pytestmark = [
@@ -300,6 +300,17 @@ def test_gates_of_zero_give_no_gradient_and_no_nan(make_case, config):
     got, exact = run(case.leaves, config, "triton"), run(case.to(torch.float64).leaves, config, "reference")
     for ours, want in zip(got, exact, strict=True):
         torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", {"cmp": "triton"}], ids=str)
+def test_gates_below_zero_are_refused_before_their_gradients_are_nan(make_case, config, backend):
+    case = make_case(80, 2, 1)
+    with torch.no_grad():
+        case.gates[0, 5, 1, 0] = -0.5
+        out = nsa_attention(*case.leaves, config, backend=backend)
+        torch.testing.assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
+    with pytest.raises(InputError, match=r"^gates: -0\.5: give gates of 0 or more, .* or use backend=\"chunked\""):
+        nsa_attention(*case.leaves, config, backend=backend)
 
 
 def test_separate_keys_and_values_for_each_branch(make_case):

@@ -21,6 +21,8 @@ SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=2
         ("init_blocks", -1),
         ("window", 0),
         ("compress", "max"),
+        ("slots", "12-bit"),
+        ("slots", ["packed"]),
         ("cmp_stride", 5),
         ("cmp_block", 128),
         ("slc_count", 2),

@@ -62,6 +62,13 @@ def test_dtypes_that_round_less_than_packed_slots_take_the_free_blocks_of_all_de
     assert (SPANS | SELECTED) & started(monkeypatch, dtype=torch.float16) == SPANS
 
 
+def test_exact_slots_are_not_packed(monkeypatch):
+    config = NSAConfig(slots="exact")
+    assert (SPANS | SELECTED) & started(monkeypatch, config=config) == SPANS
+    packed = [one.constants["PACKED"] for one in launches(monkeypatch, config=config) if "PACKED" in one.constants]
+    assert not any(packed)
+
+
 @pytest.mark.parametrize(("late", "packed"), [("", (True, True)), ("do", (True, False)), ("q", (False, False))])
 def test_slots_are_read_as_they_are_written(monkeypatch, late, packed):
     of_slots = [one for one in launches(monkeypatch, late=late) if one.constants.get("FREE")]
@@ -146,21 +153,23 @@ def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recw
     assert not recwarn.list
 
 
-def test_sizes_may_be_symbols_of_a_compiler(monkeypatch):
+@pytest.mark.parametrize("slots", ["packed", "exact"])
+def test_sizes_may_be_symbols_of_a_compiler(monkeypatch, slots):
     from nsa_core.kernels import operators
-    from nsa_core.kernels.runtime.launch import omit
+    from nsa_core.kernels.runtime.launch import record
     from nsa_core.kernels.shared import hopper
 
     monkeypatch.setattr(hopper, "arch", lambda x: 90)
 
     @torch.compile(dynamic=True, fullgraph=True, backend="eager")
     def attend(q, gates, k, v):
-        call = operators.Call(CONFIG, ("cmp", "slc", "win"), 0, 1.0, compresses=True)
+        call = operators.Call(NSAConfig(slots=slots), ("cmp", "slc", "win"), 0, 1.0, compresses=True)
         return operators.attend(q, gates, None, [(k, v)] * 2, call)
 
     given = [tensor(1, 2048, *shape) for shape in ((8, 128), (8, 3), (2, 128), (2, 128))]
-    with torch.no_grad(), omit():
+    with torch.no_grad(), record() as seen:
         assert attend(*given).shape == given[0].shape
+    assert ("_selected_forward_hopper" in {one.kernel.__name__ for one in seen}) == (slots == "packed")
 
 
 def test_a_tile_is_described_for_the_launch_as_for_the_compiler():

@@ -1,5 +1,6 @@
 """nsa_attention, compress and dense_attention: every backend against the oracle, and invariants of all."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -183,6 +184,45 @@ def test_short_packed_sequences_without_compressed_tokens(make_case, config):
     none = packed[1][:0]
     out = nsa_attention(*packed, config, k_cmp=none, v_cmp=none, cu_seqlens=bounds, max_seqlen=9)
     assert_close(out, nsa_attention(*packed, config, cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("longest", [None, 70])
+def test_packed_sequences_may_be_empty(backend, make_case, config, longest):
+    case = make_case(110)
+    packed = [x[0].detach().requires_grad_() for x in case.leaves]
+    means = compress(packed[1], config, cu_seqlens=torch.tensor([0, 70, 110]))
+    results = []
+    for bounds in ([0, 70, 110], [0, 0, 70, 70, 70, 110, 110]):
+        options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": longest, "backend": backend}
+        out = nsa_attention(*packed, config, k_cmp=means, **options)
+        blocks = select_blocks(*packed[:2], config, **options)
+        dense = dense_attention(*packed[:3], cu_seqlens=options["cu_seqlens"])
+        assert torch.equal(compress(packed[1], config, cu_seqlens=options["cu_seqlens"]), means)
+        results.append((out, *torch.autograd.grad(out.square().sum(), packed, retain_graph=True), blocks, dense))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("longest", [None, 60])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_stays_in_its_packed_sequence(backend, make_case, config, longest, bad):
+    """In the longest and in the shorter one, whose row of a padded batch is filled up; a third has no block at all."""
+    spans = [(0, 60), (60, 100), (100, 104), (104, 104)]
+    packed = [x[0].detach() for x in make_case(104).leaves]
+    start, end = spans[bad]
+    for x in packed[:3]:
+        x[start + 5] = math.nan
+    leaves = [x.requires_grad_() for x in packed]
+    bounds = torch.tensor([0, *(end for _, end in spans)])
+    means = compress(leaves[1], config, cu_seqlens=bounds)
+    options = {"cu_seqlens": bounds, "max_seqlen": longest, "backend": backend}
+    for given in (None, means):
+        out = nsa_attention(*leaves, config, k_cmp=given, v_cmp=given, **options)
+        grads = torch.autograd.grad(out[~out.isnan()].sum() + out.sum(), leaves, retain_graph=True)
+        for x in (out, *grads):
+            assert x[start:end].isnan().any()
+            assert not x[:start].isnan().any()
+            assert not x[end:].isnan().any()
 
 
 @pytest.mark.parametrize("longest", [None, 60])

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nsa_core.backends import TORCH, TRITON, untested
+from jobs._fit import backend_reasons
+from jobs.point import Machine
+from nsa_core import available_backends
+from nsa_core.backends import TORCH, TRITON, default, resolve, triton_problem, triton_version, untested
+from nsa_core.backends.triton import CAPABILITIES
+from nsa_core.errors import BackendError
+from orchestrator.cli import doctor
+from orchestrator.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -193,3 +201,37 @@ def test_a_version_is_tested_by_its_minor_version(version: str, tested: bool) ->
 
 def test_ranges_as_pip_takes_them() -> None:
     assert (TRITON.requirement, TORCH.requirement) == ("triton>=3.6,<3.10", "torch>=2.11,<2.14")
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported"),
+    [((8, 0), True), ((9, 0), True), ((8, 6), False), ((8, 9), False), ((10, 0), False), ((12, 0), False)],
+)
+def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability, supported) -> None:
+    """Elsewhere tiles exceed the shared memory, or a product's rows lie otherwise than late rescaling assumes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    cuda, described = torch.device("cuda"), "{}.{}".format(*capability)
+    fingerprint = {"capability": described, "triton": triton_version() or ""}
+    reasons = [
+        available_backends(cuda, torch.bfloat16)["triton"],
+        backend_reasons(Machine("cuda", "a card", 80 * 2**30, fingerprint), torch.bfloat16, 64)["triton"],
+    ]
+    said = f"its kernels are for GPUs of compute capability 8.0 and 9.0, this one has {described}"
+    assert reasons == [None if supported else said] * 2
+    assert default(cuda, torch.bfloat16) == ("triton" if supported else "chunked")
+    if not supported:
+        with pytest.raises(BackendError, match=f"{said}; use one of auto, "):
+            resolve("triton", ["win"], cuda, torch.bfloat16)
+        assert doctor._triton(Settings()).detail == f"auto takes chunked instead: {said}"
+
+
+def test_capabilities_are_those_that_the_kernels_are_compiled_for() -> None:
+    from nsa_core.kernels import aot
+
+    assert sorted(aot.SHARED) == [10 * major + minor for major, minor in CAPABILITIES]
+
+
+def test_amds_gpus_are_not_taken_for_hopper(monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert triton_problem.__wrapped__() == "its kernels are for NVIDIA's GPUs, and this PyTorch is for AMD's"

@@ -211,13 +211,13 @@ def _add_parts(
 def is_for_hopper(q: Tensor, part: Part, config: NSAConfig, *others: Tensor) -> bool:
     """Whether the kernels for Hopper take these: bf16, and free blocks of 64 keys wholly before their queries.
 
-    fp16 is left out because packed slots are less exact (shared/packed_slots.py).
+    Their slots are packed, so fp16 is left out, for which these are less exact (shared/packed_slots.py).
 
     Args:
         others: further tensors that the kernel reads, as in hopper.fits.
     """
-    is_theirs = q.dtype == torch.bfloat16 and config.slc_block == 64 and config.local_blocks > 0
-    return is_theirs and hopper.fits(q, [part], *others)
+    packs = q.dtype == torch.bfloat16 and config.slots == "packed"
+    return packs and config.slc_block == 64 and config.local_blocks > 0 and hopper.fits(q, [part], *others)
 
 
 def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, call: Call) -> None:

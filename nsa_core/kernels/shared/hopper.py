@@ -252,7 +252,7 @@ def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
         others: tensors [..,D] that the kernel reads besides q, keys and values.
     """
     group = q.shape[2] // parts[0].k.shape[2]
-    if not (90 <= arch(q) < 100 and q.itemsize == 2 and group in (4, 8, 16)):
+    if not (arch(q) == 90 and q.itemsize == 2 and group in (4, 8, 16)):
         return False
     tensors = [q, *others, *(x for part in parts for x in (part.k, part.v))]
     return all(x.shape[-1] == 128 and _is_aligned(x) for x in tensors)

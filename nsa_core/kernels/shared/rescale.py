@@ -4,7 +4,7 @@
 As in FlashAttention-4 (flash_attn/cute/softmax.py of github.com/Dao-AILab/flash-attention): the maximum stays if it is
 exceeded by at most SLACK, so that probabilities are at most 2^SLACK, and after the first tiles it rarely changes. Each
 row decides for itself, so that its bits do not depend on other rows. A warp whose factors are all 1 skips the products;
-Triton has no branch per warp, so that is PTX. For cards from sm90 on (see span/forward.py).
+Triton has no branch per warp, so that is PTX. For sm90, whose accumulators it knows (see span/forward.py).
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def _like_lse(q: Tensor) -> Tensor:
 
 def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
     """Whether sums are rescaled late (shared/rescale.py), which pays for wide rows."""
-    return arch(q) >= 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
+    return arch(q) == 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
