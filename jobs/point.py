@@ -25,6 +25,10 @@ FAILURE_FILES = "failure-files"
 """Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long."""
 
 
+SHORT = 1600
+"""Characters of a text that is kept while its point runs: a rank may send it in one write to a pipe."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The device that a run's points will use, probed on the host where they will run.
@@ -196,6 +200,15 @@ class Reporter(Beat, Protocol):
         """Tell the user at once of something that went wrong and does not end the point, in one line."""
         ...
 
+    def keep(self, name: str, text: str) -> None:
+        """Keep a short text with the point at once, as one of its files, for those who look at it while it runs.
+
+        Args:
+            name: of the file, as in Measurement.files; new in each call of an attempt.
+            text: of at most SHORT characters, ASCII.
+        """
+        ...
+
 
 def reporter(beat: Beat) -> Reporter:
     """The Reporter that a job was passed; for a plain function one that drops samples and has no surroundings."""
@@ -215,6 +228,9 @@ class _Unsampled:
 
     def warn(self, text: str) -> None:
         """Drop the warning."""
+
+    def keep(self, name: str, text: str) -> None:
+        """Drop the text."""
 
 
 Measure = Callable[[Mapping[str, Any], Beat], Measurement]

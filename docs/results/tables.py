@@ -25,6 +25,8 @@ PAGES = {
     "estimate": "estimate.md",
     "capacity": "capacity.md",
     "profile": "profile.md",
+    "diagnose": "diagnose.md",
+    "needle": "needle.md",
     "soak": "soak.md",
     "drill": "drill.md",
 }

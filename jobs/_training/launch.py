@@ -12,7 +12,7 @@ from jobs._training import rank
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.elastic import ElasticLauncher
 from jobs._training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
-from jobs._training.rank_messages import CHECKPOINT, RankBeat, RankFailure, RankSample, RankWarned
+from jobs._training.rank_messages import CHECKPOINT, RankBeat, RankFailure, RankNoted, RankSample, RankWarned
 from jobs._training.report import RankReport
 from jobs.launcher import Launcher, RanksEnded
 from jobs.measure.check import WrongResult
@@ -86,6 +86,8 @@ class RankWatch:
                 self._report.sample(step, values, number)
             case RankWarned(text=text):
                 self._report.warn(text)
+            case RankNoted(name=name, text=text):
+                self._report.keep(name, text)
             case RankBeat(phase=phase, done=done, total=total) if phase == CHECKPOINT:
                 self._report(phase, done, total)  # whichever rank writes: the others wait for it
             case RankBeat(rank=number):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jobs._data.base import Corpus
+from jobs._diagnosis.rank_state import Notes
 from jobs._live import TRAINING_MEMORY, LiveTraining, memory_mib
 from jobs._training.ahead import in_order, on_its_way
 from jobs._training.checkpoint_folder import CheckpointError
@@ -44,6 +45,7 @@ class Trainer:
 
     Args:
         watch: of a soak, which ends by its time; None: the training ends after its steps.
+        notes: of this rank's memory, to be completed at the first step; None: nobody wants them.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Trainer:
         device: torch.device,
         rank: int = 0,
         watch: SoakWatch | None = None,
+        notes: Notes | None = None,
     ) -> None:
         shape = dict(config["model"])
         shape["nsa"] = NSAConfig(**shape["nsa"])
@@ -67,6 +70,7 @@ class Trainer:
         self.size = (config["batch"], config["seq_len"])
         self._autocast = config["precision"] == "bfloat16"
         self._watch = watch
+        self._notes = notes
         self._asked = False  # whether a rank was asked to stop
         self._measuring = watch is not None  # whether the telemetry has been started: a soak's ranks need none
         torch.manual_seed(config["seed"])
@@ -168,6 +172,8 @@ class Trainer:
                 telemetry.start()
             _check_finite(step.loss, f"at step {number}")
             live.step(number, step)
+            if self._notes is not None and number == run.begun[-1] + 1:
+                self._notes.first_step(number, self.route, len(run.begun))
             self._asked = self._asked or step.stop
             if self._watch is not None:
                 self._watch.take(number, step.loss, ended - before_it, step.elapsed_s)
@@ -232,7 +238,7 @@ class Trainer:
         losses = []
         for number, (tokens, targets) in enumerate(parts, 1):
             with self._parallel.gathering(last=number == len(parts)):
-                with self._precision():
+                with self.precision():
                     loss = self._parallel.loss_of(tokens, targets)
                 (loss / len(parts) if len(parts) > 1 else loss).backward()
             losses.append(loss.detach())
@@ -280,7 +286,7 @@ class Trainer:
             beat("heldout loss", done, len(batches))
             parts = self._parts(*batch)
             for tokens, targets in parts:
-                with self._precision():
+                with self.precision():
                     total += self.model(tokens, targets).item() / len(parts)
         self.model.train()
         total = self._parallel.mean(torch.tensor(total, dtype=torch.float64, device=self.device)).item()
@@ -291,7 +297,8 @@ class Trainer:
         """Factor from a mean over targets, of all ranks, to one over the bytes of their text: 1 for bytes."""
         return targets.numel() / self.corpus.text_bytes(targets)
 
-    def _precision(self) -> AbstractContextManager[object]:
+    def precision(self) -> AbstractContextManager[object]:
+        """Context of the model's passes: autocast, if the configuration asks for it."""
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def _set_rate(self, rate: float) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jobs.point import NOWHERE, Surroundings
+from jobs.point import NOWHERE, SHORT, Surroundings
 
 BEAT_INTERVAL_S = 0.2
 """Seconds within which further beats of one phase are not sent, only counted."""
@@ -75,7 +75,16 @@ class RankWarned:
     text: str
 
 
-Message = RankBeat | RankSample | RankStarted | RankEnded | RankFailure | RankWarned
+@dataclass(frozen=True)
+class RankNoted:
+    """A short text of a rank, to be kept with the point at once as the file `name`."""
+
+    rank: int
+    name: str
+    text: str
+
+
+Message = RankBeat | RankSample | RankStarted | RankEnded | RankFailure | RankWarned | RankNoted
 
 
 class RankReporter:
@@ -110,6 +119,11 @@ class RankReporter:
     def warn(self, text: str) -> None:
         """Report something that does not end this rank."""
         self._post(RankWarned(self._rank, text[:LONGEST_TEXT]))
+
+    def keep(self, name: str, text: str) -> None:
+        """Have a short text kept with the point."""
+        assert len(text) <= SHORT, "it would not fit into one write"
+        self._post(RankNoted(self._rank, name, text))
 
     def ended(self) -> None:
         """Report that this rank has done its work."""

@@ -13,6 +13,7 @@ from jobs._data.base import Corpus
 from jobs._data.byte_corpus import load_corpus
 from jobs._data.spec import DataSpec
 from jobs._data.token_corpus import load_tokens
+from jobs._diagnosis.rank_state import BOOT, LOADER, NOW, Notes, RankState
 from jobs._fields import torch_dtype
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.checkpoints import CheckpointReport, Checkpoints, CheckpointSpec
@@ -29,6 +30,7 @@ from jobs.measure.check import Agreement
 from jobs.measure.environment import environment
 from jobs.measure.memory import Peak, measure_peak
 from jobs.measure.telemetry import Telemetry
+from jobs.measure.topology import Topology, topology
 from jobs.point import Beat, Metric, reporter
 from jobs.quantities import GPU_UTILIZATION
 from nsa_core.model import ModelConfig
@@ -46,7 +48,9 @@ class RankReport:
         route, environment: as in Measurement.
         model: the model's shape.
         gpu: PyTorch's name of the rank's GPU; "" on a CPU.
+        state: of the rank at its end.
         checkpoints: their history; None without checkpoints.
+        topology: of the rank's host, if the configuration asks for it.
     """
 
     run: Run
@@ -57,7 +61,9 @@ class RankReport:
     environment: Mapping[str, Any]
     model: ModelConfig
     gpu: str
+    state: RankState
     checkpoints: CheckpointReport | None = None
+    topology: Topology | None = None
 
 
 def train_rank(
@@ -73,12 +79,15 @@ def train_rank(
     """
     if config["threads"] is not None:
         torch.set_num_threads(config["threads"])
+    notes = Notes(beat, device, rank, Layout.from_config(config).ranks)
+    notes.note(BOOT)
     beat("corpus")
     data = DataSpec.model_validate(config["data"])
     corpus = open_corpus(data, config, beat)
+    notes.note(LOADER)
     plan = SoakPlan.from_config(config)
     watch = None if plan is None else SoakWatch(plan, SoakHistory(), device, rank, beat)
-    trainer = Trainer(config, corpus, device, rank, watch)
+    trainer = Trainer(config, corpus, device, rank, watch, notes)
     model = trainer.model.config
     beat("check")
     agreement = check.check_attention(
@@ -99,6 +108,9 @@ def train_rank(
         sampled = telemetry.stop()
         if checkpoints is not None:
             checkpoints.close()
+    notes.note(NOW)
+    state = notes.state(trainer.state.step, trainer.route)
+    host = topology() if config.get("topology") else None
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
     about = {
@@ -113,7 +125,7 @@ def train_rank(
     found = environment(device) | {"training": about}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     history = None if checkpoints is None else checkpoints.report
-    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, history)
+    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, state, history, host)
 
 
 def open_corpus(data: DataSpec, config: Mapping[str, Any], beat: Beat) -> Corpus:

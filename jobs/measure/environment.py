@@ -7,6 +7,7 @@ import platform
 import re
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "arithmetic": _arithmetic(),
-        "variables": _variables(),
+        "variables": steering(os.environ),
     }
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda
@@ -58,9 +59,9 @@ def _arithmetic() -> dict[str, Any]:
     }
 
 
-def _variables() -> dict[str, str]:
-    """Steering variables that are set; values that may be secret are withheld."""
-    shown = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+def steering(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that steer PyTorch and this project; values that may be secret are withheld."""
+    shown = {name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name)}
     return {name: "(set, withheld)" if _SECRET.search(name) else value for name, value in shown.items()}
 
 

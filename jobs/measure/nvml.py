@@ -17,6 +17,15 @@ _LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also whe
 # cuda-compatibility, "minor version compatibility").
 _BRANCHES = ((580, 13), (525, 12), (450, 11))
 
+# Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
+THROTTLES = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
 
 class NvmlError(RuntimeError):
     """NVML cannot answer: no driver, no such card, or no permission; the message says which."""

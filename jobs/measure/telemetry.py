@@ -33,15 +33,6 @@ from jobs.quantities import (
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
 _MOST = 20_000  # samples of a GPU, an hour's; of a longer point, pairs are merged and then taken half as often
 
-# Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
-_THROTTLE = {
-    0x4: "software power cap",
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -220,7 +211,7 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
         _peak(GPU_MEMORY_USED, [s.memory_mib for s in samples]),
         _peak(GPU_PROCESSES, [None if s.pids is None else len(s.pids) for s in samples]),
     ]
-    told = [bool(s.throttle & sum(_THROTTLE)) for s in samples if s.throttle is not None]
+    told = [bool(s.throttle & sum(nvml.THROTTLES)) for s in samples if s.throttle is not None]
     if told:
         share = 100 * sum(told) / len(told)
         metrics.append(Metric.of(GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
@@ -271,7 +262,7 @@ def _text(samples: Sequence[Sample], problem: str | None) -> str:
             if known:
                 mean = sum(known) / len(known)
                 lines.append(f"  {title:12} min {min(known):.0f}  mean {mean:.0f}  max {max(known):.0f} {unit}")
-        reasons = Counter(name for s in mine for bit, name in _THROTTLE.items() if (s.throttle or 0) & bit)
+        reasons = Counter(name for s in mine for bit, name in nvml.THROTTLES.items() if (s.throttle or 0) & bit)
         lines.append("  throttled    " + (", ".join(f"{n} samples: {r}" for r, n in reasons.items()) or "never"))
         pids = sorted({pid for s in mine for pid in s.pids or ()})
         lines.append("  processes    " + (" ".join(map(str, pids)) or "none listed"))

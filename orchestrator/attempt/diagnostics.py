@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,20 @@ def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
     if shutil.which("nvidia-smi"):
         files["nvidia-smi.txt"] = _tool(["nvidia-smi"])[1] + _tool(["nvidia-smi", "-q", "-d", "MEMORY,PERFORMANCE"])[1]
     return files
+
+
+def frames(pid: int, most: int = 6) -> list[str]:
+    """Innermost Python frames of a process's main work, read without stopping it; one line with the reason if not.
+
+    Its main work is the thread that is named as a rank, else the main thread.
+    """
+    code, text = _tool([_py_spy(), "dump", "--nonblocking", "--pid", str(pid)])
+    if code:
+        return [f"not readable: {' '.join(text.split())[:200]}"]
+    threads = [block.splitlines() for block in re.split(r"\n(?=Thread )", text)[1:]]
+    wanted = (': "rank ', '"MainThread"', f"Thread {pid} ")
+    named = [lines for word in wanted for lines in threads if word in f"{lines[0]} "]
+    return [line.strip() for line in named[0][1 : most + 1]] if named else ["no Python"]
 
 
 def request_stacks(worker: psutil.Process) -> None:
@@ -87,12 +102,15 @@ def _oom_kills(path: Path) -> Iterator[int]:
 
 def _stack(process: psutil.Process) -> str:
     title = f"=== pid {process.pid}: {_command(process)}"
-    py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    code, text = _tool([py_spy, "dump", "--pid", str(process.pid)])
+    code, text = _tool([_py_spy(), "dump", "--pid", str(process.pid)])
     if code:  # not Python, or gone: the kernel may still know where it waits
         with contextlib.suppress(OSError):
             text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
     return f"{title}\n{text}"
+
+
+def _py_spy() -> str:
+    return shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
 
 
 def _describe(process: psutil.Process) -> str:

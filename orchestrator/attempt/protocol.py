@@ -4,7 +4,7 @@ Commands go to the worker's stdin, events come back on a pipe; stdout and stderr
 
     (start)  -> Ready
     Probe    -> Machine or Failure
-    Run      -> Environment, any number of Beats, Samples and Warned, then Result or Failure
+    Run      -> Environment, any number of Beats, Samples, Warned and Noted, then Result or Failure
     Explain  -> Explained, also while a point is measured
     Exit     -> the worker ends
 
@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 5
+VERSION = 6
 
 
 class ProtocolError(ValueError):
@@ -217,8 +217,16 @@ class Warned:
     text: str
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A text to be kept with the point while it runs, as the file `name`."""
+
+    name: str
+    text: str
+
+
 Command = Probe | Run | Explain | Exit
-Event = Ready | Beat | Environment | Machine | Result | Failure | Explained | Samples | Warned
+Event = Ready | Beat | Environment | Machine | Result | Failure | Explained | Samples | Warned | Noted
 
 
 def encode(message: Command | Event) -> bytes:

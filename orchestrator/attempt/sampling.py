@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jobs.point import NOWHERE, Beat, Surroundings
 from jobs.quantities import Quantities
-from orchestrator.attempt.protocol import Samples, Warned
+from orchestrator.attempt.protocol import Noted, Samples, Warned
 
 LEAST_INTERVAL_S = 1.0
 MOST_SAMPLES = 2000
@@ -43,7 +43,7 @@ class SamplingReporter:
 
     Args:
         beat: takes the progress.
-        send: takes the samples, in a thread while the measurement runs and by `close`; and warnings, at once.
+        send: takes the samples, in a thread while the measurement runs and by `close`; and warnings and texts, at once.
         declared: the kind's quantities.
         surroundings: the point's.
     """
@@ -51,7 +51,7 @@ class SamplingReporter:
     def __init__(
         self,
         beat: Beat,
-        send: Callable[[Samples | Warned], None],
+        send: Callable[[Samples | Warned | Noted], None],
         declared: Quantities,
         surroundings: Surroundings = NOWHERE,
     ) -> None:
@@ -88,6 +88,10 @@ class SamplingReporter:
         """As jobs.point.Reporter says."""
         line = " ".join(text.split())[:LONGEST_WARNING]
         self._send(Warned(line.encode(errors="backslashreplace").decode()))  # a journal takes no lone surrogates
+
+    def keep(self, name: str, text: str) -> None:
+        """As jobs.point.Reporter says."""
+        self._send(Noted(name, text))
 
     def close(self) -> None:
         """End the thread, and send the last sample of each series."""

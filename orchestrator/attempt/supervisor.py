@@ -182,6 +182,8 @@ def _watch(
         while (ended := watch.step()) is None:
             yield from watch.progress()
             yield from watch.warnings()
+            if (noted := watch.noted()) and conditions.store is not None:
+                yield from keep(assignment, noted, conditions.store, stopped)
             if (piece := live.due()) is not None:
                 yield piece
             if stopped():

@@ -71,6 +71,7 @@ class Watch:
         self._sent = ("", 0.0)  # phase and time of the last update
         self._environment: dict[str, Any] = {}
         self._warnings: list[EventRecord] = []
+        self._noted: list[Source] = []
         self._oom_kills = diagnostics.oom_kills()
         self._low_memory = False
 
@@ -98,6 +99,8 @@ class Watch:
                     self._live.take(event)
                 case protocol.Warned(text):
                     self._warnings.append(warning(self._assignment, text))
+                case protocol.Noted(name, text):
+                    self._noted.append(Source(name, text))
                 case protocol.Environment(environment):
                     self._environment = dict(environment)
                 case protocol.Result(measurement, files):
@@ -126,6 +129,11 @@ class Watch:
         """Warnings of the measurement that were not sent yet."""
         while self._warnings:
             yield self._warnings.pop(0)
+
+    def noted(self) -> list[Source]:
+        """Texts to keep that were not given yet."""
+        noted, self._noted = self._noted, []
+        return noted
 
     def ask_to_end(self) -> None:
         """Let a point that keeps checkpoints save one: SIGTERM, and time for its last word."""
@@ -207,7 +215,7 @@ class Watch:
             environment=self._environment,
             **found,
         )
-        return Ended(outcome, (*self._child.new_output(), *files))
+        return Ended(outcome, (*self._child.new_output(), *self.noted(), *files))
 
 
 def _sources(files: Sequence[protocol.File]) -> list[Source]:

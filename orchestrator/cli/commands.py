@@ -257,6 +257,30 @@ def cancel(run: Run) -> None:
 
 
 @app.command()
+def diagnose(
+    attach: Annotated[
+        str | None, typer.Option(metavar="RUN", help="a run that is running, as id, beginning of one, or 'last'")
+    ] = None,
+    point: Annotated[int | None, typer.Option(help="index of one running point; default: all")] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60, help="time to watch the processes for")] = 3.0,
+) -> None:
+    """Memory by phase, routes, topology and warnings of a live run, without disturbing it; or of this host."""
+    from orchestrator.cli import attaching
+
+    attaching.give_way()
+    if attach is None:
+        if point is not None:
+            raise UserError(f"--point: {point}: has no effect without --attach; name a run")
+        print(attaching.this_host())
+        return
+    from orchestrator.cli.lookup import find_run
+
+    with _store() as store:
+        for text in attaching.attach(store, find_run(store, attach), point, seconds):
+            print(text)
+
+
+@app.command()
 def report(
     runs: Runs = None,
     format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,

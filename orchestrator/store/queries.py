@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -104,18 +105,28 @@ def metrics(store: Store, point_id: str) -> pd.DataFrame:
     return _frame(store, select(*columns).where(Metric.point_id == point_id).order_by(Metric.id))
 
 
-def series(store: Store, point_id: str, *, attempt: int | None = None, most: int | None = None) -> pd.DataFrame:
+def series(
+    store: Store,
+    point_id: str,
+    *,
+    attempt: int | None = None,
+    most: int | None = None,
+    since: datetime | None = None,
+) -> pd.DataFrame:
     """The samples of a point's series, by attempt, name, rank and step.
 
     Args:
         attempt: the attempt to read; None: all.
         most: samples to read of each series, evenly spaced, and the last; None: all.
+        since: time of the oldest sample to read; None: of any time.
     """
     one = (Series.attempt, Series.name, Series.rank)
     columns = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
     query = select(*columns).where(Series.point_id == point_id)
     if attempt is not None:
         query = query.where(Series.attempt == attempt)
+    if since is not None:
+        query = query.where(Series.at >= since)
     if most is not None:
         place = func.row_number().over(partition_by=one, order_by=Series.step).label("place")
         rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()

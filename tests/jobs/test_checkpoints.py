@@ -84,6 +84,9 @@ class Watching:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
+    def keep(self, name: str, text: str) -> None:
+        pass
+
 
 def _train(text: Path, watching: Watching, **changes: Any) -> Measurement:
     spec = Spec.model_validate(_data(text, **changes))
@@ -279,6 +282,7 @@ def test_a_process_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(t
                     os.kill(os.getpid(), signal.SIGKILL)
             def sample(self, *_): pass
             def warn(self, text): print(text)
+            def keep(self, *_): pass
 
         measure(json.loads(sys.argv[1]), Told())
         """

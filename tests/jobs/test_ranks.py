@@ -21,6 +21,7 @@ from processes import descendants, is_alive
 
 import jobs
 from jobs._data.byte_corpus import load_corpus
+from jobs._diagnosis.rank_state import RankState
 from jobs._training.errors import Diverged, RankFailed, Stopped
 from jobs._training.launch import RankWatch
 from jobs._training.layout import divided
@@ -228,6 +229,7 @@ def test_a_position_in_the_data_can_be_taken_up_again(text: Path) -> None:
 def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolerance: float) -> None:
     phases: list[str] = []
     series: dict[tuple[str, int], list[int]] = {}
+    kept: dict[str, str] = {}
 
     class Reporter:
         surroundings = NOWHERE
@@ -242,7 +244,12 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
         def warn(self, text: str) -> None:
             raise AssertionError(text)
 
+        def keep(self, name: str, text: str) -> None:
+            kept[name] = text
+
     two = _train(_spec(text, ranks=2, **changes), Reporter())
+    states = {name: RankState.from_json(content) for name, content in kept.items()}
+    assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
     found, alone = _metrics(two), _metrics(_train(_spec(text)))
     assert found["loss"].samples == pytest.approx(alone["loss"].samples, rel=tolerance)
     assert found["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=tolerance)

@@ -282,3 +282,13 @@ def test_the_probe_runs_in_a_child() -> None:
 def test_probing_for_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
         probe(protocol.Probe("cuda"), gpus="")
+
+
+def test_a_text_is_kept_while_its_point_runs(measure) -> None:
+    code = "beat('on'); beat.keep('rank0.json', '{}'); time.sleep(1); beat.keep('last.txt', 'late')"
+    updates = measure(f"import time; {code}")
+    places = [place for place, update in enumerate(updates) if isinstance(update, ArtifactRecord)]
+    (end,) = [place for place, update in enumerate(updates) if isinstance(update, Ended)]
+    assert places[0] < end
+    assert updates[places[0]].artifact.content == "{}"
+    assert updates[end].files == {"rank0.json": "{}", "last.txt": "late"}

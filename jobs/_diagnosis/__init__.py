@@ -1,0 +1,1 @@
+"""Diagnosis of a training: its ranks, their hosts, and advice on what is wrong."""

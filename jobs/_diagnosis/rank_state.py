@@ -1,0 +1,160 @@
+"""State of a rank: its place, its memory by phase, the kernels that run. Plain data, kept while a training runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.cuda import nccl
+
+from jobs._live import memory_mib
+from jobs.measure.machine import installed
+from jobs.measure.topology import cores_of, ranges
+from jobs.point import Beat, reporter
+
+BOOT, LOADER, FIRST_STEP, NOW = "boot", "loader", "step_1", "now"
+PHASES = {BOOT: "at boot", LOADER: "after the loader", FIRST_STEP: "at step 1", NOW: "now"}
+"""Moments at which a rank's memory is noted, and their words."""
+
+_PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "ray")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a rank's process [MiB].
+
+    Attributes:
+        resident: in the host's memory; None if unknown.
+        allocated: most that PyTorch's tensors took on the GPU so far; None on a CPU.
+        reserved: held on the GPU by PyTorch's allocator; None on a CPU.
+    """
+
+    resident: float | None
+    allocated: float | None = None
+    reserved: float | None = None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of a rank.
+
+    Attributes:
+        step: steps done.
+        process: identity of its process (`identity`).
+        gpu: UUID of its GPU; "" on a CPU.
+        cores: cores that it may run on, as ranges ("0-3,8").
+        route: kernels that really ran, by branch.
+        memory: by phase (PHASES).
+    """
+
+    rank: int
+    ranks: int
+    step: int
+    host: str
+    pid: int
+    process: str
+    device: str
+    gpu: str
+    cores: str
+    threads: int
+    route: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankState | None:
+        """The state in a file's text; None if it is torn, or was written by other code."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            data["memory"] = {phase: Memory(**sizes) for phase, sizes in data["memory"].items()}
+            return cls(**data) if {entry.name for entry in fields(cls)} == set(data) else None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def file_name(rank: int, process: int) -> str:
+    """Name of the file with a rank's state; `process` counts the processes of an attempt that go on from each other."""
+    return f"rank{rank}.json" if process == 1 else f"rank{rank}-{process}.json"
+
+
+def identity(pid: int) -> str | None:
+    """The process of this number, told from every other one of any host; None if there is none, or not on Linux."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
+    except (OSError, IndexError):
+        return None
+
+
+class Notes:
+    """Notes on the memory of this process, a rank; its state is kept as a file of the point at its first step."""
+
+    def __init__(self, beat: Beat, device: torch.device, rank: int, ranks: int) -> None:
+        self._report = reporter(beat)
+        self._device = device
+        self._rank, self._ranks = rank, ranks
+        self._memory: dict[str, Memory] = {}
+
+    def note(self, phase: str) -> None:
+        """Note the present memory; waits for no GPU."""
+        resident = psutil.Process().memory_info().rss / 2**20
+        if self._device.type != "cuda":
+            self._memory[phase] = Memory(resident)
+            return
+        allocated, reserved = memory_mib(self._device), torch.cuda.memory_reserved(self._device) / 2**20
+        self._memory[phase] = Memory(resident, allocated, reserved)
+
+    def first_step(self, step: int, route: Mapping[str, str], process: int) -> None:
+        """Note the memory at the first step of this process, and keep its state with the point.
+
+        Args:
+            process: number of this process among those of the training, from 1.
+        """
+        self.note(FIRST_STEP)
+        self._report.keep(file_name(self._rank, process), self.state(step, route).to_json())
+
+    def state(self, step: int, route: Mapping[str, str]) -> RankState:
+        """The state of this rank."""
+        pid, gpu = os.getpid(), ""
+        if self._device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            gpu = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return RankState(
+            rank=self._rank,
+            ranks=self._ranks,
+            step=step,
+            host=socket.gethostname(),
+            pid=pid,
+            process=identity(pid) or "",
+            device=self._device.type,
+            gpu=gpu,
+            cores=ranges(cores_of(pid)),
+            threads=torch.get_num_threads(),
+            route=dict(route),
+            versions=_versions(),
+            memory={phase: _rounded(memory) for phase, memory in self._memory.items()},
+        )
+
+
+def _rounded(memory: Memory) -> Memory:
+    return Memory(*(None if size is None else round(size, 1) for size in asdict(memory).values()))
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version for name in _PACKAGES if (version := installed(name))}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, nccl.version()))
+    return found

@@ -1,0 +1,92 @@
+"""A diagnosis as text (Markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jobs._diagnosis.advice import Advice, Diagnosis
+from jobs._diagnosis.rank_state import PHASES, Memory, RankState
+from jobs.measure.topology import Topology
+
+
+def describe(found: Diagnosis, advice: Sequence[Advice]) -> str:
+    """Warnings first, then memory, routes, hosts and versions."""
+    parts = [_warnings(advice)]
+    if found.ranks:
+        parts += [_memory(found.ranks), _ranks(found)]
+    parts += [_host(host) for host in found.hosts]
+    parts += [_variables(found)]
+    return "\n".join("\n".join(part) + "\n" for part in parts)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    for line in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(line)} |"
+
+
+def _warnings(advice: Sequence[Advice]) -> Iterator[str]:
+    yield "## Warnings\n"
+    if not advice:
+        yield "none"
+    for each in advice:
+        yield f"- {each.what}; {each.fix}"
+
+
+def _memory(ranks: Sequence[RankState]) -> Iterator[str]:
+    gpu = any(rank.gpu for rank in ranks)
+    yield f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
+    rows = ([str(rank.rank), *(_sizes(rank.memory.get(phase), gpu) for phase in PHASES)] for rank in ranks)
+    yield from table(["rank", *PHASES.values()], rows)
+
+
+def _sizes(memory: Memory | None, gpu: bool) -> str:
+    if memory is None:
+        return "-"
+    shown = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
+    return " / ".join("-" if size is None else f"{size:,.0f}" for size in shown)
+
+
+def _ranks(found: Diagnosis) -> Iterator[str]:
+    yield "## Ranks\n"
+    columns = ["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"]
+    yield from table(columns, (_rank(found, rank) for rank in found.ranks))
+    if found.imbalance is not None:
+        yield f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean."
+    versions = {f"{name} {version}": 0 for rank in found.ranks for name, version in rank.versions.items()}
+    yield f"\nVersions: {', '.join(versions) or 'unknown'}"
+
+
+def _rank(found: Diagnosis, rank: RankState) -> list[str]:
+    route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items()) or "-"
+    busy = found.utilization.get(rank.rank)
+    shown = "-" if busy is None else f"{busy:.0f} %"
+    place = (rank.gpu or "-", rank.cores or "-", str(rank.threads))
+    return [str(rank.rank), rank.host, str(rank.pid), *place, shown, route]
+
+
+def _host(host: Topology) -> Iterator[str]:
+    yield f"## Host {host.host}\n"
+    yield f"- {host.cpu}, cores {host.cores or 'unknown'}, {host.memory_mib:,.0f} MiB of memory left"
+    nodes = "; ".join(f"node {node}: cores {cores}" for node, cores in host.numa.items())
+    yield f"- NUMA: {nodes or 'unknown'}"
+    if host.problem:
+        yield f"- no GPUs: {host.problem}"
+    elif not host.gpus:
+        yield "- no GPU is visible"
+    else:
+        yield f"- driver {host.driver or 'unknown'}"
+    for gpu in host.gpus:
+        node = "unknown" if gpu.numa is None else str(gpu.numa)
+        used = "unknown" if gpu.used_mib is None else f"{gpu.used_mib:,.0f} of {gpu.memory_mib or 0:,.0f} MiB used"
+        yield f"- GPU {gpu.id}: {gpu.name}, {gpu.uuid}, NUMA node {node}, {used}"
+    names = {gpu.uuid: gpu.id for gpu in host.gpus}
+    for (a, b), way in host.links.items():
+        yield f"- GPU {names[a]} to GPU {names[b]}: {way}"
+
+
+def _variables(found: Diagnosis) -> Iterator[str]:
+    yield "## Environment variables\n"
+    yield from (f"- {name}={value}" for name, value in sorted(found.variables.items()))
+    if not found.variables:
+        yield "none of PyTorch, CUDA, NCCL or their libraries is set"

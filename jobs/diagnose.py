@@ -1,0 +1,95 @@
+"""Diagnosis of a training: memory at boot, after the loader, at step 1 and at its end, the routes, the hosts' topology.
+
+A point is a short training like one of `train`, on one rank or several; its file `diagnosis.md` has the warnings, each
+with its fix. `nsa diagnose --attach RUN` says the same of a training that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from jobs import train
+from jobs._diagnosis.advice import Diagnosis, advise
+from jobs._diagnosis.rank_state import PHASES, RankState
+from jobs._diagnosis.text import describe
+from jobs._training.errors import noting_sigterm
+from jobs._training.launch import run_ranks
+from jobs._training.layout import Layout
+from jobs._training.metrics import RANK_IMBALANCE, measurement
+from jobs._training.report import RankReport, train_rank
+from jobs.axes import Axis
+from jobs.point import Beat, Machine, Measurement, Metric, Point
+from jobs.quantities import Better, Quantity, Role
+
+__all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
+
+WARNINGS = Quantity("warnings", "1", "Warnings of the diagnosis", "warnings", Better.LOWER, Role.HEADLINE)
+_SIZES = {"allocated": "Most memory allocated", "reserved": "Memory reserved", "resident": "Resident memory"}
+PHASE_MEMORY = {
+    (phase, size): Quantity(f"{phase}_{size}", "MiB", f"{title} {words}", better=Better.LOWER)
+    for phase, words in PHASES.items()
+    for size, title in _SIZES.items()
+}
+AXES: tuple[Axis, ...] = train.AXES
+QUANTITIES = (WARNINGS, *PHASE_MEMORY.values(), *train.QUANTITIES)
+
+
+class Spec(train.TrainingSpec):
+    """A short training for each kind of attention, diagnosed."""
+
+    kind: Literal["diagnose"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """As TrainingSpec; the ranks look at their hosts, too."""
+        return [replace(point, config={**point.config, "topology": True}) for point in super().points(machine)]
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Train with the point's configuration, and diagnose the training.
+
+    Raises:
+        As jobs.train.measure.
+    """
+    if Layout.from_config(config).ranks > 1:
+        reports = run_ranks(config, beat)
+    else:
+        with noting_sigterm() as stop:
+            reports = [train_rank(config, torch.device(config["device"]), 0, beat, stop)]
+    result = measurement(config, reports)
+    found = diagnosis(reports, result)
+    advice = advise(found)
+    metrics = [Metric.of(WARNINGS, len(advice), method="in diagnosis.md, each with its fix"), *memory(found.ranks)]
+    files = {**result.files, "diagnosis.md": describe(found, advice)}
+    return replace(result, metrics=(*metrics, *result.metrics), files=files)
+
+
+def diagnosis(reports: Sequence[RankReport], result: Measurement) -> Diagnosis:
+    """The diagnosis of a training from the reports of its ranks and its results."""
+    states = [report.state for report in reports]
+    hosts = {report.topology.host: report.topology for report in reports if report.topology is not None}
+    return Diagnosis(
+        ranks=states,
+        hosts=list(hosts.values()),
+        variables=reports[0].environment["variables"],
+        utilization={
+            state.rank: report.utilization.value
+            for state, report in zip(states, reports, strict=True)
+            if report.utilization is not None
+        },
+        imbalance=next((metric.value for metric in result.metrics if metric.name == RANK_IMBALANCE.name), None),
+    )
+
+
+def memory(ranks: Sequence[RankState]) -> list[Metric]:
+    """Memory by phase: of the rank that has the most; samples are one a rank."""
+    metrics = []
+    for (phase, size), quantity in PHASE_MEMORY.items():
+        sizes = [getattr(rank.memory[phase], size) for rank in ranks if phase in rank.memory]
+        if sizes and None not in sizes:
+            method = f"{PHASES[phase]}; samples: ranks; value: the highest"
+            metrics.append(Metric.of(quantity, max(sizes), tuple(sizes), method))
+    return metrics

@@ -1,0 +1,280 @@
+"""Retrieval: does a small model that was trained for it find a needle at every depth, with NSA as with dense attention?
+
+A point is one implementation and length: a model trained from nothing by the loop of `train` on synthetic retrieval
+(jobs._data.needle_corpus), then asked for needles at each depth. All points of a length get the same batches.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from jobs._data.needle_corpus import NeedleCorpus
+from jobs._diagnosis.rank_state import BOOT, LOADER, Notes
+from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
+from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._live import LOSS, SERIES
+from jobs._pass import Implementations, model_of_preset
+from jobs._training.errors import noting_sigterm
+from jobs._training.estimate import estimate
+from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
+from jobs._training.optimizer import OptimizerSpec
+from jobs._training.results import Run, first_steady, steady_steps
+from jobs.measure.check import HeadShape, check_attention
+from jobs.measure.environment import environment
+from jobs.measure.memory import measure_peak
+from jobs.measure.stats import summarize
+from jobs.measure.telemetry import Telemetry
+from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
+from jobs.spec import JobSpec
+
+RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
+RECALL_WORST = Quantity("recall_worst", "%", "Recall at the worst depth", "worst depth", Better.HIGHER, Role.HEADLINE)
+RECALL_AT = Quantity("recall_depth_*", "%", "Recall at depth", better=Better.HIGHER)
+CHANCE = Quantity("chance", "%", "Recall of a guess")
+CONVERGED = Quantity("converged", "1", "Converged (1) or still learning (0)", "converged", Better.HIGHER, Role.HEADLINE)
+LOSS_CHANGE = Quantity("loss_change", "nat/answer", "Change of the loss between the last tenths of the steps")
+LEARNED_STEP = Quantity("learned_step", "1", "Step at which the task was learned", "learned at", Better.LOWER)
+ANSWER_LOSS = replace(LOSS, unit="nat/answer")
+HELDOUT_ANSWER_LOSS = replace(HELDOUT_LOSS, unit="nat/answer")
+QUANTITIES = (
+    *(RECALL, RECALL_WORST, CONVERGED, ANSWER_LOSS, HELDOUT_ANSWER_LOSS, RECALL_AT, CHANCE, LOSS_CHANGE, LEARNED_STEP),
+    *(TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, RANK_COMPUTE_TIME),
+)
+
+_LEARNED = 0.1  # of the loss of a guess, below which the mean loss over a twentieth of the steps has to fall
+_HELDOUT_BATCHES = 2
+
+Depth = Annotated[int, Field(ge=0, le=100)]
+
+
+class Spec(JobSpec):
+    """Lengths x implementations: a model trained on retrieval for each."""
+
+    kind: Literal["needle"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
+    preset: Preset = "tiny"
+    layers: Layers | None = Field(default=None, description="None: the preset's")
+    implementations: Implementations
+    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    lengths: Annotated[list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1), Unique]
+    depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
+        default=[0, 25, 50, 75, 100], description="places of the needle that is asked for [%]"
+    )
+    needles: Count = Field(default=1, description="pairs of key and value in a sequence; all are asked for")
+    alphabet: int = Field(default=8, ge=2, le=2**12, description="keys, and values; a guess is right once in so many")
+    questions: Count = Field(default=64, description="sequences asked at each depth")
+    tokens: Count = Field(description="of a step; the batch is tokens / length")
+    steps: int = Field(ge=20, le=2**24, description="equal for all implementations")
+    converged_nat: float = Field(
+        default=0.05,
+        gt=0,
+        description="change of the loss between the last two tenths of the steps that is no learning",
+    )
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
+    compile: bool = Field(default=False, description="torch.compile the training step's passes, or fail")
+    optimizer: OptimizerSpec = OptimizerSpec()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        """Refuse needles that have no place, and steps that are no whole number of sequences."""
+        if self.needles > self.alphabet:
+            raise ValueError(
+                f"needles: {self.needles}: each needs a key of its own; use at most alphabet = {self.alphabet}"
+            )
+        for length in self.lengths:
+            if length < 4 * self.needles:
+                raise ValueError(
+                    f"lengths: {length}: has no room for {self.needles} needles and their questions; use at least "
+                    f"{4 * self.needles}"
+                )
+            if self.tokens % length:
+                nearest = max(1, round(self.tokens / length)) * length
+                raise ValueError(f"tokens: {self.tokens}: is no multiple of the length {length}; use {nearest}")
+        if self.optimizer.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the {self.steps} "
+                f"steps; use at most {self.steps - 1}"
+            )
+        return self
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """A point for each length and implementation, shortest lengths first.
+
+        Raises:
+            SpecError: an implementation cannot run on this machine.
+        """
+        dense = model_of_preset(self.preset, self.nsa, "dense")
+        reasons = backend_reasons(machine, torch_dtype(self.precision), dense.head_dim)
+        refuse_unusable(self.implementations, reasons | {"dense": None})
+        return [self._point(machine, length, name) for length in sorted(self.lengths) for name in self.implementations]
+
+    def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
+        base = model_of_preset(self.preset, self.nsa, implementation)
+        task = NeedleCorpus(self.needles, self.alphabet, self.seed)
+        model = replace(base, vocab_size=task.vocabulary, layers=self.layers or base.layers)
+        batch = self.tokens // seq_len
+        same = {"steps", "precision", "compile", "seed", "optimizer", "depths", "questions", "converged_nat"}
+        config = {
+            **self.model_dump(mode="json", include=same),
+            "model": asdict(model),
+            "implementation": implementation,
+            "seq_len": seq_len,
+            "batch": batch,
+            "task": asdict(task),
+            "device": machine.device,
+            "threads": threads(self, machine),
+        }
+        needed = estimate(model, config)
+        return Point(
+            kind="needle",
+            label=f"{implementation} {self.preset} S={seq_len}",
+            config=config,
+            axes=Axes(
+                implementation=implementation,
+                workload="model",
+                pass_="train",
+                seq_len=seq_len,
+                batch=batch,
+                query_heads=model.heads,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                layers=model.layers,
+                dtype=self.precision,
+                device=machine.device,
+            ),
+            estimate_bytes=needed,
+            skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),
+        )
+
+
+def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """Train a model on retrieval, and ask it at each depth.
+
+    Raises:
+        WrongResult: the attention disagrees with the oracle.
+        Diverged: a loss became infinite or NaN.
+        Stopped: SIGTERM came before the last step.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    if config["threads"] is not None:
+        torch.set_num_threads(config["threads"])
+    device = torch.device(config["device"])
+    notes = Notes(beat, device, 0, 1)
+    notes.note(BOOT)
+    corpus = NeedleCorpus(**config["task"])
+    notes.note(LOADER)
+    trainer = Trainer(config, corpus, device, notes=notes)
+    model = trainer.model.config
+    beat("check")
+    shape, dtype = HeadShape(model.heads, model.kv_heads, model.head_dim), torch_dtype(config["precision"])
+    settings = config["implementation"], model.nsa, shape, dtype, device
+    agreement = check_attention(*settings, backward=True, seed=config["seed"])
+    with noting_sigterm() as stop:
+        run = trainer.run(_HELDOUT_BATCHES, beat, stop, Telemetry([]))
+    found = {depth: _recall(trainer, corpus, config, depth, beat) for depth in config["depths"]}
+    beat("memory")
+    peak = measure_peak(trainer.step, device, trainer.resident)
+    learning = Learning.of(run.losses, math.log(corpus.alphabet))
+    if learning.learned is None:
+        reporter(beat).warn(f"steps: {config['steps']}: the task was not learned; give more steps, or another seed")
+    elif abs(learning.change) > config["converged_nat"]:
+        text = f"the loss still changes by {learning.change:.2g} nat/answer in the last tenth of the steps"
+        reporter(beat).warn(f"steps: {config['steps']}: {text}, more than converged_nat; give more steps")
+    metrics = (*_recalls(found, config), *_learned(learning, run, config), *_speed(run, config), *peak.metrics())
+    training = {
+        "training": {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
+    }
+    files = {**peak.files, "recall.csv": _table(found, config)}
+    return Measurement((*metrics, *agreement.metrics()), trainer.route, environment(device) | training, files)
+
+
+@torch.no_grad()
+def _recall(trainer: Trainer, corpus: NeedleCorpus, config: Mapping[str, Any], depth: int, beat: Beat) -> float:
+    """Share of needles at a depth whose value is the model's likeliest token [%]."""
+    trainer.model.eval()
+    tokens, values = corpus.asked(config["questions"], config["seq_len"], depth)
+    asked, right = config["seq_len"] - corpus.needles, 0
+    for start in range(0, len(tokens), config["batch"]):
+        beat(f"recall at {depth} %", start, len(tokens))
+        part = slice(start, start + config["batch"])
+        with trainer.precision():
+            logits = trainer.model(tokens[part].to(trainer.device))[:, asked]
+        right += int((logits.argmax(-1).cpu() == values[part]).sum())
+    trainer.model.train()
+    return 100 * right / len(tokens)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Course of a training's loss.
+
+    Attributes:
+        change: of its mean from the last but one tenth of the steps to the last [nat/answer].
+        learned: step at which its mean over a twentieth fell below a tenth of a guess's; None: it never did.
+    """
+
+    change: float
+    learned: int | None
+
+    @classmethod
+    def of(cls, losses: Sequence[float], guess: float) -> Learning:
+        """The course of losses, of 20 steps or more; `guess` is the loss of one who knows nothing but the alphabet."""
+        tenth, window = len(losses) // 10, len(losses) // 20
+        change = fmean(losses[-tenth:]) - fmean(losses[-2 * tenth : -tenth])
+        ends = range(window, len(losses) + 1)
+        return cls(change, next((end for end in ends if fmean(losses[end - window : end]) < _LEARNED * guess), None))
+
+
+def _recalls(found: Mapping[int, float], config: Mapping[str, Any]) -> list[Metric]:
+    method = f"{config['questions']} sequences a depth; the asked needle at the depth, the likeliest token counts"
+    chance = 100 / config["task"]["alphabet"]
+    return [
+        Metric.of(RECALL, fmean(found.values()), tuple(found.values()), f"{method}; samples: depths"),
+        Metric.of(RECALL_WORST, min(found.values()), method=method),
+        *(Metric.of(RECALL_AT.named(str(depth)), share, method=method) for depth, share in found.items()),
+        Metric.of(CHANCE, chance, method="one of the alphabet's values"),
+    ]
+
+
+def _learned(learning: Learning, run: Run, config: Mapping[str, Any]) -> list[Metric]:
+    last = max(1, len(run.losses) // 10)
+    settled = learning.learned is not None and abs(learning.change) <= config["converged_nat"]
+    bound = (
+        f"learned, and between the last two tenths of the steps the loss changes by {config['converged_nat']:g} at most"
+    )
+    metrics = [
+        Metric.of(CONVERGED, float(settled), method=bound),
+        Metric.of(LOSS_CHANGE, learning.change, method="mean of the last tenth less that of the tenth before"),
+        Metric.of(ANSWER_LOSS, fmean(run.losses[-last:]), tuple(run.losses), f"mean of the last {last} steps"),
+        Metric.of(HELDOUT_ANSWER_LOSS, run.after, method="sequences of other seeds"),
+    ]
+    if learning.learned is not None:
+        method = f"mean loss over a twentieth of the steps below {_LEARNED:g} of a guess's"
+        metrics.append(Metric.of(LEARNED_STEP, learning.learned, method=method))
+    return metrics
+
+
+def _speed(run: Run, config: Mapping[str, Any]) -> list[Metric]:
+    steady = [run.seconds[step] for step in steady_steps(run)]
+    tokens = config["batch"] * config["seq_len"]
+    method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
+    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    return [summarize(TIME, [1000 * s for s in steady], method), throughput]
+
+
+def _table(found: Mapping[int, float], config: Mapping[str, Any]) -> str:
+    """Recall by depth, as CSV."""
+    out = io.StringIO()
+    print("implementation,length,depth_percent,questions,recall_percent", file=out)
+    for depth, share in found.items():
+        place = f"{config['implementation']},{config['seq_len']},{depth}"
+        print(f"{place},{config['questions']},{share:.6g}", file=out)
+    return out.getvalue()

@@ -1,0 +1,245 @@
+"""Diagnosis of a live run from outside: what it has stored, and its processes where they are on this host.
+
+Processes are read, never stopped or asked: /proc, NVML, and py-spy without blocking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import psutil
+
+from orchestrator.attempt import diagnostics
+from orchestrator.errors import UserError
+from orchestrator.states import Origin, PointState, RunState
+from orchestrator.store import Store, queries
+
+if TYPE_CHECKING:
+    from jobs._diagnosis.advice import Advice, Diagnosis
+    from jobs._diagnosis.rank_state import RankState
+
+_STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
+_RECENT = timedelta(seconds=60)
+_SILENT_S = 60.0  # without progress, after which it is told
+_SHOWN = ("loss", "throughput", "training_memory", "rank_compute_time", "gpu_utilization", "gpu_memory_used")
+_LOWEST = 19  # priority of a process that others go before
+
+
+class NotLiveError(UserError):
+    """A run or point that is not running."""
+
+
+def give_way() -> None:
+    """Take what processor time nobody else wants: Linux's idle class is below every priority."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        os.nice(_LOWEST)
+
+
+def this_host() -> str:
+    """Diagnosis of this host, as text."""
+    from jobs._diagnosis.advice import Diagnosis, advise
+    from jobs._diagnosis.text import describe
+    from jobs.measure.environment import steering
+    from jobs.measure.topology import topology
+
+    found = Diagnosis(hosts=[topology()], variables=steering(os.environ))
+    return describe(found, advise(found))
+
+
+def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Iterator[str]:
+    """Diagnosis of each running point of a run, as text.
+
+    Args:
+        number: index of the only point to look at; None: all that run.
+        seconds: time to watch its processes for.
+
+    Raises:
+        NotLiveError: the run, or the point, is not running.
+    """
+    for row in _running(store, run_id, number):
+        yield _diagnosed(store, row, seconds)
+
+
+def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str, Any]]:
+    """The running points. Raises NotLiveError."""
+    run = queries.run(store, run_id)
+    assert run is not None, "it was looked up"
+    if run["origin"] == Origin.REPORTED:
+        raise NotLiveError(f"RUN: {run_id!r}: was imported from a report and has no processes; name a measured run")
+    if run["state"] == RunState.PENDING:
+        raise NotLiveError(f"RUN: {run_id!r}: waits for room on the cluster; try again when `nsa status` says running")
+    if run["state"] != RunState.RUNNING:
+        raise NotLiveError(f"RUN: {run_id!r}: is {run['state']}, not running; `nsa show {run_id}` has its results")
+    points = queries.points(store, run_id)
+    live = [int(n) for n in points.loc[points["state"] == PointState.RUNNING.value, "number"]]
+    if number is not None and number not in live:
+        use = f"use {', '.join(map(str, live))}" if live else "wait for one"
+        raise NotLiveError(f"--point: {number}: is not running; {use}, `nsa show {run_id}` lists all")
+    if not live:
+        raise NotLiveError(f"RUN: {run_id!r}: none of its points is running now; try again, `nsa show {run_id}` tells")
+    chosen = live if number is None else [number]
+    return [row for n in chosen if (row := queries.point(store, f"{run_id}/{n}")) is not None]
+
+
+def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
+    from jobs._diagnosis.advice import Diagnosis, advise, imbalance
+    from jobs._diagnosis.text import describe
+
+    attempt = int(row["attempt"])
+    states = _states(queries.artifacts(store, row["point_id"]), attempt)
+    recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
+    found = Diagnosis(
+        ranks=[_with_present(state, recent) for state in states],
+        utilization=_means(recent, "gpu_utilization"),
+        imbalance=imbalance(_means(recent, "rank_compute_time")),
+    )
+    found, notes = _seen(found, seconds)
+    advice = [*_silence(row), *advise(found)]
+    head = f"# {row['run_id']}, point {int(row['number'])}: {row['label']}\n\n{_progress(row, recent)}\n"
+    return "\n".join([head, *(f"{note}\n" for note in notes), describe(found, advice)])
+
+
+def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
+    """The ranks' states as they kept them at the first step of their newest process, by rank."""
+    from jobs._diagnosis.rank_state import RankState
+
+    newest: dict[int, tuple[int, RankState]] = {}
+    for file in files.to_dict("records"):
+        match = _STATE.fullmatch(str(file["name"]))
+        if match is None or file["attempt"] != attempt or not isinstance(file["content"], str):
+            continue
+        process, state = int(match[2] or 1), RankState.from_json(file["content"])
+        if state is not None and process > newest.get(state.rank, (0,))[0]:
+            newest[state.rank] = (process, state)
+    return [newest[rank][1] for rank in sorted(newest)]
+
+
+def _with_present(state: RankState, recent: pd.DataFrame) -> RankState:
+    """The state with the present memory as the run's series have it."""
+    from jobs._diagnosis.rank_state import NOW, Memory
+
+    gpu = bool(state.gpu)
+    held = _latest(recent, "training_memory", state.rank)
+    used = _latest(recent, "gpu_memory_used", state.rank)
+    present = Memory(None, held, used) if gpu else Memory(held)
+    return replace(state, memory={**state.memory, NOW: present})
+
+
+def _seen(found: Diagnosis, seconds: float) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis with what is seen of the processes on this host; and notes: stacks, and who is elsewhere."""
+    from jobs._diagnosis.rank_state import identity
+
+    if not found.ranks:
+        return found, ["No rank has told its state: it has not done its first step, or its kind trains nothing."]
+    here = [rank for rank in found.ranks if rank.process and identity(rank.pid) == rank.process]
+    notes = []
+    if any(rank.gpu for rank in found.ranks):
+        notes.append("Reserved memory now is that in use on the card, by all its processes.")
+    if away := [rank for rank in found.ranks if rank not in here]:
+        places = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in away)
+        notes.append(f"Not on this host, in another container, or gone: {places}; theirs is what the database has.")
+    if here:
+        found, stacks = _watched(found, here, seconds)
+        notes += stacks
+    return found, notes
+
+
+def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis with the processes of `here` watched for a while, and a note on what each is doing."""
+    from jobs.measure.environment import steering
+    from jobs.measure.topology import topology
+
+    processes = {rank.rank: psutil.Process(rank.pid) for rank in here}
+    variables, busy, resident, notes = {}, dict(found.utilization), {}, []
+    for process in processes.values():
+        with contextlib.suppress(psutil.Error):
+            variables |= steering(process.environ())
+            process.cpu_percent()
+    time.sleep(seconds)
+    for rank in here:
+        process = processes[rank.rank]
+        with contextlib.suppress(psutil.Error):
+            resident[rank.rank] = round(process.memory_info().rss / 2**20, 1)
+            share = process.cpu_percent() / max(1, rank.threads)
+            if not rank.gpu:
+                busy[rank.rank] = share
+        stack = " < ".join(diagnostics.frames(rank.pid))
+        notes.append(f"Rank {rank.rank} is in {stack}.")
+    host = topology([rank.gpu for rank in here if rank.gpu] or None)
+    ranks = [_with_resident(rank, resident) for rank in found.ranks]
+    return replace(found, ranks=ranks, hosts=[host], variables=variables, utilization=busy), notes
+
+
+def _with_resident(rank: RankState, resident: Mapping[int, float]) -> RankState:
+    from jobs._diagnosis.rank_state import NOW
+
+    if rank.rank not in resident:
+        return rank
+    return replace(rank, memory={**rank.memory, NOW: replace(rank.memory[NOW], resident=resident[rank.rank])})
+
+
+def _silence(row: Mapping[str, Any]) -> list[Advice]:
+    """A warning about a point without progress."""
+    from jobs._diagnosis.advice import Advice
+
+    silent = _age(row["heartbeat_at"])
+    if silent is None or silent < _SILENT_S:
+        return []
+    text = f"no progress for {silent:,.0f} s, last in phase {row['phase'] or 'start'!r}"
+    run_id, number = row["run_id"], int(row["number"])
+    return [Advice(text, f"see `nsa logs {run_id} --point {number}`, or end it: `nsa cancel {run_id}`")]
+
+
+def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> str:
+    """Phase and rate of a point, and the latest values of its main series."""
+    phase = row["phase"] or "starting"
+    if row["total"] and not pd.isna(row["total"]):
+        phase += f" {row['done']:.0f}/{row['total']:.0f}"
+    rate = "" if not row["rate"] or pd.isna(row["rate"]) else f", {row['rate']:.3g} a second"
+    lines = [f"Attempt {int(row['attempt'])} on {row['node'] or 'an unknown node'}: {phase}{rate}."]
+    for name in _SHOWN:
+        mine = recent.loc[recent["name"] == name]
+        if not mine.empty:
+            values = [f"{value:.5g}" for _, value in sorted(_last(mine).items())]
+            lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
+    return "\n".join(lines)
+
+
+def _last(rows: pd.DataFrame) -> dict[int, float]:
+    """The latest value of one series by rank."""
+    return {rank: values[-1] for rank, values in _by_rank(rows).items()}
+
+
+def _latest(recent: pd.DataFrame, name: str, rank: int) -> float | None:
+    return _last(recent.loc[recent["name"] == name]).get(rank)
+
+
+def _means(recent: pd.DataFrame, name: str) -> dict[int, float]:
+    """Means of a series over the last minute, by rank."""
+    return {rank: fmean(values) for rank, values in _by_rank(recent.loc[recent["name"] == name]).items()}
+
+
+def _by_rank(rows: pd.DataFrame) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for rank, value in zip(rows["rank"], rows["value"], strict=True):
+        found.setdefault(int(rank), []).append(float(value))
+    return found
+
+
+def _age(at: Any) -> float | None:
+    """Seconds since a time of the database; None if there is none."""
+    if at is None or pd.isna(at):
+        return None
+    at = at.replace(tzinfo=UTC) if at.tzinfo is None else at
+    return (datetime.now(UTC) - at).total_seconds()

@@ -1,0 +1,173 @@
+"""The kind diagnose: memory by phase, the ranks' states, topology, and the advice."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from jobs import diagnose
+from jobs._diagnosis.advice import Advice, Diagnosis, advise
+from jobs._diagnosis.rank_state import Memory, RankState, identity
+from jobs._diagnosis.text import describe
+from jobs.measure import topology as module
+from jobs.measure.topology import Gpu, Topology, members, ranges, topology
+from jobs.point import NOWHERE, SHORT, Machine
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+
+
+class Report:
+    """Keeps the texts that a measurement leaves while it runs."""
+
+    surroundings = NOWHERE
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
+
+    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def keep(self, name: str, text: str) -> None:
+        self.kept[name] = text
+
+
+def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    data = {"kind": "diagnose", "name": "t", "seq_len": 48, "batch": 2, "steps": 5, "optimizer": {"warmup_steps": 2}}
+    spec = diagnose.Spec.model_validate(data | {"data": {"path": str(tmp_path), "heldout_batches": 1}})
+    (point,) = spec.points(CPU)
+    report = Report()
+    result = diagnose.measure(json.loads(json.dumps(point.config)), report)
+    values = {metric.name: metric.value for metric in result.metrics}
+    sizes = [values[f"{phase}_resident"] for phase in ("boot", "loader", "step_1", "now")]
+    assert sizes[0] > 50
+    assert sizes[2] >= sizes[0]
+    assert values["warnings"] == str(result.files["diagnosis.md"]).partition("## Memory")[0].count("\n- ")
+    assert values["throughput"] > 0
+    assert "cmp: chunked" in str(result.files["diagnosis.md"])
+    state = RankState.from_json(report.kept["rank0.json"])
+    assert state is not None
+    assert (state.rank, state.step, state.pid, state.process) == (0, 1, os.getpid(), identity(os.getpid()))
+    assert set(state.memory) == {"boot", "loader", "step_1"}
+    assert dict(state.route) == dict(result.route)
+
+
+def test_a_state_fits_into_one_write_and_a_torn_one_is_none() -> None:
+    state = _rank(0, host="h" * 64, cores="0-127,256-383", route=dict.fromkeys(("cmp", "slc", "win"), "k" * 40))
+    text = replace(state, memory=dict.fromkeys(("boot", "loader", "step_1", "now"), Memory(1e6, 1e6, 1e6))).to_json()
+    assert len(text) < SHORT
+    assert RankState.from_json(state.to_json()) == state
+    assert RankState.from_json(text[:-1]) is None
+    assert RankState.from_json('{"rank": 0}') is None
+    assert RankState.from_json("[]") is None
+
+
+def test_a_process_is_told_from_every_other_one() -> None:
+    assert identity(os.getpid()) != identity(os.getppid())
+    assert identity(2**30) is None
+
+
+def _rank(rank: int, **changes: Any) -> RankState:
+    gpu = {"device": "cuda", "gpu": f"GPU-{rank}", "cores": "0-3", "threads": 2}
+    place = {"ranks": 2, "step": 9, "host": "a", "pid": 10 + rank, "process": f"p{rank}"}
+    known: dict[str, Any] = {"route": {"cmp": "triton"}, "versions": {"torch": "2.13.0"}}
+    return RankState(**{"rank": rank, **place, **gpu, **known, **changes})
+
+
+def _gpu(number: int, **changes: Any) -> Gpu:
+    return replace(Gpu(str(number), "H", f"GPU-{number}", 0, 80_000, 20_000, 99, processes=(1,)), **changes)
+
+
+def _host(**changes: Any) -> Topology:
+    found = Topology("a", "cpu", "0-7", {0: "0-3", 1: "4-7"}, 60_000, "580", (_gpu(0), _gpu(1)))
+    return replace(found, **{"links": {("GPU-0", "GPU-1"): "NVLink"}, **changes})
+
+
+SOUND = Diagnosis([_rank(0), _rank(1)], [_host()], {}, {0: 95.0, 1: 93.0}, 2.0)
+
+
+def test_a_sound_training_gets_no_warning() -> None:
+    assert advise(SOUND) == []
+    assert "## Warnings\n\nnone" in describe(SOUND, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        ({"variables": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
+        ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "waits for every kernel", "unset"),
+        ({"hosts": [_host(links={("GPU-0", "GPU-1"): "PHB"})]}, "joined by PHB", "NVLink"),
+        ({"ranks": [_rank(0, cores="4-7"), _rank(1)]}, "GPU is on NUMA node 0", "numactl --cpunodebind=0"),
+        ({"ranks": [_rank(0, device="cpu", gpu="", cores="0", threads=4)]}, "4 threads of 1 ranks", "num_cpus: 1"),
+        ({"ranks": [_rank(0, versions={"torch": "2.5.1"})]}, "PyTorch 2.5.1 is untested", "install"),
+        ({"ranks": [_rank(0, versions={"triton": "3.1.0"})]}, "Triton 3.1.0 is untested", "pip install"),
+        ({"ranks": [_rank(0), _rank(1, versions={"torch": "2.12.0"})]}, "different versions", "every node"),
+        ({"ranks": [_rank(0, route={"cmp": "chunked"})]}, "on a GPU chunked runs", "triton"),
+        ({"ranks": [_rank(0), _rank(1, route={"cmp": "flash"})]}, "different kernels", "one type of card"),
+        ({"ranks": [_rank(0, memory={"now": Memory(1, 1_300, 57_900)})]}, "57,900 MiB for", "expandable_segments"),
+        ({"hosts": [_host(gpus=(_gpu(0, used_mib=79_000), _gpu(1)))]}, "is full", "micro_batch"),
+        ({"hosts": [_host(gpus=(_gpu(0, throttled=True), _gpu(1)))]}, "throttled", "nvidia-smi"),
+        ({"hosts": [_host(gpus=(_gpu(0, processes=(1, 2)), _gpu(1)))]}, "has 2 processes", "end those"),
+        ({"hosts": [_host(memory_mib=500)]}, "only 500 MiB", "end other processes"),
+        ({"utilization": {0: 100.0, 1: 17.0}}, "rank 1 is busy 17 %", "micro_batch"),
+        ({"imbalance": 31.0}, "31 % longer", "throttled GPU"),
+    ],
+)
+def test_each_trouble_has_its_warning_with_a_fix(changes: dict[str, Any], what: str, fix: str) -> None:
+    (found,) = advise(replace(SOUND, **changes))
+    assert what in found.what
+    assert fix in found.fix
+
+
+def test_variables_that_are_off_or_need_several_ranks_are_passed_over() -> None:
+    assert advise(replace(SOUND, variables={"NCCL_P2P_DISABLE": "0", "CUDA_LAUNCH_BLOCKING": ""})) == []
+    alone = replace(SOUND, ranks=[_rank(0)], variables={"NCCL_IB_DISABLE": "1"})
+    assert advise(alone) == []
+
+
+def test_ranges_and_their_members() -> None:
+    assert ranges([0, 1, 2, 3, 8]) == "0-3,8"
+    assert ranges([]) == ""
+    assert members("0-3,8") == {0, 1, 2, 3, 8}
+    assert members("") == set()
+
+
+def test_links_and_nodes_are_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    monkeypatch.setattr(module, "_PCI", tmp_path)
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
+        "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}",
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=2**30, used=2**29),
+        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:{'3B' if gpu else '5C'}:00.0"),
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=50),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x20 * gpu,
+        "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=7)],
+        "nvmlDeviceGetP2PStatus": lambda a, b, index: 0 if {a, b} == {0, 1} else 1,
+        "nvmlDeviceGetTopologyCommonAncestor": lambda a, b: 30,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    found = topology(["0", "1", "2"])
+    assert [gpu.numa for gpu in found.gpus] == [None, 1, 1]
+    assert [gpu.throttled for gpu in found.gpus] == [False, True, True]
+    assert found.links == {("GPU-0", "GPU-1"): "NVLink", ("GPU-0", "GPU-2"): "PHB", ("GPU-1", "GPU-2"): "PHB"}
+    assert found.gpus[0].used_mib == 512
+    shown = describe(Diagnosis(hosts=[found]), [Advice("a", "b")])
+    assert "GPU 0 to GPU 2: PHB" in shown
+    assert "- a; b" in shown

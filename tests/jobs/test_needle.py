@@ -1,0 +1,138 @@
+"""The kind needle: its sequences, a model that learns to find needles, and specs that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from jobs._data.needle_corpus import SILENCE, NeedleCorpus
+from jobs.needle import Learning, Spec, measure
+from jobs.point import Machine
+from jobs.spec import SpecError, load_spec
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+CORPUS = NeedleCorpus(needles=3, alphabet=5)
+
+
+def test_a_question_has_one_answer_and_it_stands_behind_its_key() -> None:
+    tokens, targets = next(CORPUS.batches(64, 32, seed=1))
+    assert tokens.shape == targets.shape == (64, 32)
+    assert bool((targets[:, :29] == SILENCE).all())
+    assert CORPUS.text_bytes(targets) == 64 * 3
+    for sequence, answers in zip(tokens.tolist(), targets.tolist(), strict=True):
+        for key, value in zip(sequence[29:], answers[29:], strict=True):
+            hay = sequence[:29]
+            assert hay.count(key) == 1
+            assert hay[hay.index(key) + 1] == value
+    assert int(tokens.max()) < CORPUS.vocabulary == 64
+
+
+@pytest.mark.parametrize(("depth", "place"), [(0, 0), (50, 12), (100, 24)])
+def test_the_first_question_asks_for_the_needle_at_the_depth(depth: int, place: int) -> None:
+    tokens, values = CORPUS.asked(200, 29, depth)  # 26 tokens of hay, 13 places
+    assert torch.equal(tokens[:, place], tokens[:, 26])
+    assert torch.equal(tokens[:, place + 1], values)
+    keys = (tokens[:, :26] >= 33) & (tokens[:, :26] < 38)
+    assert keys.sum(1).tolist() == [3] * 200  # no needle lies on another
+    assert len(values.unique()) == 5
+
+
+def test_training_and_questions_differ_and_a_position_is_taken_up_again() -> None:
+    batches, others = CORPUS.batches(4, 32, 0), CORPUS.heldout_batches(4, 32, 1)
+    first = next(batches)[0]
+    assert not torch.equal(first, others[0][0])
+    assert not any(torch.equal(first, CORPUS.asked(4, 32, depth)[0]) for depth in (0, 50, 100))
+    assert not torch.equal(first, next(CORPUS.batches(4, 32, 2**32))[0])  # PyTorch takes 32 bits of a seed
+    state = batches.state_dict()
+    second = next(batches)[0]
+    again = CORPUS.batches(4, 32, 5)
+    again.load_state_dict(state)
+    assert torch.equal(next(again)[0], second)
+
+
+@pytest.fixture(scope="module")
+def spec() -> Any:
+    return load_spec(CONFIGS / "needle_smoke.yaml")
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["nsa", "dense"])
+def test_a_model_learns_to_find_needles_far_above_chance(spec: Spec, index: int) -> None:
+    point = spec.points(CPU)[index]
+    result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    values = {metric.name: metric.value for metric in result.metrics}
+    assert values["chance"] == 12.5
+    assert values["recall"] > 50
+    assert values["recall_worst"] > 25
+    assert values["heldout_loss"] < 1.5  # a guess's is 2.1
+    shown = [float(line.rpartition(",")[2]) for line in str(result.files["recall.csv"]).splitlines()[1:]]
+    assert shown == pytest.approx([values[f"recall_depth_{depth}"] for depth in (0, 25, 50, 75, 100)])
+    assert ("slc" in result.route) == (index == 0)
+    assert (point.axes.implementation, point.axes.seq_len) == (("chunked", 32), ("dense", 32))[index]
+
+
+def test_an_untrained_model_guesses_and_says_that_it_still_learns(spec: Spec) -> None:
+    warned: list[str] = []
+
+    class Report:
+        def __call__(self, *_: object) -> None: ...
+        def sample(self, *_: object, **__: object) -> None: ...
+        def keep(self, *_: object) -> None: ...
+        def warn(self, text: str) -> None:
+            warned.append(text)
+
+    changes = {"steps": 20, "optimizer": {"warmup_steps": 5, "learning_rate": 1e-2}}
+    short = Spec.model_validate(spec.model_dump() | changes)
+    values = {m.name: m.value for m in measure(json.loads(json.dumps(short.points(CPU)[1].config)), Report()).metrics}
+    assert values["recall"] < 40
+    assert values["converged"] == 0
+    assert "learned_step" not in values
+    assert warned == ["steps: 20: the task was not learned; give more steps, or another seed"]
+
+
+def test_the_course_of_a_loss() -> None:
+    falling = Learning.of([2.0] * 50 + [0.1] * 50, guess=2.0)
+    assert falling.change == 0
+    assert falling.learned == 55  # the first five in a row below a tenth of the guess
+    assert Learning.of([2.0] * 90 + [1.0] * 10, guess=2.0) == Learning(-1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"needles": 9}, "needles: 9: each needs a key of its own; use at most alphabet = 8"),
+        ({"needles": 9, "alphabet": 9}, "lengths: 32: has no room for 9 needles"),
+        ({"tokens": 500}, "tokens: 500: is no multiple of the length 32; use 512"),
+        ({"tokens": 1}, "tokens: 1: is no multiple of the length 32; use 32"),
+        ({"steps": 20}, "optimizer.warmup_steps: 20: must end before the last of the 20"),
+        ({"depths": [101]}, "less than or equal to 100"),
+        ({"depths": []}, "at least 1 item"),
+        ({"depths": [5, 5]}, "appears more than once"),
+        ({"alphabet": 1}, "greater than or equal to 2"),
+        ({"implementations": ["nope"]}, "is no implementation"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(spec: Spec, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Spec.model_validate(spec.model_dump() | changes)
+
+
+def test_an_implementation_that_cannot_run_here_is_refused(spec: Spec) -> None:
+    other = Spec.model_validate(spec.model_dump() | {"implementations": ["triton"]})
+    with pytest.raises(SpecError, match="implementations: 'triton'"):
+        other.points(CPU)
+
+
+def test_steps_batches_and_seeds_are_the_same_for_all_of_a_length() -> None:
+    one, other = load_spec(CONFIGS / "needle_m7c.yaml").points(Machine("cuda", "NVIDIA H200", 141 * 2**30))[:2]
+    differ = {"implementation", "model"}
+    assert {k: v for k, v in one.config.items() if k not in differ} == {
+        k: v for k, v in other.config.items() if k not in differ
+    }
+    assert one.config["batch"] == 32
+    assert one.config["model"]["vocab_size"] == 192

@@ -1,0 +1,164 @@
+"""`nsa diagnose`: a live run from outside, runs that are not live, and this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from example_databases import HALF, RUN, complete, complete_file, database, half_finished
+
+from jobs._diagnosis.rank_state import Memory, RankState, identity
+from orchestrator import records as rec
+from orchestrator.cli import attaching, commands
+from orchestrator.states import RunState
+from orchestrator.store import Store, queries
+
+__all__ = ["complete", "complete_file", "database", "half_finished"]  # fixtures
+
+POINT = f"{HALF}/2"
+BUSY = "import time\ndef train():\n    while True:\n        time.sleep(0.001)\nprint('on', flush=True)\ntrain()\n"
+
+
+@pytest.fixture
+def nsa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command's exit code, stdout and stderr; this process keeps its priority."""
+    monkeypatch.setattr(attaching, "give_way", lambda: None)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["nsa", "diagnose", *args])
+        with pytest.raises(SystemExit) as ended:
+            commands.main()
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[int]:
+    """The number of a process that stands for a rank."""
+    (tmp_path / "busy.py").write_text(BUSY)
+    env = {**os.environ, "NCCL_P2P_DISABLE": "1", "NCCL_API_KEY": "s3cr3t"}
+    with subprocess.Popen([sys.executable, tmp_path / "busy.py"], stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+def _state(rank: int, pid: int, process: str, host: str) -> RankState:
+    memory = {"boot": Memory(101.0), "loader": Memory(202.0), "step_1": Memory(303.0)}
+    place = {"host": host, "pid": pid, "process": process, "device": "cpu", "gpu": "", "cores": "0-7", "threads": 1}
+    known = {"route": {"slc": "chunked"}, "versions": {"torch": "2.13.0"}, "memory": memory}
+    return RankState(rank=rank, ranks=2, step=1, **place, **known)
+
+
+def _store(url: str, states: list[RankState], names: list[str] | None = None) -> None:
+    """Give the running point the files of its ranks, and series."""
+    with Store.open(url) as store:
+        for place, state in enumerate(states):
+            name = names[place] if names else f"rank{state.rank}.json"
+            file = rec.ArtifactData(name=name, path=f"2/{name}", size=9, sha256="0" * 64, content=state.to_json())
+            store.apply(rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file))
+            own = {"training_memory": ("MiB", 404.0 + state.rank), "rank_compute_time": ("ms", 10.0 + 10 * state.rank)}
+            for series, (unit, value) in own.items():
+                store.apply(
+                    rec.SeriesRecord(
+                        run_id=HALF, point_id=POINT, attempt=1, rank=state.rank, name=series, unit=unit, steps=(5,),
+                        times=(datetime.now(UTC).timestamp(),), values=(value,),
+                    )
+                )  # fmt: skip
+
+
+def test_a_live_run_is_seen_from_outside(half_finished: str, nsa: Callable, busy: int) -> None:
+    here = _state(0, busy, identity(busy) or "", "here")
+    elsewhere = _state(1, busy, "another boot 1 2", "far-away")  # the same number on another host
+    _store(half_finished, [here, elsewhere])
+    code, out, _ = nsa("--attach", HALF[:13], "--seconds", "0.5")
+    assert code == 0
+    assert "timing 3/10" in out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| 0 | 101", "| 1 | 101"))]
+    assert rows[0][1:4] == ["101", "202", "303"]
+    assert float(rows[0][4].rstrip(" |")) < 100  # read from the process, not from the series
+    assert rows[1][4].rstrip(" |") == "405"
+    assert "rank 1 on far-away" in out
+    assert re.search(r"Rank 0 is in (train \(.*busy.py:|not readable: )", out), out
+    assert "slc: chunked" in out
+    assert "NCCL_P2P_DISABLE=1: gradients go" in out
+    assert "s3cr3t" not in out
+    assert "33.3 % longer than the mean" in out
+    assert psutil.pid_exists(busy)
+
+
+def test_the_newest_process_of_a_rank_counts(half_finished: str, nsa: Callable) -> None:
+    old, new = (_state(0, 2**30, f"gone {n}", host) for n, host in enumerate(("old-host", "new-host")))
+    _store(half_finished, [new, old], ["rank0-2.json", "rank0.json"])
+    _, out, _ = nsa("--attach", HALF)
+    assert "new-host" in out
+    assert "old-host" not in out
+
+
+def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, nsa: Callable) -> None:
+    with Store.open(half_finished) as store:
+        store.beat(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0)
+    code, out, _ = nsa("--attach", "last")
+    assert code == 0
+    assert "has not done its first step" in out
+    assert re.search(r"no progress for 3\d\d s, last in phase 'corpus'; see `nsa logs", out)
+
+
+@pytest.mark.parametrize("text", ["{", '{"rank": 0}', "[1]", "null"])
+def test_a_state_that_cannot_be_read_is_passed_over(half_finished: str, nsa: Callable, text: str) -> None:
+    with Store.open(half_finished) as store:
+        file = rec.ArtifactData(name="rank0.json", path="2/rank0.json", size=1, sha256="0" * 64, content=text)
+        store.apply(rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file))
+    code, out, _ = nsa("--attach", HALF)
+    assert code == 0
+    assert "has not done its first step" in out
+
+
+def test_what_is_not_live_is_refused_in_a_line(complete: str, nsa: Callable) -> None:
+    with Store.open(complete, readonly=True) as store:
+        (reported, *_) = queries.runs(store, origin="reported")["run_id"]
+    for args, words in (
+        (["--attach", RUN], "is done, not running; `nsa show"),
+        (["--attach", "nope"], "no run has this id"),
+        (["--attach", ""], "is empty"),
+        (["--attach", str(reported)], "was imported from a report"),
+        (["--point", "0"], "has no effect without --attach"),
+    ):
+        code, out, err = nsa(*args)
+        assert (code, out) == (2, "")
+        assert words in err
+        assert err.count("\n") == 1
+    assert nsa("--attach", RUN, "--seconds", "0")[0] == 2
+    assert nsa("--attach", RUN, "--seconds", "nan")[0] == 2
+
+
+def test_points_that_do_not_run_are_refused(half_finished: str, nsa: Callable) -> None:
+    assert "use 2, `nsa show" in nsa("--attach", HALF, "--point", "0")[2]
+    assert "use 2, `nsa show" in nsa("--attach", HALF, "--point", "99")[2]
+    with Store.open(half_finished) as store:
+        store.apply(rec.RunEndRecord(run_id=HALF, state=RunState.CANCELLED))
+    assert "is cancelled, not running" in nsa("--attach", HALF)[2]
+
+
+def test_without_a_run_it_is_this_host(nsa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    code, out, _ = nsa()
+    assert code == 0
+    assert "- CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel; unset CUDA_LAUNCH_BLOCKING" in out
+    assert "- NUMA: " in out
+
+
+def test_it_gives_way_to_others() -> None:
+    code = "import os; from orchestrator.cli.attaching import give_way; give_way(); print(os.sched_getscheduler(0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == os.SCHED_IDLE
