@@ -25,6 +25,11 @@ from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 _LAST_WORDS = 1 << 16  # bytes
+_GUARD = """read -r _; kill -9 "-$0"
+for one in /proc/[0-9]*; do
+  grep -qsF "TMPDIR=$1/tmp" "$one/environ" && kill -9 "${one#/proc/}"
+done
+sleep 1; rm -rf -- "$1" """
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Child:
         # If this process dies, the guard reads end of file, kills the worker's group, even a stopped one, and removes
         # its files, which may be large. The pause: killed processes may still be writing.
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _; kill -9 "-$0"; sleep 1; rm -rf -- "$1"', str(self.pid), str(self._folder)],
+            ["/bin/sh", "-c", _GUARD, str(self.pid), str(self._folder)],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -136,6 +141,15 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
+    def _escaped(self) -> list[psutil.Process]:
+        """Processes that the worker's have left behind in sessions of their own: they have its TMPDIR."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self.pid and process.environ().get("TMPDIR") == str(self.temporary):
+                    found.append(process)
+        return found
+
     def new_output(self) -> list[Source]:
         """Output printed since the last call, as artifacts stdout.txt and stderr.txt; empty ones are left out."""
         found = []
@@ -173,11 +187,12 @@ class Child:
             Its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
-            strays = self.tree()
+            strays = {*self.tree(), *self._escaped()}
             self._guard.kill()  # before the worker is reaped and its group's number can be reused
             self._guard.wait()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+            strays.update(self._escaped())  # also of a process that forked meanwhile
             for process in strays:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
