@@ -10,6 +10,7 @@ import streamlit as st
 
 from dashboard import parts
 from jobs.axes import AXES, MORE, more_columns
+from jobs.plain_text import in_a_line
 from jobs.quantities import Quantities, Role
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
@@ -146,10 +147,17 @@ def _took(run: dict) -> str:
     return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"
 
 
+def _short(column: pd.Series) -> pd.Series:
+    if column.dtype.kind in "biufM":
+        return column
+    return column.map(lambda cell: in_a_line(cell) if isinstance(cell, str) else cell)
+
+
 def _clicked(
     table: pd.DataFrame, ids: list[str], columns: dict, key: str, looks: Sequence[series.Look] = ()
 ) -> str | None:
     """Draw a grid, with the looks' colours in its first column. Returns the id of the row that was clicked, or None."""
+    table = pd.DataFrame({name: _short(column) for name, column in table.items()})
     first = table.columns[:1]
     styled = table.style.apply(lambda _: [f"color: {look.color}" for look in looks], subset=first) if looks else table
     event = st.dataframe(

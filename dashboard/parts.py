@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 
+from jobs import plain_text
 from orchestrator.states import Origin, PointState, Result, RunState
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
 
 def _link_title(text: str) -> str:
     """The text as the title of a Markdown link: in quotes, on one line, every mark escaped."""
-    return ' "' + re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text.split())) + '"' if text.strip() else ""
+    return ' "' + re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", plain_text.in_a_line(text)) + '"' if text.strip() else ""
 
 
 def run_link(run_id: str, label: str) -> str:
@@ -180,21 +181,9 @@ def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
     return f"{links} +{more}" if more > 0 else links or "–"
 
 
-def plain(text: object) -> str:
-    """The text on one line, escaped for Markdown; parts between backticks stay code."""
-    pieces = str(text).replace("\n", " ").split("`")
-    if len(pieces) % 2 == 0:  # an unpaired backtick is literal
-        return "\\`".join(map(_escape, pieces))
-    return "`".join(piece if place % 2 else _escape(piece) for place, piece in enumerate(pieces))
-
-
-def _escape(text: str) -> str:
-    return re.sub(r"([\\*_\[\]$~|<>:#])", r"\\\1", text)
-
-
-def code(text: object) -> str:
-    """The text as Markdown code, its backticks replaced so that it cannot end the code."""
-    return "`" + " ".join(str(text).split()).replace("`", "'") + "`"
+code = plain_text.code
+plain = plain_text.for_page
+"""The text on one line, as Markdown that shows it and nothing else; parts between backticks stay code."""
 
 
 def short_address(address: str) -> str:

@@ -13,6 +13,7 @@ from streamlit.delta_generator import DeltaGenerator
 from dashboard import data, grids, help_pages, parts, point_files
 from dashboard.address import Address
 from dashboard.live import live_series
+from jobs.plain_text import in_a_line
 from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
 from orchestrator.states import Origin, PointState, RunState
@@ -153,7 +154,8 @@ def _events(frame: pd.DataFrame) -> None:
         return
     names = {"at": "When", "level": "Level", "message": "What", "point_id": "Point"}
     when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone="UTC")
-    st.dataframe(frame.rename(columns=names), hide_index=True, column_config={"When": when})
+    shown = frame.assign(message=frame["message"].map(in_a_line)).rename(columns=names)
+    st.dataframe(shown, hide_index=True, column_config={"When": when})
 
 
 def _point_page(store: Store, run_id: str, point_id: str) -> None:
@@ -235,7 +237,7 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
         {
             "Quantity": [parts.plain(quantities.of(row["name"], row["unit"]).title) for row in rows],
             "Metric": [parts.plain(row["name"]) for row in rows],
-            "Value": [parts.number(row["value"], row["unit"]) for row in rows],
+            "Value": [parts.plain(parts.number(row["value"], row["unit"])) for row in rows],
             "95 % interval": [_interval(row["ci_low"], row["ci_high"]) for row in rows],
             "p10 to p90": [_interval(row["p10"], row["p90"]) for row in rows],
             "Samples": [len(row["samples"]) or "–" for row in rows],

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeGuard
 
+from jobs.plain_text import shown
+
 Coordinate = str | int
+_LONGEST = 400  # characters of a coordinate of a kind's own, whatever its Axis says
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -137,11 +140,27 @@ def check_coordinate(axis: Axis, value: object) -> None:
         return
     largest = 2 ** (8 * axis.size - 1) - 1
     if axis.type == "whole" and not (_is_whole(value, largest) and value > 0):
-        raise ValueError(f"Axes.{axis.attribute}: {value!r}: use an integer of 1 to {largest}, or None")
+        raise ValueError(f"Axes.{axis.attribute}: {shown(value)}: use an integer of 1 to {largest}, or None")
     if axis.type == "text" and not _is_short(value, axis.size):
         raise ValueError(
-            f"Axes.{axis.attribute}: {value!r}: use printable text of at most {axis.size} characters, or None"
+            f"Axes.{axis.attribute}: {shown(value)}: use printable text of at most {axis.size} characters, or None"
         )
+
+
+def check_more(more: Mapping[str, object]) -> None:
+    """Refuse coordinates of a kind's own that cannot be columns, or whose values cannot be told apart.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    for name, value in more.items():
+        if not _NAME.fullmatch(name) or name in _TAKEN:
+            raise ValueError(f"Axes.more: {shown(name)}: is no name of an axis; rename it")
+        if value is not None and not _is_whole(value) and not _is_short(value, _LONGEST):
+            raise ValueError(
+                f"Axes.more: {name}: {shown(value)}: use an integer within ±2**53, or printable text of at most "
+                f"{_LONGEST} characters"
+            )
 
 
 def _is_whole(value: object, largest: int = 2**53) -> TypeGuard[int]:

@@ -18,6 +18,7 @@ from typing import get_args
 
 import jobs
 from jobs.axes import Axis, check_axes
+from jobs.plain_text import shown
 from jobs.quantities import check_quantities
 
 GROUP = "nsa_bench.jobs"
@@ -66,7 +67,7 @@ def kind_module(name: str) -> ModuleType:
             return entry.load()
         package, version = _distribution(entry)
         raise KindError(f"{name!r}, offered by {package} {version}, {problem}; mend or uninstall {package}")
-    raise KindError(f"{name!r} is no job kind; use one of {', '.join(sorted(kinds()))}")
+    raise KindError(f"{shown(name)} is no job kind; use one of {', '.join(sorted(kinds()))}")
 
 
 def own_axes(module: ModuleType) -> tuple[Axis, ...]:

@@ -24,9 +24,10 @@ from pydantic import (
 
 from jobs._environments import Environments, Interpreters, env_text, suffix
 from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
+from jobs.plain_text import shown
 from jobs.point import Machine, Point
 from jobs.validation import describe
-from jobs.yaml_text import RepeatedKeyError, YamlError, read_yaml
+from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, YamlError, read_yaml
 
 __all__ = [
     "Deadlines",
@@ -191,15 +192,16 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
     """
     try:
-        data = read_yaml(path.read_text())
+        with path.open(encoding="utf-8") as file:
+            data = read_yaml(file.read(MOST_CHARACTERS + 1))
     except OSError as err:
-        raise SpecError(f"spec: {str(path)!r} cannot be read ({err.strerror}); give the path of a YAML file") from None
+        raise SpecError(f"spec: {_name(path)} cannot be read ({err.strerror}); give the path of a YAML file") from None
     except RepeatedKeyError as err:
         raise SpecError(str(err)) from None
     except (YamlError, UnicodeDecodeError) as err:
-        raise SpecError(f"spec: {str(path)!r} is not YAML ({err}); mend its syntax") from None
+        raise SpecError(f"spec: {_name(path)} is not YAML ({err}); mend its syntax") from None
     if not isinstance(data, dict):
-        raise SpecError(f"spec: {str(path)!r} holds no mapping; start it with 'kind: scaling'")
+        raise SpecError(f"spec: {_name(path)} holds no mapping; start it with 'kind: scaling'")
     for item in overrides:
         _override(data, item)
     return parse_spec(data)
@@ -211,7 +213,7 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
         raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
     kind = data["kind"]
     if not isinstance(kind, str):
-        raise SpecError(f"kind: {kind!r} is no job kind; use one of {', '.join(sorted(kinds()))}")
+        raise SpecError(f"kind: {shown(kind)} is no job kind; use one of {', '.join(sorted(kinds()))}")
     try:
         module = kind_module(kind)
     except KindError as err:
@@ -237,19 +239,23 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
     return files
 
 
+def _name(path: Path) -> str:
+    return shown(str(path))
+
+
 def _override(data: dict[str, Any], item: str) -> None:
     name, eq, text = item.partition("=")
     if not eq or not name:
-        raise SpecError(f"--set: {item!r} is no setting; write key=value, e.g. --set lengths=[512,1024]")
+        raise SpecError(f"--set: {shown(item)} is no setting; write key=value, e.g. --set lengths=[512,1024]")
     node = data
     *parents, last = name.split(".")
     for part in parents:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise SpecError(f"--set: {item!r}: {part!r} is no section of the spec; name an existing one")
+            raise SpecError(f"--set: {shown(item)}: {shown(part)} is no section of the spec; name an existing one")
     try:
         node[last] = read_yaml(text)
     except RepeatedKeyError as err:
         raise SpecError(str(err)) from None
     except YamlError:
-        raise SpecError(f"--set: {item!r}: {text!r} is not YAML; quote it") from None
+        raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

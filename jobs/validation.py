@@ -1,6 +1,6 @@
 """Pydantic's errors as readable lines: the field's path in the file, the value, and the fix.
 
-Used for specs, gate rules and settings. Imports pydantic alone, so that every package can use it.
+Used for specs, gate rules and settings. Imports pydantic and what is light here, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from jobs.plain_text import in_a_line, shown
 
 # Fixes for error types whose message in Pydantic states only the rule.
 _FIXES = {
@@ -31,6 +33,7 @@ _FIXES = {
     "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
     "invalid_key": "put it in quotes, or remove it",
 }
+_PATH = 200  # characters of a field's path
 # A check of several fields begins its message with the field to mend: "cmp_stride: 24: use a divisor ...".
 _NAMES_A_FIELD = re.compile(r"([a-z][a-z0-9_.]*): (.*)", re.DOTALL)
 
@@ -46,7 +49,7 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
     lines: dict[str, list[str]] = defaultdict(list)
     for error in err.errors(include_url=False):
         section = path_in(data, error["loc"], keep_last=error["type"] == "missing")
-        field, message = split(error, ".".join(section), kinds)
+        field, message = split(error, in_a_line(".".join(section), _PATH), kinds)
         lines[field or whole].append(message)
     return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
 
@@ -91,4 +94,4 @@ def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> lis
 
 
 def _shown(value: Any) -> str:
-    return repr(str(value)) if isinstance(value, PurePath) else repr(value)
+    return shown(str(value) if isinstance(value, PurePath) else value)

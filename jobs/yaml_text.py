@@ -7,6 +7,12 @@ from typing import Any
 
 import yaml
 
+from jobs.plain_text import in_a_line, shown
+
+MOST_VALUES = 100_000
+"""Values of a document, those that an alias stands for counted each time."""
+MOST_CHARACTERS = 1 << 20
+
 
 class YamlError(ValueError):
     """A text that is not YAML; the message says why, in one line."""
@@ -17,6 +23,23 @@ class RepeatedKeyError(YamlError):
 
 
 class _Loader(yaml.SafeLoader):
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node; refuse aliases that stand for more values than any spec has."""
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if node not in self._sizes:
+            inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            parts = inner if isinstance(node, yaml.CollectionNode) else []
+            self._sizes[node] = 1 + sum(self._sizes.get(part, MOST_VALUES) for part in parts)
+        if self._sizes[node] > MOST_VALUES:
+            raise YamlError(f"with its aliases it holds more than {MOST_VALUES:,} values")
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -26,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             name, line = (key.tag, key.value), key.start_mark.line + 1
             if name in lines:
                 raise RepeatedKeyError(
-                    f"{key.value}: given twice, in lines {lines[name]} and {line}; keep one of the two"
+                    f"{shown(key.value)[1:-1]}: given twice, in lines {lines[name]} and {line}; keep one of the two"
                 )
             lines[name] = line
         return node
@@ -39,9 +62,12 @@ def read_yaml(text: str) -> Any:
     """The content of a YAML document.
 
     Raises:
-        YamlError: it is not YAML, or holds what has no value (the date 2001-99-99), or is nested too deep to read.
+        YamlError: it is not YAML, is longer than MOST_CHARACTERS, holds more than MOST_VALUES or what has no value (the
+            date 2001-99-99), or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise YamlError(f"it has more than {MOST_CHARACTERS:,} characters")
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -49,4 +75,4 @@ def read_yaml(text: str) -> Any:
     except YamlError:
         raise
     except (yaml.YAMLError, ValueError) as err:  # a ValueError: a date or number that does not exist
-        raise YamlError(" ".join(str(err).split())) from None
+        raise YamlError(in_a_line(err)) from None

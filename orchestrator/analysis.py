@@ -116,7 +116,7 @@ def _laws(
 def _spreads(rows: pd.DataFrame) -> np.ndarray:
     """Relative standard errors of values, from the intervals of their samples; 0 where there is none."""
     low, high, value = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
-    with np.errstate(divide="ignore", invalid="ignore"):  # a value of 0, whose series is not fitted
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a value of 0, whose series is not fitted
         return np.fmax((high - low) / 2 / _INTERVAL / value, 0.0)
 
 

@@ -37,6 +37,11 @@ def check_url(url: str) -> str:
         if "?" in url:
             raise StoreError(f"{SETTING}: {shown!r}: a file takes no options; leave out '?', or write %3F in a path")
         return url
+    host = parts.hostname or ""
+    if "@" in parts.netloc.rpartition("@")[0] or " " in parts.netloc:
+        raise StoreError(f"{SETTING}: {shown!r}: has an @ or a space in its password; write %40 or %20 for it")
+    if any(len(label) > 63 for label in host.split(".")):
+        raise StoreError(f"{SETTING}: {shown!r}: its host is no name; use {_FORMS}")
     if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):
         raise StoreError(f"{SETTING}: {shown!r}: lacks a host or a database name; use {_FORMS}")
     return "postgresql+psycopg" + url.removeprefix(parts.scheme)
@@ -63,14 +68,18 @@ def sqlite_path(url: str) -> Path | None:
 
 def hide_password(text: str) -> str:
     """The text with passwords in URLs replaced by ***."""
-    text = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)  # up to the last @: a password may hold an unescaped @
-    return re.sub(r"(password=)[^&\s]+", r"\1***", text)
+    # Up to the last @ of the line, and of an option up to the next: a password may hold an unescaped @, / or space.
+    text = re.sub(r"(://[^:/@\s]*):.*@", r"\1:***@", text)
+    return re.sub(r"(password=)[^&'\")]+", r"\1***", text)
 
 
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         _ = parts.port
-    except ValueError as err:
-        raise StoreError(f"{SETTING}: {hide_password(url)!r}: {err}; use {_FORMS}") from None
+    except ValueError:  # its text may hold a part of the password
+        raise StoreError(
+            f"{SETTING}: {hide_password(url)!r}: its host or port cannot be read; use {_FORMS}, and in a password "
+            "%2F for /, %23 for #, %3F for ?"
+        ) from None
     return parts

@@ -22,6 +22,7 @@ _EXACT = 0.002  # up to here it is exact, as of memory: preferred to a longer ra
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
 _LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
+_IMMENSE = 1e100
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons with an overhead; measured in the tests
@@ -158,14 +159,14 @@ def fit_growth(
         spreads: relative standard error of each value; None: alike.
 
     Returns:
-        None with fewer than three distinct lengths.
+        None with fewer than three distinct lengths, or with values that no unit has, whose squares no float holds.
 
     Raises:
         ValueError: as in `fit_power_law`, or there is not one spread a value, or one is not a number of 0 or more.
     """
     x, y = _checked(lengths, values)
     distinct = _distinct(x)
-    if len(distinct) < MIN_LENGTHS:
+    if len(distinct) < MIN_LENGTHS or y.min() < 1 / _IMMENSE or y.max() > _IMMENSE:
         return None
     noise = _noise(len(x), spreads, _NOISE)
     last = max(0, len(distinct) - _MIN_RANGE)

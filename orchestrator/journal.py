@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from jobs.plain_text import in_a_line
 from orchestrator.errors import UserError
 from orchestrator.records import RECORD, PointRecord, Record
 
@@ -25,6 +26,7 @@ COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be rea
 EXPANDED_LIMIT = 256 << 20  # bytes; a hundred times the journal of a sweep of a hundred points
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<number>
 _BLOCK = 256 << 10
+_REASON = 300  # characters
 
 
 class JournalError(UserError):
@@ -175,7 +177,7 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         return RECORD.validate_json(line)
     except ValidationError as err:
         mistake = err.errors(include_url=False)[0]
-        what = ": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]]))
+        what = in_a_line(": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]])), _REASON)
         raise JournalError(
             f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
             "--resume then writes it again from the database"

@@ -11,10 +11,19 @@ import math
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
-from jobs.axes import Axis
-from jobs.quantities import Quantity
+from jobs.axes import Axis, check_axes
+from jobs.quantities import Quantity, check_quantities
 from orchestrator.states import Origin, PointState, RunState
 
 STORED_BYTES = 64 << 10
@@ -23,6 +32,25 @@ STORED_BYTES = 64 << 10
 
 def now() -> datetime:
     return datetime.now(UTC)
+
+
+def _in_utc(moment: datetime) -> datetime:
+    """The moment, which UTC must have, too: the year 1 of a zone in the east is before it."""
+    try:
+        moment.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("is out of range; give a time between the years 1 and 9999 of UTC") from None
+    return moment
+
+
+# What every database holds: SQLite would take more, and Postgres refuse it.
+Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+Name = Annotated[str, Field(max_length=200)]
+PointId = Annotated[str, Field(max_length=240)]
+Hash = Annotated[str, Field(max_length=64)]
+Kind = Annotated[str, Field(max_length=40)]
+Small = Annotated[int, Field(ge=0, lt=1 << 31)]
+Large = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def _storable(value: Any) -> Any:
@@ -47,13 +75,15 @@ class _Plain(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _of_storable_texts(cls, value: Any) -> Any:
-        return _storable(value)
+        value = _storable(value)
+        nul = isinstance(value, str) and "\0" in value
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}") if nul else value
 
 
 class _Record(_Plain):
     v: Literal[1] = 1
-    run_id: str
-    at: datetime = Field(default_factory=now)
+    run_id: Name
+    at: Moment = Field(default_factory=now)
 
 
 class RunRecord(_Record):
@@ -62,36 +92,48 @@ class RunRecord(_Record):
     type: Literal["run"] = "run"
     state: Literal[RunState.PENDING, RunState.RUNNING] = RunState.RUNNING  # pending: it waits for its cluster
     name: str
-    kind: str
+    kind: Kind
     spec: dict[str, Any]
-    spec_hash: str
+    spec_hash: Hash
     origin: Origin = Origin.MEASURED
     source: str | None = None  # file or report of reported results
-    git_commit: str | None = None
+    git_commit: Hash | None = None
     git_branch: str | None = None
     git_dirty: bool | None = None
-    code_hash: str | None = None  # hash of the sources of nsa_core and jobs
-    submission_id: str | None = None  # Ray's id, if run as a Ray job
+    code_hash: Hash | None = None  # hash of the sources of nsa_core and jobs
+    submission_id: Name | None = None  # Ray's id, if run as a Ray job
     host: str | None = None
     artifacts: str | None = None  # folder of the run's journal, on the host that wrote it
     artifact_store: str | None = None  # URL of the store of the points' files; None: `artifacts` held them
-    resumed: int = 0
+    resumed: Small = 0
     quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds declared any
     axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
+
+    @field_validator("quantities", mode="after")
+    @classmethod
+    def _can_be_told_apart(cls, quantities: tuple[Quantity, ...] | None) -> tuple[Quantity, ...] | None:
+        check_quantities(quantities or ())
+        return quantities
+
+    @field_validator("axes", mode="after")
+    @classmethod
+    def _can_be_columns(cls, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        check_axes(axes)
+        return axes
 
 
 class PointRecord(_Record):
     """A planned point: `pending`, or `skipped` with its reason."""
 
     type: Literal["point"] = "point"
-    point_id: str  # "<run_id>/<index>"
-    index: int
-    attempt: int = 0  # attempts before this plan: above 0 in a resumed run
-    key: str
+    point_id: PointId  # "<run_id>/<index>"
+    index: Small
+    attempt: Small = 0  # attempts before this plan: above 0 in a resumed run
+    key: Hash
     label: str
     config: dict[str, Any]
     axes: dict[str, Any]  # jobs.axes.Axes.to_record
-    estimate_bytes: int | None = None
+    estimate_bytes: Large | None = None
     state: PointState = PointState.PENDING
     reason: str | None = None
 
@@ -100,16 +142,16 @@ class StartRecord(_Record):
     """Start of an attempt: the point was handed to a worker."""
 
     type: Literal["start"] = "start"
-    point_id: str
-    attempt: int
+    point_id: PointId
+    attempt: Small
     node: str | None = None
 
 
 class MetricData(_Plain):
     """Stored form of jobs.point.Metric."""
 
-    name: str
-    unit: str
+    name: Annotated[str, Field(max_length=80)]
+    unit: Annotated[str, Field(max_length=20)]
     value: float
     samples: tuple[float, ...] = ()
     p10: float | None = None
@@ -134,11 +176,11 @@ class OutcomeRecord(_Record):
     """End of a point's attempt; only `ok` may carry metrics."""
 
     type: Literal["outcome"] = "outcome"
-    point_id: str
-    attempt: int
+    point_id: PointId
+    attempt: Small
     state: PointState
     reason: str | None = None
-    started_at: datetime | None = None
+    started_at: Moment | None = None
     metrics: tuple[MetricData, ...] = ()
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
@@ -149,8 +191,8 @@ class ArtifactRecord(_Record):
     """A file of an attempt, kept after its outcome: a file that cannot be kept costs only itself."""
 
     type: Literal["artifact"] = "artifact"
-    point_id: str
-    attempt: int
+    point_id: PointId
+    attempt: Small
     artifact: ArtifactData
 
 
@@ -161,8 +203,8 @@ class SeriesRecord(_Record):
     """
 
     type: Literal["series"] = "series"
-    point_id: str
-    attempt: int
+    point_id: PointId
+    attempt: Small
     rank: int = Field(ge=0, lt=1 << 31)
     name: str = Field(min_length=1, max_length=80)
     unit: str = Field(min_length=1, max_length=20)
@@ -182,7 +224,7 @@ class EventRecord(_Record):
     """An event besides state changes: a retry, a warning, an unreachable database."""
 
     type: Literal["event"] = "event"
-    point_id: str | None = None
+    point_id: PointId | None = None
     level: Literal["info", "warning", "error"] = "info"
     message: str
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
@@ -25,6 +27,9 @@ LOOPBACK = "127.0.0.1"
 
 PACKAGES = ("nsa_core", "jobs", "orchestrator")
 """The packages that a job imports."""
+
+
+_ADDRESS = re.compile(r"https?://[!-~]{1,2000}")
 
 
 class Installation(Enum):
@@ -106,8 +111,17 @@ class Settings(BaseSettings):
     @field_validator("ray_dashboard")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(value)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:  # of a port or an IPv6 address
+            host, port = "", None
+            parts = urlsplit("")
+        named = all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
+        if parts.scheme not in ("http", "https") or not named or port == 0 or not _ADDRESS.fullmatch(value):
             raise ValueError("is not an HTTP address; write http://HOST:PORT")
+        if "@" in parts.netloc:
+            raise ValueError("holds a user or a password, which Ray does not take; write http://HOST:PORT")
         return value
 
     @field_validator("ray_host")
@@ -126,11 +140,21 @@ class Settings(BaseSettings):
     def _is_a_store(cls, value: str | None) -> str | None:
         return artifact_url.check(value) if value else None
 
+    @field_validator("database_url", "artifact_store", "ray_dashboard", "ray_host", "ray_address", mode="before")
+    @classmethod
+    def _is_text(cls, value: object) -> object:
+        """Refuse what no file name and no address holds: halves of characters, and NUL."""
+        if isinstance(value, str) and ("\0" in value or not _encodes(value)):
+            raise ValueError("has characters that are no text; remove them")
+        return value
+
     @field_validator("home", "artifacts")
     @classmethod
     def _may_be_a_folder(cls, value: Path | None) -> Path | None:
         # os.path.exists: Path.exists raises below a folder that may not be read
         above = (value, *value.absolute().parents) if value else ()
+        if "\0" in str(value):
+            raise ValueError("has characters that are no text; remove them")
         there = next((path for path in above if os.path.exists(path)), None)
         if there is not None and not there.is_dir():
             raise ValueError(f"{str(there)!r} is not a folder; name one")
@@ -154,6 +178,14 @@ class Settings(BaseSettings):
     def artifact_store_url(self) -> str:
         """The store of points' files; by default the folder of the journals."""
         return self.artifact_store or f"file://{self.artifacts_dir.absolute()}"
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_settings() -> Settings:

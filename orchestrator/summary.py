@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.axes import MORE, more_columns
+from jobs.plain_text import in_a_line
 from jobs.quantities import Role
 from orchestrator.states import PointState, Result
+from orchestrator.terminal import PlainConsole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +32,7 @@ _WIDTH_OF_A_PIPE = 200
 
 def wide_console() -> Console:
     """Console on standard output, 200 columns wide if that is a file or a pipe."""
-    return Console(highlight=False, width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
+    return PlainConsole(width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
 
 
 def print_states(states: Counter[PointState], console: Console) -> None:
@@ -70,7 +72,7 @@ def print_table(table: ReportTable, console: Console) -> None:
     """Print a report's table with its note below; nothing if it has no rows."""
     shown = _table(escape(table.title), *map(escape, table.columns))
     for row in table.rows:
-        shown.add_row(*map(escape, row))
+        shown.add_row(*map(_cell, row))
     if table.rows:
         console.print(shown)
         console.print(table.note, style="dim", markup=False)
@@ -86,7 +88,7 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     table = _table("Results", "point", *(escape(f"{name} ({units[name]})") for name in names))
     for label, rows in shown.groupby("label", sort=False):
         values = dict(zip(rows["metric"], rows["value"], strict=True))
-        table.add_row(escape(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))
+        table.add_row(_cell(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))
     console.print(table)
 
 
@@ -97,7 +99,7 @@ def print_fits(fits: Sequence[Fit], console: Console) -> None:
     for fit in fits:
         named = [fit.series[name] for name in ("implementation", "workload", "pass")]
         own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
-        series = escape(" ".join([*filter(None, named), *own]))
+        series = _cell(" ".join([*filter(None, named), *own]))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
         overhead = f"{fit.overhead:.3g}" if fit.overhead else ""
         lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
@@ -135,6 +137,10 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
         for rule in target.rules:
             judged = "" if rule.value is None else f"{rule.value:.4g} (bound {rule.limit}, margin {rule.margin:.4g}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
+
+
+def _cell(text: str) -> str:
+    return escape(in_a_line(text))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -8,6 +8,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("thorough", max_examples=2_500)  # pytest --hypothesis-profile=thorough
 
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")

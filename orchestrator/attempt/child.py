@@ -25,6 +25,17 @@ from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 _LAST_WORDS = 1 << 16  # bytes
+_GUARD = """exec 3<&0
+{
+  read -r _ <&3 || {
+    kill -9 "-$0"
+    for one in /proc/[0-9]*; do
+      grep -qsF "TMPDIR=$1/tmp" "$one/environ" && kill -9 "${one#/proc/}"
+    done
+    sleep 1
+    rm -rf -- "$1"
+  }
+} &"""
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,15 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
+    def _escaped(self) -> list[psutil.Process]:
+        """Processes that the worker's have left behind in sessions of their own: they have its TMPDIR."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self.pid and process.environ().get("TMPDIR") == str(self.temporary):
+                    found.append(process)
+        return found
+
     def new_output(self) -> list[Source]:
         """Output printed since the last call, as artifacts stdout.txt and stderr.txt; empty ones are left out."""
         found = []
@@ -166,10 +186,11 @@ class Child:
             Its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
-            strays = self.tree()
+            strays = {*self.tree(), *self._escaped()}
             self._dismiss_guard()  # before the worker is reaped and its group's number can be reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+            strays.update(self._escaped())  # also of a process that forked meanwhile
             for process in strays:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -222,10 +243,9 @@ def _guard(worker: int, folder: Path) -> int:
     this is a worker of Ray that loses its node, Ray kills its children, and what they have started would live on.
     """
     pipe, sink = os.pipe()
-    act = '{ read -r _ <&3 || { kill -9 "-$0"; sleep 1; rm -rf -- "$1"; }; } &'
     try:
         subprocess.run(
-            ["/bin/sh", "-c", f"exec 3<&0; {act}", str(worker), str(folder)],
+            ["/bin/sh", "-c", _GUARD, str(worker), str(folder)],
             stdin=pipe,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs.kinds import kind_module
+from jobs.plain_text import shortened
 from jobs.point import NOWHERE, Interrupted, Measurement, Surroundings
 from jobs.quantities import Quantities
 from orchestrator.attempt import protocol
@@ -43,6 +44,7 @@ BEAT_INTERVAL_S = 0.2
 
 _PIECE = 1 << 20  # characters of a text that are encoded at a time
 
+_REASON = 2_000  # characters
 _OOM_TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -218,8 +220,8 @@ def _check(measurement: Measurement, declared: Quantities) -> None:
 
 
 def _failure(err: Exception, folder: str | None = None) -> protocol.Failure:
-    text = str(err).strip().splitlines()
-    reason = f"{type(err).__name__}: {text[0]}" if text else type(err).__name__
+    text = str(err).strip().split("\n")[0]  # its file has the whole text
+    reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}
     return protocol.Failure(classify(err), reason, leave(files, folder))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator import terminal
 from orchestrator.cli import deciding
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.states import Origin, RunState
+from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -50,11 +52,11 @@ def main() -> None:
     """The `nsa` command. Exit codes: 0 done, 1 failed or NO-GO, 2 bad input, 3 UNKNOWN (gate)."""
     from jobs.spec import SpecError
 
+    terminal.prepare()
     try:
         app()
     except (UserError, SpecError) as err:
-        for line in str(err).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        terminal.complain(err)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -66,11 +68,11 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
     from orchestrator.cli.packaged import write_specs
 
     copied = write_specs(folder)
-    print(f"wrote {len(copied.written)} specs to {folder}/")
+    say(f"wrote {len(copied.written)} specs to {folder}/")
     if copied.kept:
-        print(f"kept your own: {', '.join(path.name for path in copied.kept)}")
+        say(f"kept your own: {', '.join(path.name for path in copied.kept)}")
     spec = folder / "demo.yaml"
-    print(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
+    say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
 
 
 @app.command()
@@ -108,7 +110,7 @@ def down() -> None:
     from orchestrator.cli import services
 
     stopped = services.down(load_settings())
-    print(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running")
+    say(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running")
 
 
 @app.command()
@@ -120,7 +122,7 @@ def status() -> None:
     settings = load_settings()
     console.services(services.status(settings))
     if settings.no_database_yet:
-        print(f"no results yet: {settings.database} does not exist")
+        say(f"no results yet: {settings.database} does not exist")
         return
     with _store(settings) as store:
         console.runs(queries.runs(store, state="running"), title="Running")
@@ -153,10 +155,10 @@ def submit(
     driver.check(args)
     submitted = submission.submit(settings, spec, overrides or [], resume)
     job = submitted.job
-    print(f"submitted {job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
+    say(f"submitted {job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
         for text in submission.follow(settings, job):
-            print(text, end="", flush=True)
+            say(text, end="")
         raise typer.Exit(0 if submission.job_status(settings, job) == "SUCCEEDED" else 1)
 
 
@@ -165,7 +167,7 @@ def runs(
     kind: Annotated[str | None, typer.Option(help="only this job kind")] = None,
     state: Annotated[RunState | None, typer.Option(help="only this state")] = None,
     origin: Annotated[Origin | None, typer.Option(help="only these")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="most to show")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="most to show")] = 20,
 ) -> None:
     """List runs, newest first."""
     from orchestrator.cli import console
@@ -212,7 +214,7 @@ def logs(
         job = submission_of(store, run_id)
     texts = submission.follow(settings, job) if follow else [submission.log(settings, job)]
     for text in texts:
-        print(text, end="", flush=True)
+        say(text, end="")
 
 
 @app.command()
@@ -240,8 +242,8 @@ def artifacts(
     problems = fetching.fetch(settings.artifact_store_url, files, out)
     where = f"{kept_in(run_row)} (host {run_row.get('host') or 'unknown'})"
     for problem in problems:
-        print(f"error: {problem}; the run kept its files in {where}", file=sys.stderr)
-    print(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
+        warn(f"error: {problem}; the run kept its files in {where}")
+    say(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -253,7 +255,7 @@ def cancel(run: Run) -> None:
 
     settings = load_settings()
     with _store(settings) as store:
-        print(cancel_run(settings, store, find_run(store, run)))
+        say(cancel_run(settings, store, find_run(store, run)))
 
 
 @app.command()
@@ -295,10 +297,10 @@ def report(
     with _store() as store:
         run_ids = find_runs(store, runs)
         if out is None:
-            print(reports.report(store, run_ids, format=format.value))
+            say(reports.report(store, run_ids, format=format.value))
         else:
             reports.write_report(store, run_ids, out)
-            print(f"wrote {out}")
+            say(f"wrote {out}")
 
 
 for decision in (deciding.gate, deciding.plan, deciding.resolve):
@@ -327,7 +329,7 @@ def import_(
         raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
     with _store(create=True) as store:
         for path in paths:
-            print(importer.import_file(store, path))
+            say(importer.import_file(store, path))
 
 
 @app.command()
@@ -340,7 +342,7 @@ def export(
     from orchestrator.store import exporter
 
     with _store() as store:
-        print(exporter.export(store, out, find_runs(store, runs)))
+        say(exporter.export(store, out, find_runs(store, runs)))
 
 
 @db.command("upgrade")
@@ -351,7 +353,7 @@ def db_upgrade() -> None:
 
     settings = load_settings()
     upgrade(settings.database)
-    print(f"{hide_password(settings.database)} is up to date")
+    say(f"{hide_password(settings.database)} is up to date")
 
 
 def _store(settings: Settings | None = None, *, create: bool = False) -> Store:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jobs.plain_text import in_a_line
 from orchestrator.cli.doctor import Finding, Health, SettingRow
 from orchestrator.cli.exposure import Exposure
 from orchestrator.cli.fetching import StoredFile
@@ -18,6 +18,7 @@ from orchestrator.cli.services import ServiceStatus
 from orchestrator.gates.decisions import Decision
 from orchestrator.gates.steps import Step
 from orchestrator.summary import wide_console
+from orchestrator.terminal import say, warn
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLOUR |= {"missing": "yellow", "broken": "red"}
@@ -50,9 +51,9 @@ def services(rows: Sequence[ServiceStatus]) -> None:
 def access(token: str | None, found: Sequence[Exposure]) -> None:
     """Print who may use the Ray cluster. `token`: the place of its token; None if it asks for none."""
     if token:
-        print(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
+        say(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
     for one in found:
-        print(f"warning: {one.what}; {one.fix}", file=sys.stderr)
+        warn(f"warning: {one.what}; {one.fix}")
 
 
 def runs(frame: pd.DataFrame, *, title: str) -> None:
@@ -75,7 +76,7 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
         table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
     out.print(table)
     for event in events.to_dict("records"):
-        out.print(f"{_time(event['at'])} {event['level']}: {event['message']}", markup=False)
+        out.print(f"{_time(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
@@ -137,10 +138,10 @@ def cost(step: Step) -> str:
 
 
 class _Plain(Table):
-    """A table that shows text as it is, without reading markup in a run's messages."""
+    """A table that shows text as it is, in lines of its own, without reading markup in a run's messages."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        super().add_row(*(Text(in_a_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def _table(title: str | None, *columns: str) -> Table:
@@ -154,7 +155,7 @@ def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
         if row.get(name) is not None and not (isinstance(row[name], float) and pd.isna(row[name])):
-            out.print(f"{name:<{width}}  {row[name]}", markup=False)
+            out.print(f"{name:<{width}}  {in_a_line(row[name], 4_000)}", markup=False)
 
 
 def _name(name: str) -> str:

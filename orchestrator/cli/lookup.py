@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jobs.plain_text import shown
 from orchestrator.errors import UserError
 from orchestrator.settings import example_spec
 from orchestrator.states import Origin
@@ -40,7 +41,7 @@ def find_run(store: Store, text: str) -> str:
     )
     if len(ids) != 1:
         what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
-        raise LookupFailedError(f"RUN: {text!r}: {what}; `nsa runs` lists them")
+        raise LookupFailedError(f"RUN: {shown(text)}: {what}; `nsa runs` lists them")
     return ids[0]
 
 

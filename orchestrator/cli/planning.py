@@ -13,6 +13,7 @@ from orchestrator.gates.rules import READY_SPECS, Gates, GatesError
 from orchestrator.gates.steps import Step
 from orchestrator.run import driver
 from orchestrator.settings import Settings
+from orchestrator.terminal import say
 
 _ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names a node's cards
 _MOST_NODES = 10_000  # Ray's own limit
@@ -106,7 +107,7 @@ def _submit(settings: Settings, step: Step) -> str | None:
         job = submission.submit(settings, spec, step.overrides).job
         _say(f"submitted {job}")
         for text in submission.follow(settings, job):
-            print(text, end="", flush=True)
+            say(text, end="")
         status = submission.job_status(settings, job)
     except (UserError, SpecError) as err:
         return f"failed ({'; '.join(str(err).splitlines())})"

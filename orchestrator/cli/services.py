@@ -26,6 +26,7 @@ from orchestrator.errors import UserError
 from orchestrator.run import ray_token
 from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
+from orchestrator.terminal import warn
 
 _READY_S = 90.0
 _STOP_S = 40.0
@@ -77,8 +78,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
             f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
         )
     if was_open := ray_token.wanted() and ray_token.problem():
-        print(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up",
-              file=sys.stderr)  # fmt: skip
+        warn(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up")
     folder = folder_of_a_new_cluster(settings)
     given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))

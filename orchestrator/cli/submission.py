@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from orchestrator.provenance import git_state
 from orchestrator.run import ray_token
 from orchestrator.run.upload import collect
 from orchestrator.settings import Settings
+from orchestrator.terminal import warn
 
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -58,10 +58,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     args += ["--resume", resume] if resume else []
     client = _client(settings)
     if not asks_for_token(settings):
-        print(
-            f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there",
-            file=sys.stderr,
-        )
+        warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}

@@ -291,7 +291,8 @@ def _marks(points: list[Row], quantity: Quantity, **channels: Any) -> list[alt.C
     numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
     texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
     texts |= {name: name for name in ("dtype", "device", "gpu", "origin", "source")} | {"gpu": "GPU", "run_id": "run"}
-    texts |= {name: name.removeprefix(MORE) for point in points for name in more_columns(point)}
+    # Vega's tooltip draws the picture at the address in a field "image": an axis may be called so.
+    texts |= {name: f"axis {name.removeprefix(MORE)}" for point in points for name in more_columns(point)}
     tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
     by_fill = {

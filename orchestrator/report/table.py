@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jobs.axes import MORE, more_columns
+from jobs.plain_text import for_file, for_html
 from orchestrator.analysis import surroundings
 
 
@@ -26,14 +25,14 @@ class Table:
         """Columns and rows as Markdown, without title and note."""
 
         def line(cells: Iterable[str]) -> str:
-            return "| " + " | ".join(map(_cell, cells)) + " |"
+            return "| " + " | ".join(map(for_file, cells)) + " |"
 
         return "\n".join([line(self.columns), line(["---"] * len(self.columns)), *(line(row) for row in self.rows)])
 
     def html(self) -> str:
         """Columns and rows as HTML, without title and note."""
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
-        lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
+        head = "".join(f"<th>{for_html(column)}</th>" for column in self.columns)
+        lines = ("".join(f"<td>{for_html(cell)}</td>" for cell in row) for row in self.rows)
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
@@ -69,13 +68,3 @@ def whole(value: float | None) -> str:
 def missing(value: float | None) -> bool:
     """Whether a frame's value is None or NaN."""
     return value is None or math.isnan(value)
-
-
-def _cell(text: str) -> str:
-    """The text escaped for a cell of a Markdown table; backticks still mark code."""
-    pieces = text.replace("\n", " ").split("`")
-    shown = [
-        piece if place % 2 else re.sub(r"([\\*]|<(?=[A-Za-z/!?])|\](?=\())", r"\\\1", piece)
-        for place, piece in enumerate(pieces)
-    ]
-    return "`".join(shown).replace("|", "\\|")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from jobs.plain_text import for_file, for_html, in_a_line
 from jobs.quantities import Quantity, Role
 from orchestrator.analysis import Fit
 from orchestrator.gates.results import TargetVerdict
@@ -17,27 +17,30 @@ from orchestrator.report.content import Content
 from orchestrator.report.table import Table, missing, shape, shape_of, whole
 from orchestrator.states import PointState
 
+_NAME = 100  # characters of a run's name or a quantity's title
+_NOTE = 4_000
+
 
 def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
     """The report in Markdown; `charts`: image file of each drawn quantity."""
-    parts = [f"# {_title(content)}", *(f"![{_alt(quantity)}]({file})" for quantity, file in charts.items())]
+    parts = [f"# {for_file(_title(content))}", *(f"![{_alt(quantity)}]({file})" for quantity, file in charts.items())]
     for table in _tables(content):
-        parts.append(f"## {table.title}")
-        parts += [table.note] if table.note else []
+        parts.append(f"## {for_file(table.title)}")
+        parts += [for_file(table.note, _NOTE)] if table.note else []
         parts.append(table.markdown() if table.rows else "None.")
     return "\n\n".join(parts) + "\n"
 
 
 def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
     """The report as one self-contained HTML file; `charts`: SVG text of each drawn quantity."""
-    parts = [f"<h1>{html.escape(_title(content))}</h1>"]
+    parts = [f"<h1>{for_html(_title(content))}</h1>"]
     for quantity, svg in charts.items():
-        parts.append(f"<figure><figcaption>{html.escape(_chart_title(quantity))}</figcaption>{svg}</figure>")
+        parts.append(f"<figure><figcaption>{for_html(_chart_title(quantity))}</figcaption>{svg}</figure>")
     for table in _tables(content):
-        parts.append(f"<h2>{html.escape(table.title)}</h2>")
-        parts += [f"<p>{html.escape(table.note)}</p>"] if table.note else []
+        parts.append(f"<h2>{for_html(table.title)}</h2>")
+        parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
         parts.append(table.html() if table.rows else "<p>None.</p>")
-    title = html.escape(_title(content))
+    title = for_html(_title(content))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
@@ -48,11 +51,11 @@ def _chart_title(quantity: Quantity) -> str:
 
 def _alt(quantity: Quantity) -> str:
     """A chart's title that cannot end the brackets around it."""
-    return re.sub(r"[\[\]<>`\\]", " ", _chart_title(quantity))
+    return re.sub(r"[\[\]<>`\\]", " ", in_a_line(_chart_title(quantity), _NAME))
 
 
 def _title(content: Content) -> str:
-    names = list(dict.fromkeys(str(run["name"]) for run in content.runs))
+    names = list(dict.fromkeys(in_a_line(run["name"], _NAME) for run in content.runs))
     return "Report: " + ", ".join(names)
 
 

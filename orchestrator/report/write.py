@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from jobs.quantities import Plot, Quantity
 from orchestrator.errors import UserError
@@ -52,7 +54,7 @@ def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]
         path.parent.mkdir(parents=True, exist_ok=True)
         if suffix == "md":
             return _write_markdown(store, run_ids, path)
-        path.write_text(report(store, run_ids, format=suffix))
+        path.write_text(report(store, run_ids, format=suffix), encoding="utf-8", newline="")
     except OSError as err:
         raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return [path]
@@ -62,9 +64,10 @@ def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Pa
     content = collect(store, _some(run_ids))
     images = {}
     for quantity, chart in _charts(content).items():
-        images[quantity] = path.with_name(f"{path.stem}-{quantity.name.replace('_', '-')}.png")
+        images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
         images[quantity].write_bytes(_png(chart))
-    path.write_text(to_markdown(content, {quantity: image.name for quantity, image in images.items()}))
+    files = {quantity: quote(image.name) for quantity, image in images.items()}
+    path.write_text(to_markdown(content, files), encoding="utf-8")
     return [path, *images.values()]
 
 

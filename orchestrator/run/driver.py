@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,14 +20,15 @@ from typing import TYPE_CHECKING
 
 from jobs.axes import check_values
 from jobs.kinds import kind_module, own_axes
+from jobs.plain_text import in_a_line
 from jobs.point import Machine, Point
 from jobs.quantities import Quantities, Role
 from jobs.spec import JobSpec, SpecError
-from orchestrator import provenance, summary
+from orchestrator import provenance, summary, terminal
 from orchestrator.database_url import StoreError, hide_password
 from orchestrator.errors import UserError
 from orchestrator.journal import NAME, Journal, JournalFull
-from orchestrator.records import PointRecord, RunRecord
+from orchestrator.records import EventRecord, PointRecord, RunRecord
 from orchestrator.run import plan, resume
 from orchestrator.run.announcement import announced, never_began
 from orchestrator.run.dry_run import print_points
@@ -51,6 +51,7 @@ _CANCEL_S = 0.8  # the same when cancelled: Ray kills a stopped job after three 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a spec and return the exit code. Mistakes go to stderr, one a line: `error: field: value: fix`."""
+    terminal.prepare()
     try:
         order = read_order(argv)
         if not order.dry_run:
@@ -59,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_points(order.spec)
         return OK
     except (UserError, SpecError, StoreError) as err:
-        for line in str(err).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        terminal.complain(err)
         return BAD_INPUT
     except ExecutorGone as gone:  # before the first point; later it is the run's state
-        print(f"error: {gone}; submit the job again", file=sys.stderr)
+        terminal.warn(f"error: {gone}; submit the job again")
         return FAILURE
     except KeyboardInterrupt:  # before the first point; later it is a reason to cancel
         return CANCELLED
@@ -107,7 +107,7 @@ def _run(order: Order) -> int:
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    terminal.say(in_a_line(line))
 
 
 def _points(spec: JobSpec, machines: Mapping[str | None, Machine]) -> Sequence[Point]:
@@ -220,6 +220,8 @@ def _announce(
     if order.settings.artifact_store:
         watching.tell(f"artifact store: {order.settings.artifact_store_url}")
     for record in todo.records:
+        if isinstance(record, EventRecord):
+            watching.tell(record.message)
         if isinstance(record, PointRecord) and record.state is PointState.SKIPPED:
             watching.tell(f"skipped   {record.label}: {record.reason}")
 

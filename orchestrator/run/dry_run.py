@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jobs.point import Machine
 from jobs.spec import JobSpec
+from orchestrator.terminal import say
 
 _ASSUMED_GPU_BYTES = 80 << 30
 
@@ -24,13 +25,11 @@ def print_points(spec: JobSpec) -> None:
         note = f" assumed, with {_ASSUMED_GPU_BYTES >> 30} GiB (there is none here)"
     points = spec.all_points(dict.fromkeys(spec.python, machine))
     skipped = sum(point.skip_reason is not None for point in points)
-    print(
-        f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped"
-    )
+    say(f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped")
     for index, point in enumerate(points):
         needs = "" if point.estimate_bytes is None else f"  {point.estimate_bytes / 2**30:.2f} GiB"
-        print(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
+        say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
     for field, path in spec.paths().items():
         if not path.exists():
-            print(f"{field}: {str(path)!r} is not on this machine; a run looks for it on the nodes")
-    print("dry run: nothing was submitted")
+            say(f"{field}: {str(path)!r} is not on this machine; a run looks for it on the nodes")
+    say("dry run: nothing was submitted")

@@ -12,6 +12,9 @@ from orchestrator.errors import UserError
 from orchestrator.messages import Assignment, Conditions, Update
 from orchestrator.states import PointState
 
+MOST_A_CORE = 16
+"""Points at a time for each core, however small a share of one they ask for: each is a process, which imports torch."""
+
 
 class ExecutorError(UserError):
     """The executor cannot run the spec. One line a mistake: field, value, fix."""

@@ -16,7 +16,7 @@ from jobs.spec import JobSpec
 from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
-from orchestrator.run.executor import BatchEnded, ExecutorError, gpus_per_point
+from orchestrator.run.executor import MOST_A_CORE, BatchEnded, ExecutorError, gpus_per_point
 from orchestrator.states import PointState
 
 _CANCEL_S = 2.0
@@ -47,7 +47,7 @@ class LocalExecutor:
 
     def slots(self, machine: Machine) -> int:
         gpus = gpus_per_point(self._spec, machine)
-        room = int(self._cpus // self._spec.resources.num_cpus)
+        room = min(int(self._cpus // self._spec.resources.num_cpus), MOST_A_CORE * self._cpus)
         if gpus:
             room = min(room, int(len(self._gpus) / gpus + 1e-9))
         count = max(1, min(room, self._spec.resources.workers or room))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jobs.point import Machine, Point
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
-from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
+from orchestrator.records import EventRecord, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
 from orchestrator.states import PointState
 
 
@@ -80,20 +80,40 @@ def resumed_plan(
         PlanError: the run's points differ from the spec's points on this machine.
     """
     labels = _labels(run, points)
+    if not old.points:  # the run ended before its first point was planned
+        return new_plan(run, points, machines)
     if labels != {point_id: before.label for point_id, before in old.points.items()}:
         raise PlanError(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )
     plan = Plan(run, [run], [], Counter(), labels)
+    changed = 0
     for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
         before, key = old.points[point_id], point.key(run.code_hash or "", machines[point.python])
-        if before.key == key and _settled(before.state, point, again):
-            plan.settled[before.state] += 1
-            continue
+        if _settled(before.state, point, again):
+            if before.key == key:
+                plan.settled[before.state] += 1
+                continue
+            changed += 1
         if before.state is PointState.RUNNING:
             plan.records.append(_lost(run.run_id, point_id, before.attempt))
         _add(plan, index, point, key, attempt=before.attempt + 1)
+    if changed:
+        plan.records.append(EventRecord(run_id=run.run_id, message=_why_again(changed, run, old.run)))
     return plan
+
+
+def _why_again(points: int, run: RunRecord, before: RunRecord) -> str:
+    """Why a resumed run measures points again that had ended."""
+    count = "1 point that had ended is" if points == 1 else f"{points} points that had ended are"
+    if run.code_hash != before.code_hash:
+        why = (
+            f"the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
+            f"{before.code_hash} is now {run.code_hash})"
+        )
+    else:
+        why = "the device, its driver, a version or a variable differs from what they were measured with"
+    return f"{count} measured again: {why}"
 
 
 def history(records: Iterable[Record]) -> History | None:

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from typing import TextIO
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from jobs.plain_text import in_a_line
 from orchestrator.messages import Progress as Sign
 from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
+from orchestrator.terminal import PlainConsole
 
 _STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}
 _SIGN_OF_LIFE_S = 30.0
+_NAME = 120  # characters beside a bar
 
 
 def watcher(
@@ -75,7 +77,7 @@ class LogWatcher:
 
     def _line(self, text: str, state: PointState | None) -> None:
         self._last_line = time.monotonic()
-        print(text, file=self._stream, flush=True)
+        print(in_a_line(text), file=self._stream, flush=True)
 
 
 class TerminalWatcher(LogWatcher):
@@ -85,7 +87,7 @@ class TerminalWatcher(LogWatcher):
         super().__init__(labels, settled, headline, stream)
         self._bars = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=Console(file=stream, highlight=False), transient=True,
+            console=PlainConsole(file=stream), transient=True,
         )  # fmt: skip
         self._run = self._bars.add_task("points", total=len(labels), completed=settled)
         self._points: dict[str, TaskID] = {}
@@ -99,11 +101,11 @@ class TerminalWatcher(LogWatcher):
 
     def started(self, record: StartRecord) -> None:
         super().started(record)
-        self._points[record.point_id] = self._bars.add_task(escape(self._labels[record.point_id]), total=None)
+        self._points[record.point_id] = self._bars.add_task(_named(self._labels[record.point_id]), total=None)
 
     def progress(self, sign: Sign) -> None:
         if (task := self._points.get(sign.point_id)) is not None:
-            description = escape(f"{self._labels[sign.point_id]}: {sign.phase}")
+            description = _named(f"{self._labels[sign.point_id]}: {sign.phase}")
             self._bars.update(task, description=description, completed=sign.done, total=sign.total or None)
 
     def ended(self, outcome: OutcomeRecord) -> None:
@@ -114,7 +116,12 @@ class TerminalWatcher(LogWatcher):
 
     def _line(self, text: str, state: PointState | None) -> None:
         style = "" if state is None else _STYLE.get(state, "red")
-        self._bars.console.print(text, style=style, markup=False, soft_wrap=True)
+        self._bars.console.print(in_a_line(text), style=style, markup=False, soft_wrap=True)
+
+
+def _named(text: str) -> str:
+    """The text beside a bar."""
+    return escape(in_a_line(text, _NAME))
 
 
 def _in_a_line(metrics: tuple[MetricData, ...], headline: Sequence[str]) -> str:

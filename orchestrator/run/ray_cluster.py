@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from orchestrator.run.upload import collect
 from orchestrator.run.waiting import ClusterWatch
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 from orchestrator.states import PointState
+from orchestrator.terminal import warn
 
 _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
@@ -75,11 +75,7 @@ class RayExecutor:
         try:
             with _gone():
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                    print(
-                        f"waiting for the cluster to have room for a point{_checks(wanted)}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    warn(f"waiting for the cluster to have room for a point{_checks(wanted)}")
                 while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                     self._watch.look()
                 node, machines = ray.get(answer)
@@ -114,7 +110,7 @@ class RayExecutor:
             except RayError:  # the node left the cluster: it measures nothing
                 continue
         if late:
-            print(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have", file=sys.stderr, flush=True)
+            warn(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have")
         if faults:
             raise ExecutorError("\n".join(dict.fromkeys(faults)))
 

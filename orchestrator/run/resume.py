@@ -6,6 +6,7 @@ journal's disk is gone, or the run went on elsewhere) is journalled.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,11 +38,11 @@ def begun(run_id: str, settings: Settings) -> RunRecord:
     path = settings.artifacts_dir / run_id / journal.NAME
     if not _RUN_ID.fullmatch(run_id):
         raise _unknown(run_id, settings, [])
-    kept = plan.history(journal.read(path)) if path.is_file() else None
+    kept = plan.history(journal.read(path)) if os.path.isfile(path) else None  # Path.is_file raises for a long name
     if kept is not None:
         return kept.run
     stored, latest = _stored(run_id, settings)
-    if stored is None and path.is_file():
+    if stored is None and os.path.isfile(path):
         raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
     if stored is None:
         raise _unknown(run_id, settings, latest)

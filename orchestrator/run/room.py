@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.spec import JobSpec
-from orchestrator.run.executor import ExecutorError
+from orchestrator.run.executor import MOST_A_CORE, ExecutorError
 
 _ACCELERATOR = "accelerator_type:"
 
@@ -43,7 +44,9 @@ class Share:
 
     def points(self, nodes: Iterable[Mapping[str, float]]) -> int:
         """The number of points that the nodes have room for at a time."""
-        return sum(map(self.on, nodes)) // self.ranks
+        there = list(nodes)
+        most = math.ceil(MOST_A_CORE * sum(node.get("CPU", 0) for node in there))
+        return min(sum(map(self.on, there)) // self.ranks, max(most, 1))
 
 
 def card_types(node: Mapping[str, float]) -> list[str]:

@@ -9,8 +9,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    StatementError,
+)
 
+from jobs.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password, sqlite_path
 
 BUSY_SECONDS = 30
@@ -81,8 +90,14 @@ def errors(url: URL) -> Iterator[None]:
     """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
     try:
         yield
+    except IntegrityError as err:
+        text = hide_password(in_a_line(err.orig))
+        raise StoreError(
+            f"{SETTING}: {shown(url)!r}: refused the data ({text}): a record contradicts one that is stored, or is "
+            "there twice; give the journal as the run wrote it"
+        ) from None
     except DBAPIError as err:
-        text = hide_password(" ".join(str(err.orig).split()))
+        text = hide_password(in_a_line(err.orig))
         if isinstance(err, OperationalError | InterfaceError | InternalError) or err.connection_invalidated:
             raise StoreUnavailable(
                 f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
@@ -91,3 +106,6 @@ def errors(url: URL) -> Iterator[None]:
             fix = "name a role in the URL that has this right"
             raise StoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None
         raise StoreError(f"{SETTING}: {shown(url)!r}: refused the data ({text}); report this as a bug") from None
+    except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
+        text = in_a_line(err.orig if isinstance(err, StatementError) else err)
+        raise StoreError(f"{SETTING}: {shown(url)!r}: cannot hold a value ({text}); correct it") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from jobs.plain_text import csv_cell
 from orchestrator.errors import UserError
 from orchestrator.store import queries
 from orchestrator.store.store import Store
@@ -42,20 +43,28 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
     text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", newline="")
     except OSError as err:
         raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return ExportSummary(path, len(run_ids), len(queries.states(store, run_ids=run_ids)))
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
-    """CSV with one row per metric; a point without metrics (a failed one) has one row with its state and no metric."""
+    """CSV with one row per metric; a point without metrics (a failed one) has one row with its state and no metric.
+
+    A spreadsheet computes none of its cells (`csv_cell`).
+    """
     points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "rate", "heartbeat_at"])
     values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
     created = {run_id: (queries.run(store, run_id) or {}).get("created_at") for run_id in run_ids}
     frame["created_at"] = [created[run_id] for run_id in frame["run_id"]]
-    return frame.to_csv(index=False)
+    cells = frame.apply(lambda column: column.map(_cell) if column.dtype.kind not in "biufM" else column)
+    return cells.to_csv(index=False, lineterminator="\r\n")  # so that a cell with either is quoted
+
+
+def _cell(value: Any) -> Any:
+    return csv_cell(value) if isinstance(value, str) else value
 
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:

@@ -6,15 +6,19 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
+from jobs.plain_text import from_csv_cell, in_a_line, shown
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
 from orchestrator.store import reported_layouts, writer
 from orchestrator.store.models import Run
-from orchestrator.store.reported import ReportedRun, Row
+from orchestrator.store.reported import Reader, ReportedRun, Row
 from orchestrator.store.store import Store
+
+csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 
 
 class ImportFileError(UserError):
@@ -94,27 +98,49 @@ def _same_run(stored: Run, first: RunRecord) -> bool:
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:
+    read, rows = _rows(path)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not text"
-        raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
-    reader = csv.DictReader(text.splitlines())
-    columns = list(reader.fieldnames or ())
-    read = reported_layouts.layout(columns)
-    if read is None:
-        shown = ", ".join(columns[:6]) or "none"
-        raise ImportFileError(
-            f"file: '{path}' has unknown columns ({shown}); use one of the layouts in docs/database.md"
-        )
-    rows: list[Row] = [
-        {**{name: cell or "" for name, cell in row.items() if name}, "file": f"{path.name} line {number}"}
-        for number, row in enumerate(reader, 2)
-    ]
-    runs = [(run, run.records()) for run in read(rows)]
+        runs = [(run, run.records()) for run in read(rows)]
+    except ValidationError as err:  # a text or a number that no column holds
+        mistake = err.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, mistake['loc']))}: {shown(mistake['input'])}: {mistake['msg']}"
+        raise ImportFileError(f"file: '{path}': {what}; correct the cell") from None
+    if not any(run.points or run.notes for run, _ in runs):
+        raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
     with store.session(writes=True) as session:
         changed = [_replace(session, run, records) for run, records in runs]
     return _summary(path, [record for _, records in runs for record in records], unchanged=not any(changed))
+
+
+class _Cells(dict[str, str]):
+    """A row of a table; a cell or column that is not there is empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+def _rows(path: Path) -> tuple[Reader, list[Row]]:
+    """The rows of a table, each with its file and line, and their reader. Raises ImportFileError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            columns = [from_csv_cell(name) for name in next(reader, [])]
+            if (read := reported_layouts.layout(columns)) is None:
+                raise ImportFileError(
+                    f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
+                    "the layouts in docs/database.md"
+                )
+            return read, [_row(columns, cells, f"{path.name} line {reader.line_num}") for cells in reader if cells]
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not text"
+        raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
+    except csv.Error as err:
+        raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None
+
+
+def _row(columns: list[str], cells: list[str], place: str) -> Row:
+    """A row by its columns."""
+    return _Cells({name: from_csv_cell(cell) for name, cell in zip(columns, cells, strict=False) if name}, file=place)
 
 
 def _replace(session: Session, run: ReportedRun, records: list[Record]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from jobs.plain_text import shown
 from orchestrator.errors import UserError
 from orchestrator.records import (
     EventRecord,
@@ -26,6 +27,7 @@ from orchestrator.records import (
 from orchestrator.states import Origin, PointState, RunState
 
 Row = Mapping[str, str]
+_WHOLE = 2**63 - 1024  # the largest that a float has below 2**63
 
 
 class ReportedError(UserError):
@@ -116,7 +118,7 @@ def number(row: Row, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ReportedError(f"{row['file']}: {name}: {text!r} is no number; correct the cell")
+        raise ReportedError(f"{row['file']}: {name}: {shown(text)} is no number; correct the cell")
     return value
 
 
@@ -125,17 +127,18 @@ def integer(row: Row, name: str) -> int | None:
     value = number(row, name)
     if value is None:
         return None
-    if value != int(value):
-        raise ReportedError(f"{row['file']}: {name}: {row[name]!r} is no whole number; correct the cell")
+    if value != int(value) or abs(value) > _WHOLE:
+        raise ReportedError(f"{row['file']}: {name}: {shown(row[name])} is no whole number; correct the cell")
     return int(value)
 
 
 def day(row: Row, name: str = "date") -> datetime:
     """The cell's date and time in UTC; a bare date is midnight. Raises ReportedError."""
     try:
-        return datetime.fromisoformat(row[name]).replace(tzinfo=UTC)
-    except ValueError:
-        raise ReportedError(f"{row['file']}: {name}: {row[name]!r} is no date; write YYYY-MM-DD") from None
+        moment = datetime.fromisoformat(row[name])
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ReportedError(f"{row['file']}: {name}: {shown(row[name])} is no date; write YYYY-MM-DD") from None
 
 
 Reader = Callable[[list[Row]], Iterable[ReportedRun]]

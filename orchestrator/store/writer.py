@@ -17,7 +17,7 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from jobs.axes import AXES, check_coordinate
+from jobs.axes import AXES, check_coordinate, check_more
 from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
@@ -159,6 +159,10 @@ def _axes(point: Point, record: PointRecord) -> None:
         except ValueError as err:
             raise StoreError(f"point {record.point_id!r}: {err}") from None
         setattr(point, axis.attribute, value)
+    try:
+        check_more(rest)
+    except ValueError as err:
+        raise StoreError(f"point {record.point_id!r}: {err}") from None
     point.more_axes = rest
 
 

@@ -162,7 +162,7 @@ def test_a_target_of_ones_own_is_text(complete: str, tmp_path: Path, monkeypatch
     )
     monkeypatch.setenv("NSA_GATES", str(tmp_path / "gates.yaml"))
     titles = [element.value for element in show("overview").markdown if "link" in element.value]
-    assert titles == [r"### :red-badge[:material/cancel: NO-GO] a \[link\](http\://x) \:red\[y\]"]
+    assert titles == ["### :red-badge[:material/cancel: NO-GO] a \\[link\\](http\\://\N{WORD JOINER}x) \\:red\\[y\\]"]
 
 
 def test_the_overview_shows_runs_and_counts(complete: str):

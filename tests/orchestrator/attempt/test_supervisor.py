@@ -146,6 +146,22 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
         assert not is_alive(int(pid))
 
 
+TWICE_FORKED = """
+import subprocess, sys, time
+leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+subprocess.run([sys.executable, '-c', leave], start_new_session=True)
+beat('on')
+time.sleep(600)
+"""
+
+
+def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
+    """Its parent is gone: it is nobody's descendant."""
+    [end] = ended(measure(TWICE_FORKED))
+    assert end.outcome.state is PointState.HANG
+    assert not is_alive(int(end.files["stdout.txt"]))
+
+
 def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
     """On a busy host a signal takes effect late: when its process is next scheduled."""
     kill = psutil.Process.kill

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,3 +295,40 @@ def test_queries_before_any_run_give_a_fix(nsa: Nsa) -> None:
     done = nsa("runs")
     assert done.code == 2
     assert "nsa db upgrade" in done.err or "run a job" in done.err
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se cret", "se@cret", "se:cret", "se#cret", "se?cret"])
+def test_no_part_of_a_password_is_shown(nsa: Nsa, monkeypatch: pytest.MonkeyPatch, password: str) -> None:
+    monkeypatch.setenv("NSA_DATABASE_URL", f"postgresql://me:{password}@127.0.0.1:1/db")
+    done = nsa("runs")
+    assert done.code == 2
+    assert "cret" not in done.out + done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[::1", "http://x:99999", "http://a b", "http://..", "http://", "http://x:abc"]
+)
+def test_an_odd_address_of_the_dashboard_is_one_line(nsa: Nsa, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("NSA_RAY_DASHBOARD", address)
+    done = nsa("status")
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert "is not an HTTP address; write http://HOST:PORT" in done.err
+
+
+def test_what_a_terminal_acts_on_is_shown_as_an_escape(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep(failures={PointState.ERROR: "\x1b[2J\x9b31m :warning: " + "x" * 3_000_000}))
+    out = nsa("show", "last").out
+    assert not {"\x1b", "\x9b"} & set(out)
+    assert "\\x1b[2J\\x9b31m :warning: " in " ".join(out.split())
+    assert len(out) < 20_000
+
+
+def test_an_encoding_without_a_character_shows_its_escape(home: Path, sweep: Callable[..., list]) -> None:
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep(failures={PointState.ERROR: "caf\xe9"}))
+    command = [sys.executable, "-c", "from orchestrator.cli.commands import main; main()", "show", "last"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"caf\xe9" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import tracemalloc
@@ -230,6 +231,70 @@ def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
     states = queries.states(store, origin="reported")
     assert states.state.tolist() == ["ok"] * 8 + ["oom", "skipped"]
     assert states.reason.tolist()[-2:] == ["out of memory", "needs 93 GiB"]
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "'=1", "@x", "-5", "+1", "\tx", "\rx", "two\nlines\r\nof text", 'a "quoted", one']
+)
+def test_no_cell_of_an_export_is_computed_and_each_text_comes_back(sqlite_store: Store, sweep, tmp_path: Path, text):
+    records = [r.model_copy(update={"label": text} if r.type == "point" else {}) for r in sweep()]
+    sqlite_store.apply_many(records)
+    path = tmp_path / "out.csv"
+    export(sqlite_store, path, [RUN])
+    with path.open(newline="") as file:
+        assert not {row["label"][0] for row in csv.DictReader(file)} & set("=+-@\t\r")
+    import_file(sqlite_store, path)
+    assert set(queries.states(sqlite_store, origin="reported")["label"]) == {text}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "source,metric,value,status,kv_groups,branch",
+        "implementation,forward_ms,forward_backward_ms,peak_extra_mib",
+        "implementation,tokens,compress_ms,selected_ms",
+        "run_id,run_name,point_id,metric,value,state",
+    ],
+)
+def test_the_fewest_columns_of_a_layout_are_refused_in_a_line(sqlite_store: Store, tmp_path: Path, columns: str):
+    path = tmp_path / "x.csv"
+    path.write_text(f"{columns}\n{','.join('1' * len(columns.split(',')))}\n")
+    with pytest.raises(UserError) as caught:
+        import_file(sqlite_store, path)
+    assert "\n" not in str(caught.value)
+    assert queries.counts(sqlite_store)["runs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        (0, {"at": "2026-11-20T12:00:00"}),
+        (0, {"at": "0001-01-01T00:00:00+14:00"}),
+        (0, {"git_commit": "c" * 6000}),
+        (1, {"attempt": 2**63}),
+        (1, {"estimate_bytes": 2**63}),
+        (1, {"key": "k" * 6000}),
+        (1, {"axes": {"image": {"a": 1}}}),
+    ],
+)
+def test_a_journal_with_what_no_database_holds_is_refused_in_a_line(
+    store: Store, sweep, tmp_path: Path, record, change
+):
+    lines = [json.loads(RECORD.dump_json(each)) for each in sweep()]
+    lines[record] |= change
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError) as caught:
+        import_file(store, path)
+    assert "\n" not in str(caught.value)
+    assert queries.counts(store)["runs"] == 0
+
+
+def test_two_points_of_one_number_are_refused_but_no_bug(store: Store, sweep):
+    records = [r.model_copy(update={"index": 0}) if r.type == "point" else r for r in sweep()]
+    with pytest.raises(UserError, match="is there twice; give the journal as the run wrote it") as caught:
+        store.apply_many(records)
+    assert "bug" not in str(caught.value)
 
 
 def test_json_export_holds_spec_environment_and_samples(store: Store, sweep, tmp_path: Path):

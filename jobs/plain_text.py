@@ -1,0 +1,154 @@
+"""Text that others wrote, on its way out: escaped for the place where it is read, and shortened.
+
+A label, a reason or a name may hold anything. Each function here is for one sort of output, and all text leaves by
+them: `shown` for values in messages, `printable` for terminals, `for_page` for pages, `for_file` and `for_html` for
+reports, `csv_cell` for tables that a spreadsheet opens. The whole text stays in journal, database and files.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import reprlib
+from typing import Any
+
+LINE = 1_000
+"""Characters of a text in a line, a cell or a sentence."""
+
+_VALUE = 500  # characters of a value in a message, and what is said of those left out
+_SAID = 50
+_INTEGER_BITS = 1024
+
+# Controls but tab and newline (C0, delete, C1), separators of lines, marks that turn the direction of writing, and
+# halves of characters: a terminal acts on them, or shows something else than is there.
+_ACTS = (
+    *range(0x09),
+    *range(0x0B, 0x20),
+    *range(0x7F, 0xA0),
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+    0xFEFF,
+    *range(0xD800, 0xE000),
+)
+_VISIBLE = {number: f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" for number in _ACTS}
+_ACTING = re.compile("[" + "".join(f"\\u{number:04x}" for number in _ACTS) + "]")
+
+# On a page, whose source nobody reads: all that Streamlit's Markdown ever acts on.
+_PAGE_MARKS = re.compile(r"([\\`*_{}\[\]$~|<>:#&])")
+# In a file, whose source is read, too: the same marks of GitHub's Markdown, but only where they mean something.
+_FILE_MARKS = re.compile(
+    r"""([\\`*|$] | (?<![^\W_])_ | _(?![^\W_]) | \](?=\() | <(?=[A-Za-z/!?]) | &(?=\#?\w+;)
+    | ~(?=\S) | (?<=\S)~)""",
+    re.VERBOSE,
+)
+# The beginning of a heading, a quotation or an item.
+_BLOCK = re.compile(r"^(?:(\d+)(?=[.)](?:\s|$))|(?=[-+](?:\s|$)|--|[=>#]))")
+_CODE = re.compile(r"(?<!`)`(?!`)")
+# Addresses become links without any mark; an invisible joiner keeps them text.
+_ADDRESS = re.compile(r"(?i)((?:https?|ftp)\\?:\\?/\\?/|www(?=\\?\.)|@)(?=[^\s@])")
+_JOINER = "\N{WORD JOINER}"
+
+# Beginnings that a spreadsheet takes for a formula; one more apostrophe for cells that begin so themselves.
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+
+
+def shortened(text: str, most: int = LINE) -> str:
+    """The text; of one with more than `most` characters the beginning, the end and the number left out between."""
+    if len(text) <= most:
+        return text
+    head, tail = _ends(most)
+    return f"{text[:head]}… ({len(text) - most:,} characters left out) …{text[-tail:]}"
+
+
+def shown(value: object, most: int = _VALUE) -> str:
+    """The value as Python writes it, in bounded time and length, however large, deep or recursive it is."""
+    return shortened(printable(_BOUNDED.repr(value)), most + _SAID)
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: what a terminal would act on is written as an escape; tabs and ends of lines stay."""
+    if not _ACTING.search(text):
+        return text
+    return text.replace("\r\n", "\n").replace("\r", "\n").translate(_VISIBLE)
+
+
+def in_a_line(text: object, most: int = LINE) -> str:
+    """The text on one printable line, shortened."""
+    return " ".join(printable(shortened(str(text), most)).split())
+
+
+def for_page(text: object, most: int = LINE) -> str:
+    """The text on one line, shortened, as Markdown of a page that shows it and nothing else; `code` stays code."""
+    return _BLOCK.sub(r"\g<1>\\", _as_markdown(in_a_line(text, most), _PAGE_MARKS))
+
+
+def for_file(text: object, most: int = LINE) -> str:
+    """The text on one line, shortened, as a cell or title of a Markdown file that shows it and nothing else; `code`
+    stays code."""
+    return re.sub(r"(?<!\\)\|", r"\\|", _as_markdown(in_a_line(text, most), _FILE_MARKS))  # also within code
+
+
+def code(text: object, most: int = LINE) -> str:
+    """The text on one line, shortened, as Markdown code, its backticks replaced so that it cannot end the code."""
+    return "`" + (in_a_line(text, most).replace("`", "'") or " ") + "`"
+
+
+def for_html(text: object, most: int = LINE) -> str:
+    """The text, shortened, as HTML that shows it and nothing else."""
+    return html.escape(printable(shortened(str(text), most)))
+
+
+def csv_cell(text: str) -> str:
+    """The text as a cell that a spreadsheet shows and does not compute; `from_csv_cell` gives it back."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def from_csv_cell(cell: str) -> str:
+    """The text that `csv_cell` made the cell of; other cells stay."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def _ends(most: int) -> tuple[int, int]:
+    """Characters kept of the beginning and of the end, where a message has its fix."""
+    return most - most // 4, most // 4
+
+
+def _as_markdown(line: str, marks: re.Pattern[str]) -> str:
+    pieces = _CODE.split(line)
+    if len(pieces) % 2 == 0 or "``" in line:  # where code begins and ends there is up to the reader's Markdown
+        pieces = [line]
+    shown = [piece if place % 2 else _escaped(piece, marks) for place, piece in enumerate(pieces)]
+    return "`".join(shown)
+
+
+def _escaped(text: str, marks: re.Pattern[str]) -> str:
+    return _ADDRESS.sub(rf"\1{_JOINER}", marks.sub(r"\\\1", text))
+
+
+class _Bounded(reprlib.Repr):
+    """repr() that ends: of containers the first items and levels, of integers beyond any use their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, _VALUE, _VALUE, _VALUE
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return super().repr_int(x, level) if bits <= _INTEGER_BITS else f"<an integer of {bits:,} bits>"
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(shortened(x, self.maxstring))
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """In the order of the file."""
+        if level <= 0:
+            return "{...}"
+        items = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in [*x][: self.maxdict]]
+        return "{" + ", ".join([*items, *(["..."] if len(x) > self.maxdict else [])]) + "}"
+
+
+_BOUNDED = _Bounded()
