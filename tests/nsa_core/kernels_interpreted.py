@@ -365,7 +365,7 @@ def operator_calls(case, config):
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
     k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, 0, 0.25, True, False, True)
+    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, config.slots, 0, 0.25, True, False, True)
     out, *saved = operators._attend_operator(q, gates, None, pairs, *call)
     chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
@@ -373,9 +373,9 @@ def operator_calls(case, config):
         (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *call)),
         (
             torch.ops.nsa_core.attend,
-            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *call[1:4], False, False, True),
+            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *call[1:5], False, False, True),
         ),
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *call[:5], True, True)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *call[:6], True, True)),
         (torch.ops.nsa_core.attend, (q, gates, None, pairs, *call[:-1], False)),
         (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *call)),
         (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
