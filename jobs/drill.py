@@ -22,7 +22,8 @@ from jobs.spec import JobSpec
 ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
 QUANTITIES = (ELAPSED, *TELEMETRY)
 
-Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip"]
+Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip", "spin", "fill", "assert"]
+_ON_GPU = {"spin", "fill", "assert"}
 
 
 class Spec(JobSpec):
@@ -48,10 +49,16 @@ class Spec(JobSpec):
                         "device": machine.device,
                     },
                     axes=Axes(implementation=behaviour, workload="drill", device=machine.device),
-                    skip_reason="skipped on purpose" if behaviour == "skip" else None,
+                    skip_reason=_skip_reason(behaviour, machine),
                 )
             )
         return points
+
+
+def _skip_reason(behaviour: Behaviour, machine: Machine) -> str | None:
+    if behaviour in _ON_GPU and machine.device != "cuda":
+        return f"{behaviour} is a failure of a GPU; give device: cuda"
+    return "skipped on purpose" if behaviour == "skip" else None
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
@@ -112,6 +119,25 @@ def _raise(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     raise RuntimeError("raised on purpose")
 
 
+def _spin(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Wait for a kernel that runs for years: the process is stuck in the driver, and the GPU is busy."""
+    torch.cuda._sleep(2**62)  # pyright: ignore[reportPrivateUsage] - clock cycles
+    torch.cuda.synchronize(device)
+
+
+def _fill(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Take the card's memory, a GiB at a time, until there is none left."""
+    taken: list[torch.Tensor] = []
+    while True:
+        taken.append(torch.zeros(2**30, dtype=torch.int8, device=device))
+
+
+def _assert(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
+    """Read beyond a tensor's end: the assertion in the kernel leaves a CUDA context that runs nothing any more."""
+    torch.zeros(1, device=device)[torch.ones(1, dtype=torch.int64, device=device)]
+    torch.cuda.synchronize(device)
+
+
 _BEHAVIOURS: Mapping[str, Callable[[Mapping[str, Any], torch.device, Beat], None]] = {
     "ok": _ok,
     "slow": _slow,
@@ -121,4 +147,7 @@ _BEHAVIOURS: Mapping[str, Callable[[Mapping[str, Any], torch.device, Beat], None
     "exit": _exit,
     "oom": _oom,
     "raise": _raise,
+    "spin": _spin,
+    "fill": _fill,
+    "assert": _assert,
 }

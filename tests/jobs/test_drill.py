@@ -36,3 +36,11 @@ def test_out_of_memory_is_pytorchs_own_error() -> None:
 def test_raise_raises() -> None:
     with pytest.raises(RuntimeError, match="raised on purpose"):
         measure(_config("raise"), lambda *_: None)
+
+
+def test_failures_of_a_gpu_are_skipped_without_one() -> None:
+    spec = Spec(kind="drill", name="t", behaviours=["spin", "fill", "assert", "ok"])
+    assert [point.skip_reason is not None for point in spec.points(CPU)] == [True, True, True, False]
+    gpu = Machine("cuda", "test card", 2**37)
+    assert not any(point.skip_reason for point in spec.points(gpu))
+    assert spec.points(CPU)[0].skip_reason == "spin is a failure of a GPU; give device: cuda"
