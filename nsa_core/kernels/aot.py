@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """Compiles every kernel as the operator would launch it, without a device, and prints its resources.
 
-    python -m nsa_core.kernels.aot [--full] [--arch 80 90]
+    python -m nsa_core.kernels.aot [--full] [--arch 80 90] [--heads 128/1 --dim 128] [--kernel selected]
 
 The operator runs on meta tensors with its launches recorded instead of run, so that the pinned configurations are the
 ones compiled. Registers and spills are read from the cubin. Exits 1 if a kernel takes more shared memory than a block
@@ -208,8 +208,12 @@ def _told(given: bytes, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage]:
-    """Resources of every distinct launch of `cases`, once for each compute capability of `archs`."""
+def usages(cases: Iterable[CompileCase], archs: Iterable[int], kernel: str = "") -> Iterator[Usage]:
+    """Resources of every distinct launch of `cases`, once for each compute capability of `archs`.
+
+    Args:
+        kernel: a part of the names of the kernels to compile.
+    """
     for arch in archs:
         done: set[tuple[object, ...]] = set()
         for case in cases:
@@ -217,18 +221,28 @@ def usages(cases: Iterable[CompileCase], archs: Iterable[int]) -> Iterator[Usage
                 continue  # the backend refuses it, as no tile fits
             for launch in launches(case, arch):
                 key = *_identity(launch), case.dtype
-                if key not in done:
+                if key not in done and kernel in launch.kernel.__name__:
                     done.add(key)
                     yield compile_for(case, launch, arch)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    heads, kv_heads = map(int, text.split("/"))
+    return heads, kv_heads
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels without a device.")
     parser.add_argument("--full", action="store_true", help="all head dims, groups and dtypes")
+    parser.add_argument("--heads", type=_heads, metavar="H/KV", help="these query and kv heads alone, in bf16")
+    parser.add_argument("--dim", type=int, default=128, help="head dim of --heads")
+    parser.add_argument("--kernel", default="", metavar="PART", help="kernels with this in their names alone")
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(SHARED), help="compute capabilities")
     options = parser.parse_args()
-    bad = 0
-    for use in usages(FULL if options.full else REPRESENTATIVE, options.arch):
+    bad, cases = 0, FULL if options.full else REPRESENTATIVE
+    if options.heads:
+        cases = (CompileCase(*options.heads, options.dim, options.dim, _BF16),)
+    for use in usages(cases, options.arch, options.kernel):
         bad += not use.fits
         line = f"sm{use.arch} {use.case!s:22} {use.kernel:50} shared {use.shared:7} regs {use.registers:4}"
         line += f" spills {use.spills:5}" + f" held {use.held}/{use.products}" * (use.products > 0)

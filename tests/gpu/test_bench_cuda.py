@@ -29,10 +29,15 @@ def test_stages_are_complete_and_add_up_to_the_call():
         "passes": ["forward+backward"],
     }
     timed, staged = Spec.model_validate(data).points(probe("cuda"))
-    call, _ = values(timed)
-    found, files = values(staged)
-    stages = {name.removeprefix("stage_"): ms for name, ms in found.items() if name.startswith("stage_")}
-    assert stages.keys() >= STAGES | BACKWARD
-    assert all(ms > 0 for ms in stages.values())
-    assert 0.1 < sum(stages.values()) / call["time"] < 3  # other tests may share the GPU
-    assert "_selected_forward" in files["kernels.txt"]
+    shares = []
+    for _ in range(8):  # other tests may share the GPU
+        call, _ = values(timed)
+        found, files = values(staged)
+        stages = {name.removeprefix("stage_"): ms for name, ms in found.items() if name.startswith("stage_")}
+        assert stages.keys() >= STAGES | BACKWARD
+        assert all(ms > 0 for ms in stages.values())
+        assert "_selected_forward" in files["kernels.txt"]
+        shares.append(sum(stages.values()) / call["time"])
+        if 0.85 < shares[-1] < 1.15:
+            return
+    pytest.fail(f"the stages' times are not the call's: {shares}")

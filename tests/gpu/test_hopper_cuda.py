@@ -279,3 +279,57 @@ def test_values_and_gradients_are_as_good_as_an_eager_run(make_case, heads, kv_h
     assert {f"_{stage}_hopper" for stage in ("selected_forward", "selected_backward")} <= {x.kernel for x in started}
     assert {"_all_spans_forward", "_all_spans_backward_q"} <= {x.kernel for x in started}
     assert all(ours <= 2 * eager for ours, eager in errors)
+
+
+def outliers(case):
+    """Make every 16th channel of keys and values 100 times larger."""
+    for x in (case.k, case.v):
+        x[..., ::16] *= 100
+    case.q[..., ::16] *= 0.01  # the scores stay as they were
+
+
+def large_mean(case):
+    """Move the keys of each head far from zero: probabilities stay as they were."""
+    case.k += 10 * torch.randn(case.k.shape[2:], generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+
+
+def peaked(case):
+    """Make scores so large that few keys have all the probability."""
+    case.q *= 8
+
+
+def columns(got, want):
+    """Error of each column, relative to the column: the last axis of `got`."""
+    return (got.double() - want).flatten(0, -2).norm(dim=0) / want.flatten(0, -2).norm(dim=0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 4)])
+@pytest.mark.parametrize("change", [None, outliers, large_mean, peaked])
+def test_long_sequences_are_as_good_as_an_eager_run(make_case, change, heads, kv_heads):
+    case, config = make_case(4096 + 100, heads, kv_heads, 128), NSAConfig()
+    if change:
+        with torch.no_grad():
+            change(case)
+    blocks = case.blocks(config)
+    exact = case.to(torch.float64).with_blocks(blocks, config, "chunked")
+    eager = case.with_blocks(blocks, config, "naive")
+    with observe() as started:
+        ours = case.run(config)
+    assert {"_selected_forward_hopper", "_all_spans_backward_q"} <= {one.kernel for one in started}
+    for got, other, want in zip(ours, eager, exact, strict=True):
+        assert (got - want).norm() <= 2 * (other - want).norm()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 4)])
+def test_exact_slots_are_exact_beside_outliers(make_case, heads, kv_heads):
+    """In every column; packed slots round the columns beside an outlier as coarsely as it."""
+    case, config = make_case(4096 + 100, heads, kv_heads, 128), NSAConfig(slots="exact")
+    with torch.no_grad():
+        outliers(case)
+    blocks = case.blocks(config)
+    exact = case.to(torch.float64).with_blocks(blocks, config, "chunked")
+    eager, ours, packed = case.with_blocks(blocks, config, "naive"), case.run(config), case.run(NSAConfig())
+    for which in (0, 1):  # output and dq: the sums over slots
+        least = columns(eager[which], exact[which])
+        assert (columns(ours[which], exact[which]) <= 2 * least).all()
+        assert (columns(packed[which], exact[which]) > 2 * least).any(), "packed slots are exact, too: say so in README"

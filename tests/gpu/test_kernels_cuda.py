@@ -99,6 +99,12 @@ def test_other_sizes_are_as_good_as_an_eager_run(make_case, config):
     assert all(ours <= 2 * eager for ours, eager in make_case(901, 8, 2).errors(config))
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(32, 64), (64, 64), (128, 64), (32, 128), (64, 128), (128, 128)])
+def test_many_query_heads_to_one_kv_head(make_case, heads, dim):
+    """They run, in whatever shared memory the card has, and are as good."""
+    assert all(ours <= 2 * eager for ours, eager in make_case(700, heads, 1, dim).errors(FEW))
+
+
 @pytest.mark.parametrize("rows", [1, 130])
 def test_the_last_rows_behind_longer_keys(make_case, rows):
     """Near float64, as all rows are; with and without a choice of blocks."""

@@ -20,12 +20,17 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 PACKAGE = "nsa_core.kernels"
 
 
+def check(*options: str) -> subprocess.CompletedProcess[str]:
+    """The check, in a process of its own: kernels made for the interpreter cannot be compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", f"{PACKAGE}.aot", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
 @functools.cache
 def lines(arch: int) -> list[str]:
-    """Output of the check for one device, in its own process: kernels made for the interpreter cannot be compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"{PACKAGE}.aot", "--arch", str(arch)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    """Output of the check for one device."""
+    done = check("--arch", str(arch))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -84,3 +89,11 @@ def test_keys_stay_in_registers_on_hopper() -> None:
     shares = [int(held) / int(total) for held, total in re.findall(r"held (\d+)/(\d+)", "\n".join(found))]
     assert len(shares) == len(found) > 0
     assert min(shares) >= 0.5
+
+
+def test_a_group_of_128_heads_fits_a_block_of_hopper() -> None:
+    """A tile holds a whole group: with as many stages as smaller groups have, it took 314,368 bytes."""
+    told = check("--arch", "90", "--heads", "128/1", "--kernel", "_selected_backward").stdout
+    shared = [int(found) for found in re.findall(r"_selected_backward +shared +(\d+)", told)]
+    assert shared, told
+    assert max(shared) <= 227 << 10

@@ -327,4 +327,6 @@ def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
         return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
     if wide <= 64:
         return Tile(64, warps=4, stages=3)
+    if group > 32:  # a tile holds a group: more stages would not fit
+        return Tile(64, warps=8, stages=2)
     return Tile(32, warps=4, stages=4 if group > 8 else 3)
