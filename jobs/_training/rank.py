@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,10 +59,10 @@ def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> 
     report = RankReporter(rank.post, rank.number, surroundings)
     try:
         record = rank.folder / flight_record(rank.number)
-        threading.Thread(target=_watch, args=(report, record), daemon=True).start()
-        found = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
-        dist.barrier()  # nobody leaves while another still exchanges
-        dist.destroy_process_group()
+        with _watching(report, record):
+            found = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
+            dist.barrier()  # nobody leaves while another still exchanges
+            dist.destroy_process_group()
         report.ended()
         return found
     except BaseException as err:
@@ -106,11 +107,25 @@ def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.
     return own
 
 
-def _watch(report: RankReporter, path: Path) -> None:
-    """Write the flight recorder to `path` whenever there was no progress for SILENCE_S, once for each silence."""
+@contextlib.contextmanager
+def _watching(report: RankReporter, path: Path) -> Iterator[None]:
+    """Write the flight recorder to `path` whenever there was no progress for SILENCE_S, once for each silence.
+
+    Not after the block: what waits for the process to end is no silence, and the path's folder may be removed by then.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(report, path, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(report: RankReporter, path: Path, ended: threading.Event) -> None:
     written = 0.0
-    while True:
-        time.sleep(0.5)
+    while not ended.wait(0.5):
         last = report.last_beat
         if last > written and time.monotonic() - last > SILENCE_S:
             written = time.monotonic()

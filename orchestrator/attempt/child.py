@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.artifacts import Source
-from orchestrator.attempt import protocol
+from orchestrator.attempt import protocol, temporary
 from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 
 _EXIT_GRACE_S = 10.0
@@ -68,7 +67,8 @@ class Child:
             OSError: the interpreter cannot be started.
         """
         self._python = python or sys.executable
-        self._folder = Path(tempfile.mkdtemp(prefix="nsa-point-"))
+        self._files = temporary.Folder(temporary.POINT)
+        self._folder = self._files.path
         self.temporary = self._folder / "tmp"
         self.temporary.mkdir()
         self._buffer = b""
@@ -95,7 +95,7 @@ class Child:
                 )
         except OSError:
             os.close(self._events)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._files.remove()
             raise
         finally:
             os.close(events)
@@ -232,7 +232,7 @@ class Child:
         for pipe in (self._events, self._guard):
             with contextlib.suppress(OSError):
                 os.close(pipe)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.remove()
 
 
 def _guard(worker: int, folder: Path) -> int:

@@ -10,7 +10,6 @@ import queue
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from jobs.measure import nvml
 from jobs.measure.process_usage import ProcessUsage
 from jobs.measure.telemetry import Sample, Telemetry
 from jobs.point import Device, Reading
-from orchestrator.attempt import diagnostics
+from orchestrator.attempt import diagnostics, temporary
 from orchestrator.attempt.gpu_release import card_name
 from orchestrator.attempt.memory_limit import memory_limit
 
@@ -176,12 +175,13 @@ def rank_main(settings: Mapping[str, Work]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         device = _device(work.device)
-        placed = _placed(number, device, work)
-        post(placed)
-        _check_card(placed.gpu, work.card)
-        with memory_limit(work.device, work.memory_bytes):
-            own = Rank(number, device, post, stop, Path(placed.folder))
-            post(Returned(number, work.main(own)))
+        with temporary.Folder(temporary.RANK) as folder:
+            placed = _placed(number, device, work, folder)
+            post(placed)
+            _check_card(placed.gpu, work.card)
+            with memory_limit(work.device, work.memory_bytes):
+                result = work.main(Rank(number, device, post, stop, folder))
+        post(Returned(number, result))
     except BaseException as err:
         post(failure(number, err))
         post(Raised(number, "\n".join(traceback.format_exc().splitlines()[-_TAIL:])))
@@ -237,15 +237,14 @@ def _device(kind: Device) -> str:
     return str(device)
 
 
-def _placed(number: int, device: str, work: Work) -> Placed:
+def _placed(number: int, device: str, work: Work, folder: Path) -> Placed:
     import ray
 
     index = device.partition(":")[2]
     gpu = nvml.visible_gpus()[int(index)] if index else None
     node = ray.get_runtime_context().get_node_id()
     found = work.describe(device) if number == 0 else {}
-    folder = f"{tempfile.gettempdir()}/nsa-rank-{os.getpid()}"
-    return Placed(number, node, socket.gethostname(), os.getpid(), gpu, folder, found)
+    return Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(folder), found)
 
 
 def _check_card(gpu: str | None, planned: str | None) -> None:

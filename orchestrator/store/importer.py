@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +15,15 @@ from jobs.plain_text import from_csv_cell, in_a_line, shown
 from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
-from orchestrator.store import reported_layouts, writer
+from orchestrator.states import Origin
+from orchestrator.store import bulk, reported_layouts, writer
 from orchestrator.store.models import Run
 from orchestrator.store.reported import Reader, ReportedRun, Row
 from orchestrator.store.store import Store
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
+TABLE_LIMIT = 256 << 20
+"""Bytes of a table, whose rows are all read before the first is stored: at most a tenfold of memory."""
 
 
 class ImportFileError(UserError):
@@ -60,7 +65,14 @@ def _import_journal(store: Store, path: Path) -> ImportSummary:
     if not records:
         raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
     store_journal(store, path, records)
-    return _summary(path, records, unchanged=False)
+    return ImportSummary(
+        path=path,
+        origin=" and ".join(sorted({first.origin.value for first in _beginnings(records)})) or Origin.MEASURED,
+        run_ids=tuple(first.run_id for first in _beginnings(records)),
+        points=len({record.point_id for record in records if isinstance(record, PointRecord)}),
+        metrics=sum(len(record.metrics) for record in records if isinstance(record, OutcomeRecord)),
+        unchanged=False,
+    )
 
 
 def store_journal(store: Store, path: Path, records: list[Record]) -> None:
@@ -100,7 +112,7 @@ def _same_run(stored: Run, first: RunRecord) -> bool:
 def _import_table(store: Store, path: Path) -> ImportSummary:
     read, rows = _rows(path)
     try:
-        runs = [(run, run.records()) for run in read(rows)]
+        runs = [(run, run.begin()) for run in read(rows)]
     except ValidationError as err:  # a text or a number that no column holds
         mistake = err.errors(include_url=False)[0]
         what = f"{'.'.join(map(str, mistake['loc']))}: {shown(mistake['input'])}: {mistake['msg']}"
@@ -108,21 +120,40 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
     if not any(run.points or run.notes for run, _ in runs):
         raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
     with store.session(writes=True) as session:
-        changed = [_replace(session, run, records) for run, records in runs]
-    return _summary(path, [record for _, records in runs for record in records], unchanged=not any(changed))
+        changed = [_replace(session, run, begin) for run, begin in runs]
+    points = [point for run, _ in runs for point in run.points]
+    metrics = sum(len(point.metrics) for point in points)
+    names = tuple(dict.fromkeys(run.run_id for run, _ in runs))
+    return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged=not any(changed))
 
 
-class _Cells(dict[str, str]):
+class _Cells(Mapping[str, str]):
     """A row of a table; a cell or column that is not there is empty."""
 
-    def __missing__(self, name: str) -> str:
-        return ""
+    __slots__ = ("_cells", "_places")
+
+    def __init__(self, places: Mapping[str, int], cells: tuple[str, ...]) -> None:
+        self._places, self._cells = places, cells
+
+    def __getitem__(self, name: str) -> str:
+        place = self._places.get(name, len(self._cells))
+        return self._cells[place] if place < len(self._cells) else ""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _rows(path: Path) -> tuple[Reader, list[Row]]:
     """The rows of a table, each with its file and line, and their reader. Raises ImportFileError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            if os.fstat(file.fileno()).st_size > TABLE_LIMIT:
+                raise ImportFileError(
+                    f"file: '{path}' has more than {TABLE_LIMIT >> 20} MiB; split it into one file a run"
+                )
             reader = csv.reader(file)
             columns = [from_csv_cell(name) for name in next(reader, [])]
             if (read := reported_layouts.layout(columns)) is None:
@@ -130,7 +161,7 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            return read, [_row(columns, cells, f"{path.name} line {reader.line_num}") for cells in reader if cells]
+            return read, list(_cells(((reader.line_num, cells) for cells in reader), columns, path.name))
     except (OSError, UnicodeDecodeError) as err:
         reason = err.strerror if isinstance(err, OSError) else "not text"
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
@@ -138,33 +169,26 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
         raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None
 
 
-def _row(columns: list[str], cells: list[str], place: str) -> Row:
-    """A row by its columns."""
-    return _Cells({name: from_csv_cell(cell) for name, cell in zip(columns, cells, strict=False) if name}, file=place)
+def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: str) -> Iterator[Row]:
+    """The rows by their columns, each with its place in the file as its column `file`."""
+    places = {"file": 0} | {column: place for place, column in enumerate(columns, 1) if column not in ("", "file")}
+    texts: dict[str, str] = {}  # most cells of a table repeat others: one text for all of them
+    for line, cells in numbered:
+        if cells:
+            shared = [texts.get(cell) or texts.setdefault(cell, from_csv_cell(cell)) for cell in cells]
+            yield _Cells(places, (f"{name} line {line}", *shared))
 
 
-def _replace(session: Session, run: ReportedRun, records: list[Record]) -> bool:
+def _replace(session: Session, run: ReportedRun, begin: RunRecord) -> bool:
     """Store a reported run, replacing an older version of it. Returns whether anything changed."""
     stored = session.get(Run, run.run_id)
-    head = records[0]
-    assert isinstance(head, RunRecord)
-    if stored is not None and stored.spec_hash == head.spec_hash:
+    if stored is not None and stored.spec_hash == begin.spec_hash:
         return False
     if stored is not None:
         session.delete(stored)
         session.flush()
-    for record in records:
-        writer.apply(session, record)
+    writer.apply(session, begin)
+    bulk.add_points(session, run.ended())
+    bulk.add_events(session, run.events())
+    writer.apply(session, run.end())
     return True
-
-
-def _summary(path: Path, records: list[Record], *, unchanged: bool) -> ImportSummary:
-    runs = {record.run_id: record.origin.value for record in records if isinstance(record, RunRecord)}
-    return ImportSummary(
-        path=path,
-        origin=" and ".join(sorted(set(runs.values()))) or "measured",
-        run_ids=tuple(runs),
-        points=len({record.point_id for record in records if isinstance(record, PointRecord)}),
-        metrics=sum(len(record.metrics) for record in records if isinstance(record, OutcomeRecord)),
-        unchanged=unchanged,
-    )

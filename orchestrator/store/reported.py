@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from jobs.plain_text import shown
@@ -20,7 +21,6 @@ from orchestrator.records import (
     MetricData,
     OutcomeRecord,
     PointRecord,
-    Record,
     RunEndRecord,
     RunRecord,
 )
@@ -34,7 +34,7 @@ class ReportedError(UserError):
     """The table cannot be imported; the message names file and line, value and fix."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReportedPoint:
     """One configuration of a report, with its metrics or its failure."""
 
@@ -60,29 +60,40 @@ class ReportedRun:
     points: tuple[ReportedPoint, ...]
     notes: tuple[str, ...] = ()
 
-    def records(self) -> list[Record]:
-        """The records to store, deterministic for a given table."""
-        first = min((point.at for point in self.points), default=datetime(2000, 1, 1, tzinfo=UTC))
-        last = max((point.at for point in self.points), default=first)
-        records: list[Record] = []
-        for number, point in enumerate(self.points):
-            records += _point_records(self.run_id, number, point)
-        records += [EventRecord(run_id=self.run_id, at=first, message=note) for note in self.notes]
-        digest = hashlib.sha256("\n".join(record.model_dump_json() for record in records).encode()).hexdigest()
-        head = RunRecord(
+    def begin(self) -> RunRecord:
+        """The run's beginning, whose hash is that of all its records."""
+        digest = hashlib.sha256()
+        records = chain(chain.from_iterable(self.ended()), self.events())
+        for place, record in enumerate(records):
+            digest.update(("\n" * (place > 0) + record.model_dump_json()).encode())
+        return RunRecord(
             run_id=self.run_id,
-            at=first,
+            at=self._first(),
             name=self.name,
             kind=self.kind,
             spec={"kind": self.kind, "source": self.source, "notes": list(self.notes)},
-            spec_hash=digest[:16],
+            spec_hash=digest.hexdigest()[:16],
             origin=Origin.REPORTED,
             source=self.source,
         )
-        return [head, *records, RunEndRecord(run_id=self.run_id, at=last, state=RunState.DONE)]
+
+    def ended(self) -> Iterator[tuple[PointRecord, OutcomeRecord]]:
+        """The records of each point, deterministic for a given table; made anew by each call, as they are many."""
+        return (_point_records(self.run_id, number, point) for number, point in enumerate(self.points))
+
+    def events(self) -> Iterator[EventRecord]:
+        first = self._first()
+        return (EventRecord(run_id=self.run_id, at=first, message=note) for note in self.notes)
+
+    def end(self) -> RunEndRecord:
+        last = max((point.at for point in self.points), default=self._first())
+        return RunEndRecord(run_id=self.run_id, at=last, state=RunState.DONE)
+
+    def _first(self) -> datetime:
+        return min((point.at for point in self.points), default=datetime(2000, 1, 1, tzinfo=UTC))
 
 
-def _point_records(run_id: str, number: int, point: ReportedPoint) -> list[Record]:
+def _point_records(run_id: str, number: int, point: ReportedPoint) -> tuple[PointRecord, OutcomeRecord]:
     point_id = f"{run_id}/{number}"
     planned = PointRecord(
         run_id=run_id,
@@ -105,7 +116,7 @@ def _point_records(run_id: str, number: int, point: ReportedPoint) -> list[Recor
         metrics=point.metrics,
         environment=point.environment,
     )
-    return [planned, ended]
+    return planned, ended
 
 
 def number(row: Row, name: str) -> float | None:

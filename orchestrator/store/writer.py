@@ -5,9 +5,6 @@ A record only moves a run or a point forward: its attempt and time are compared 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,7 +14,6 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from jobs.axes import AXES, check_coordinate, check_more
 from jobs.quantities import SHARED, Quantity
 from orchestrator.database_url import StoreError
 from orchestrator.records import (
@@ -34,6 +30,7 @@ from orchestrator.records import (
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
+from orchestrator.store import rows
 from orchestrator.store.models import (
     Artifact,
     DeclaredQuantity,
@@ -90,13 +87,20 @@ def beat(
     session.execute(
         update(Point)
         .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
-        .values(heartbeat_at=at, phase=_clean(phase), done=_bounded(done), total=_bounded(total), rate=rate)
+        .values(heartbeat_at=at, phase=rows.clean(phase), done=_bounded(done), total=_bounded(total), rate=rate)
     )
 
 
-def add_verdicts(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
+def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Add verdicts, one mapping of columns a rule."""
-    session.execute(insert(Verdict), [dict(row) for row in rows])
+    session.execute(insert(Verdict), [dict(columns) for columns in verdicts])
+
+
+def insert_new(session: Session, table: type[Event] | type[Environment], new: list[dict[str, Any]]) -> None:
+    """Insert the rows whose ids do not exist, even if another writer inserts them concurrently."""
+    stored = set(session.scalars(select(table.id).where(table.id.in_([values["id"] for values in new]))))
+    if missing := [values for values in new if values["id"] not in stored]:
+        session.execute(_dialect(session).insert(table).on_conflict_do_nothing(), missing)
 
 
 def _run(session: Session, record: RunRecord) -> None:
@@ -119,9 +123,9 @@ def _run(session: Session, record: RunRecord) -> None:
 
 def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> None:
     session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run_id))
-    rows = [{"run_id": run_id, "position": place, **asdict(quantity)} for place, quantity in enumerate(declared)]
-    if rows:
-        session.execute(insert(DeclaredQuantity), rows)
+    values = [{"run_id": run_id, "position": place, **asdict(quantity)} for place, quantity in enumerate(declared)]
+    if values:
+        session.execute(insert(DeclaredQuantity), values)
 
 
 def _run_end(session: Session, record: RunEndRecord) -> None:
@@ -129,7 +133,8 @@ def _run_end(session: Session, record: RunEndRecord) -> None:
     if run is None:
         raise _unknown("run", record.run_id)
     if record.at >= run.state_at:
-        run.state, run.reason, run.state_at, run.ended_at = record.state, _clean(record.reason), record.at, record.at
+        run.state, run.reason = record.state, rows.clean(record.reason)
+        run.state_at = run.ended_at = record.at
 
 
 def _point(session: Session, record: PointRecord) -> None:
@@ -142,66 +147,40 @@ def _point(session: Session, record: PointRecord) -> None:
         session.add(point)
     _of_run(point, record.run_id)
     if new or _newer(point, record.attempt, _PLANNED, record.at):
-        _begin(session, point, record.attempt, record.state, record.at)
-        point.reason, point.ended_at = _clean(record.reason), record.at if record.state.ended else None
-    point.number, point.key, point.label = record.index, record.key, record.label
-    point.config, point.estimate_bytes = record.config, record.estimate_bytes
-    _axes(point, record)
-
-
-def _axes(point: Point, record: PointRecord) -> None:
-    """Set the point's axes. A length or batch of 0 is refused: the views divide by the batch, and fits take logs."""
-    rest = dict(record.axes)
-    for axis in AXES:
-        value = rest.pop(axis.attribute, rest.pop(axis.name, None))
-        try:
-            check_coordinate(axis, value)
-        except ValueError as err:
-            raise StoreError(f"point {record.point_id!r}: {err}") from None
-        setattr(point, axis.attribute, value)
-    try:
-        check_more(rest)
-    except ValueError as err:
-        raise StoreError(f"point {record.point_id!r}: {err}") from None
-    point.more_axes = rest
+        _forget(session, point)
+        rows.reach(point, record)
+    rows.plan(point, record)
 
 
 def _start(session: Session, record: StartRecord) -> None:
     point = _existing(session, record)
     if not _newer(point, record.attempt, _STARTED, record.at):
         return
-    _begin(session, point, record.attempt, PointState.RUNNING, record.at)
+    _forget(session, point)
+    rows.begin(point, record.attempt, PointState.RUNNING, record.at)
     point.node, point.started_at, point.heartbeat_at = record.node, record.at, record.at
 
 
-def _begin(session: Session, point: Point, attempt: int, state: PointState, at: datetime) -> None:
-    """Set a point's state and clear the metrics, route and progress of earlier attempts."""
+def _forget(session: Session, point: Point) -> None:
+    """Remove the metrics of earlier attempts."""
     with session.no_autoflush:  # a new point still lacks required columns
         session.execute(delete(Metric).where(Metric.point_id == point.id))
-    point.state, point.reason, point.state_at, point.attempt = state, None, at, attempt
-    point.started_at = point.ended_at = point.heartbeat_at = None
-    point.node = point.phase = point.done = point.total = point.rate = None
-    point.route, point.environment_id = {}, None
 
 
 def _outcome(session: Session, record: OutcomeRecord) -> None:
-    _refuse_untrue(record)
+    rows.refuse_untrue(record)
     point = _existing(session, record)
     newer = _newer(point, record.attempt, _ENDED, record.at)
     _artifacts(session, record)
     if not newer:
         return
     session.execute(delete(Metric).where(Metric.point_id == point.id))
-    point.state, point.reason, point.state_at = record.state, _clean(record.reason), record.at
-    point.attempt, point.ended_at = record.attempt, record.at
-    point.started_at = record.started_at or point.started_at
-    point.route, point.environment_id = dict(record.route), _environment(session, record.environment)
+    if record.environment:
+        insert_new(session, Environment, [rows.environment(record.environment)])
+    rows.end(point, record)
     session.flush()
     if record.metrics:
-        rows = [
-            {**metric.model_dump(), "samples": list(metric.samples), "point_id": point.id} for metric in record.metrics
-        ]
-        session.execute(insert(Metric), rows)
+        session.execute(insert(Metric), rows.metrics(record))
 
 
 def _event(session: Session, record: EventRecord) -> None:
@@ -211,11 +190,7 @@ def _event(session: Session, record: EventRecord) -> None:
         if (point := session.get(Point, record.point_id)) is None:
             raise _unknown("point", record.point_id)
         _of_run(point, record.run_id)
-    record = record.model_copy(
-        update={"message": _clean(record.message)}
-    )  # as stored: its id can be found from the row
-    values = {name: getattr(record, name) for name in ("run_id", "point_id", "at", "level", "message")}
-    _insert_new(session, Event, {"id": _digest(record.model_dump(mode="json")), **values})
+    insert_new(session, Event, [rows.event(record)])
 
 
 def _artifacts(session: Session, record: OutcomeRecord) -> None:
@@ -227,12 +202,12 @@ def _artifacts(session: Session, record: OutcomeRecord) -> None:
 
 def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData) -> None:
     """Store a file of an attempt unless it is stored; files of other attempts stay."""
-    file = file.model_copy(update={"name": _clean(file.name)})
+    file = file.model_copy(update={"name": rows.clean(file.name)})
     same = (Artifact.point_id == point_id, Artifact.attempt == attempt, Artifact.name == file.name)
     if session.scalar(select(Artifact.id).where(*same)) is not None:
         return
     values: dict[str, Any] = {**file.model_dump(), "point_id": point_id, "attempt": attempt}
-    values |= {column: _clean(getattr(file, column)) for column in ("path", "sha256", "content")}
+    values |= {column: rows.clean(getattr(file, column)) for column in ("path", "sha256", "content")}
     if (content := values["content"] or "")[:-_STORED_CHARACTERS]:  # of an imported journal
         values |= {"content": content[-_STORED_CHARACTERS:], "truncated": True}
     session.execute(insert(Artifact), [values])
@@ -242,24 +217,13 @@ def _series(session: Session, record: SeriesRecord) -> None:
     """Store the samples that are not stored."""
     _existing(session, record)
     same = {"point_id": record.point_id, "attempt": record.attempt, "rank": record.rank}
-    same |= {"name": _clean(record.name), "unit": _clean(record.unit)}
-    rows = [
+    same |= {"name": rows.clean(record.name), "unit": rows.clean(record.unit)}
+    samples = [
         {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
         for step, seconds, value in zip(record.steps, record.times, record.values, strict=True)
     ]
-    if rows:
-        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), rows)
-
-
-def _environment(session: Session, content: dict[str, Any]) -> str | None:
-    if not content:
-        return None
-    name = _digest(content)
-    gpu = content.get("gpu")
-    gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
-    gpu = None if gpu is None else _clean(str(gpu))
-    _insert_new(session, Environment, {"id": name, "gpu": gpu, "content": content})
-    return name
+    if samples:
+        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
 
 
 def _newer(point: Point, attempt: int, stage: int, at: datetime) -> bool:
@@ -269,20 +233,6 @@ def _newer(point: Point, attempt: int, stage: int, at: datetime) -> bool:
     """
     stored = _STAGES.get(point.state, _ENDED) if point.attempt else 0
     return (attempt, stage if attempt else 0, at) > (point.attempt, stored, point.state_at)
-
-
-def _refuse_untrue(record: OutcomeRecord) -> None:
-    if record.metrics and record.state is not PointState.OK:
-        raise StoreError(
-            f"metrics: point {record.point_id!r} ended {record.state.value!r} with numbers; only 'ok' may carry metrics"
-        )
-    if not record.state.ended:
-        raise StoreError(f"state: {record.state.value!r} of point {record.point_id!r} is no end; send a start instead")
-    for metric in record.metrics:
-        if not all(math.isfinite(number) for number in (metric.value, *metric.samples)):
-            raise StoreError(
-                f"metrics: {metric.name!r} of point {record.point_id!r} is not finite; end the point 'error' instead"
-            )
 
 
 def _existing(session: Session, record: StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord) -> Point:
@@ -305,28 +255,11 @@ def _unknown(what: str, name: str) -> StoreError:
     return StoreError(f"{what}: {name!r} is not in the database; import the whole journal with `nsa import`")
 
 
-def _insert_new(session: Session, table: type[Event] | type[Environment], values: dict[str, Any]) -> None:
-    """Insert a row unless its id exists, even if another writer inserts it concurrently."""
-    if session.scalar(select(table.id).where(table.id == values["id"])) is None:
-        session.execute(_dialect(session).insert(table).values(values).on_conflict_do_nothing())
-
-
 def _dialect(session: Session) -> Any:
     """The dialect's module, for statements that both databases have but SQL has not."""
     return postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
 def _bounded(count: int | None) -> int | None:
     """The count, within what a column holds."""
     return None if count is None else max(-_MOST, min(count, _MOST))
-
-
-def _clean(text: str | None) -> str | None:
-    """The text without characters that a database rejects: captured output may hold NUL bytes and lone surrogates."""
-    if text is None:
-        return None
-    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()

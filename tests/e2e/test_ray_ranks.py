@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jobs.point import Machine
 from jobs.spec import load_spec
 from jobs.train import Spec, measure
 from orchestrator import journal
+from orchestrator.attempt import temporary
 from orchestrator.database_url import StoreError
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunRecord, SeriesRecord
 from orchestrator.store import Store, queries
@@ -82,6 +84,18 @@ def spec(tmp_path: Path) -> Path:
     path = tmp_path / "spec.yaml"
     path.write_text(_SPEC.replace("TEXT", str(folder)))
     return path
+
+
+@pytest.fixture
+def removed() -> Iterator[None]:
+    """Temporary folders of ranks are removed by the end of the test."""
+    before = set(_folders())
+    yield
+    assert set(_folders()) <= before
+
+
+def _folders() -> Iterator[Path]:
+    return Path(tempfile.gettempdir()).glob(f"{temporary.RANK}*")
 
 
 @dataclass(frozen=True)
@@ -206,7 +220,7 @@ def _losses(metrics: Any) -> tuple[float, ...]:
 
 
 def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_launcher(
-    cluster: Cluster, spec: Path, tmp_path: Path
+    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
 ) -> None:
     gpus = "resources={num_cpus: 2, num_gpus: 2}"
     with _half_taken(cluster):
@@ -255,7 +269,9 @@ def _warnings(run: Run) -> list[str]:
     return [r.message for r in run.records() if isinstance(r, EventRecord) and r.level == "warning"]
 
 
-def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(cluster: Cluster, spec: Path, tmp_path: Path) -> None:
+def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
+    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
+) -> None:
     deadlines = "deadlines={startup_s: 120, heartbeat_s: 12, point_s: 400}"
     run = _start(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
     ranks = run.until_trained(cluster)

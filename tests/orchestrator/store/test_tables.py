@@ -1,0 +1,76 @@
+"""Tables of reported figures, stored many rows at a time: the rows, the number of statements, the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, event, select
+
+import orchestrator
+from orchestrator.errors import UserError
+from orchestrator.store import Store, importer, queries
+from orchestrator.store.importer import import_file
+from orchestrator.store.models import Base
+
+DATA = Path(orchestrator.__file__).parent / "reference_data"
+
+
+def rows_of(store: Store) -> dict[str, list[str]]:
+    with store.session() as session:
+        tables = Base.metadata.sorted_tables
+        found = {table.name: session.execute(select(table)).mappings().all() for table in tables}
+    left_out = {"metric": {"id"}}  # counted by the database
+    return {
+        name: sorted(str({key: row[key] for key in row if key not in left_out.get(name, ())}) for row in rows)
+        for name, rows in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["seed_measurements.csv", "peers_h200.csv", "peer_stages_h200.csv"])
+def test_a_table_gives_the_rows_of_its_records_one_by_one(store: Store, name: str, new_database):
+    read, rows = importer._rows(DATA / name)
+    with Store.open(new_database()) as other:
+        for run in read(rows):
+            other.apply_many([run.begin(), *chain.from_iterable(run.ended()), *run.events(), run.end()])
+        expected = rows_of(other)
+    import_file(store, DATA / name)
+    assert rows_of(store) == expected
+    assert expected["metric"]
+
+
+def test_a_table_is_stored_in_few_statements(store: Store, tmp_path: Path):
+    """Not by one statement and more a row: a table of 95 MB has hundreds of thousands."""
+    path = tmp_path / "peers.csv"
+    head, *lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
+    path.write_text(head + "".join(lines * 10))
+    with counted(store.engine, "before_cursor_execute") as statements:
+        summary = import_file(store, path)
+    assert summary.points > 700
+    assert len(statements) < summary.points / 20
+    assert queries.counts(store)["points_ok"] == summary.points
+
+
+@contextmanager
+def counted(engine: Engine, name: str) -> Iterator[list[object]]:
+    calls: list[object] = []
+
+    def count(*args: object) -> None:
+        calls.append(args[2])
+
+    event.listen(engine, name, count)
+    try:
+        yield calls
+    finally:
+        event.remove(engine, name, count)
+
+
+def test_a_table_beyond_the_memory_is_refused(sqlite_store: Store, tmp_path: Path):
+    path = tmp_path / "huge.csv"
+    with path.open("wb") as file:
+        file.truncate(importer.TABLE_LIMIT + 1)
+    with pytest.raises(UserError, match="has more than 256 MiB; split it into one file a run"):
+        import_file(sqlite_store, path)
