@@ -27,7 +27,7 @@ from nsa_core.routes import Branch
 
 _MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
 _REACHES = 4  # length of the sequence for comparing selections, in multiples of a query's selected tokens
-_CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
+CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
 
 # implementation -> dense_attention's backend: the fastest kernel available ("auto"), or one by name.
 DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
@@ -193,7 +193,7 @@ def judge(
     floor = _floor(dtype)
     found = {}
     for name, exact in truth.items():
-        bound = min(2 * _error(eager[name], exact) + floor, _CEILING[dtype])
+        bound = min(2 * _error(eager[name], exact) + floor, CEILING[dtype])
         found[name] = Agreement(_error(got[name], exact), bound, case)
     worst, agreement = max(found.items(), key=lambda item: item[1].error / item[1].bound)
     if not agreement.error <= agreement.bound:
