@@ -21,7 +21,9 @@ from jobs.peers import measure
 from jobs.point import Machine, Measurement, Point
 from jobs.spec import SpecError, offered_sources, parse_spec
 from nsa_core import NSAConfig
+from orchestrator.attempt import requirements
 from orchestrator.cli import doctor
+from orchestrator.messages import Requirements
 from orchestrator.settings import Settings
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -160,6 +162,15 @@ def test_a_peer_that_disagrees_with_the_oracle_is_an_error(toys: Path, name: str
     assert point.skip_reason is None
     with pytest.raises(WrongResult, match=message):
         _measure(point)
+
+
+def test_the_probe_finds_the_peers_where_the_points_run() -> None:
+    spec = _spec("dense-pytorch", "Flash-Sparse-Attention", device="cpu")
+    machine = requirements.check(Requirements.of(spec))[None]
+    assert machine.fingerprint["peer dense-pytorch"] == torch.__version__
+    missing, present = reversed([point.skip_reason for point in spec.points(machine)])
+    assert str(missing).startswith("the module 'nsa_ref' is not installed; put a checkout of ")
+    assert present is None
 
 
 def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
