@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jobs.measure.layers import LAYERS
-from jobs.measure.trial import End, Limits, Trial, run_trial
+from jobs.measure.trial import End, Limits, Trial, own_gpu_share, run_trial
 from jobs.point import FAILURE_FILES, Beat, Metric
 from jobs.quantities import Better, Quantity, Role
 
@@ -126,7 +124,7 @@ def bisect(
     """
     tried: dict[Size, Trial] = {}
     files: dict[str, str] = {}
-    share = _gpu_share(config["device"])
+    share = own_gpu_share(config["device"])
 
     def fails(layer: int, length: int) -> bool:
         size = layers[layer], lengths[length]
@@ -154,11 +152,3 @@ def bisect(
 
 def _words(size: Size) -> str:
     return f"{size[0]} layer{'s' if size[0] > 1 else ''}, S={size[1]}"
-
-
-def _gpu_share(device: str) -> float | None:
-    """Share of the GPU's memory that this process may use, for its trials; None without a limit."""
-    if device != "cuda":
-        return None
-    share = torch.cuda.get_per_process_memory_fraction()
-    return share if share < 1 else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
 from jobs.point import Beat, Measurement, Metric
-from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, THROUGHPUT, TIME
+from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import NSATransformer
 
@@ -83,6 +83,24 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     agreement = agree(case)
     beat("inputs")
     call, tensors = (_model_call if case.workload == "model" else attention_call)(case, device)
+    measured = measure_call(case, agreement, call, tensors, beat)
+    if (estimate := case.estimate()) is None:
+        return measured
+    extra = next(metric.value for metric in measured.metrics if metric.name == PEAK_EXTRA_MEMORY.name) * 2**20
+    error = 100 * (estimate.extra - extra) / extra
+    compared = Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_extra_memory")
+    return replace(measured, metrics=(*measured.metrics, compared))
+
+
+def measure_call(
+    case: PointCase, agreement: check.Agreement, call: Callable[[], object], tensors: list[Tensor], beat: Beat
+) -> Measurement:
+    """Time and peak memory of a call that agrees with the oracle.
+
+    Args:
+        tensors: those that stay allocated between calls.
+    """
+    device = torch.device(case.device)
     beat("first run")
     route = route_of(call)
     timing = measure_time(call, device, case.timing, beat)
@@ -91,17 +109,13 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     time = summarize(TIME, timing.samples_ms, timing.method)
     tokens = case.batch * case.seq_len
     per_second = [1000 * tokens / ms for ms in timing.samples_ms]
-    metrics = [
+    metrics = (
         time,
         summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
         *peak.metrics(),
         *agreement.metrics(),
-    ]
-    if (estimate := case.estimate()) is not None:
-        error = 100 * (estimate.extra - peak.extra) / peak.extra
-        method = "(predicted - measured) / measured, of peak_extra_memory"
-        metrics.append(Metric.of(ESTIMATE_ERROR, error, method=method))
-    return Measurement(tuple(metrics), route, environment(device), peak.files)
+    )
+    return Measurement(metrics, route, environment(device), peak.files)
 
 
 def agree(case: OperatorCase) -> check.Agreement:
@@ -131,11 +145,19 @@ def attention_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[
         del inputs["gates"]
     if not case.backward:
         return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]
-    generator = torch.Generator(device).manual_seed(case.seed + 1)
-    towards = torch.randn(inputs["q"].shape, generator=generator, dtype=case.torch_dtype, device=device)
+    return differentiated(lambda: check.attend(inputs, case.model.nsa, case.implementation), inputs, case.seed)
+
+
+def differentiated(
+    attend: Callable[[], Tensor], inputs: Mapping[str, Tensor], seed: int
+) -> tuple[Callable[[], object], list[Tensor]]:
+    """A call of `attend` and of its gradients towards the inputs, and the tensors that stay allocated between calls."""
+    q = inputs["q"]
+    generator = torch.Generator(q.device).manual_seed(seed + 1)
+    towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
 
     def call() -> object:
-        out = check.attend(inputs, case.model.nsa, case.implementation)
+        out = attend()
         return out, torch.autograd.grad(out, list(inputs.values()), towards)
 
     return call, [*inputs.values(), towards]

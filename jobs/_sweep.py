@@ -1,12 +1,16 @@
-"""Points of a sweep of the operator or a whole model: lengths x passes x implementations."""
+"""Points of a sweep of the operator or a whole model: lengths x passes x implementations, for some head layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Annotated, Self
 
-from jobs._fields import torch_dtype
+from pydantic import Field, field_validator, model_validator
+
+from jobs._case import bare_model
+from jobs._fields import MOST, NSA, DType, HeadsSpec, Large, Lengths, Passes, TimingSpec, Unique, torch_dtype
 from jobs._fit import backend_reasons, dense_reasons, does_not_fit, refuse_unusable, threads
 from jobs._operator import OperatorCase
 from jobs.measure.check import DENSE_KERNELS
@@ -14,6 +18,53 @@ from jobs.measure.clock import TimingPlan
 from jobs.point import Machine, Point
 from jobs.spec import JobSpec
 from nsa_core.model import ModelConfig
+
+
+class LayoutsSpec(JobSpec):
+    """Head layouts x lengths x passes of the operator, at a fixed number of tokens."""
+
+    shapes: Annotated[list[HeadsSpec], Field(min_length=1), Unique]
+    lengths: Lengths
+    tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
+    passes: Passes = Field(default=["forward", "forward+backward"])
+    dtype: DType = "bfloat16"
+    nsa: NSA | None = Field(default=None, description="None: the defaults")
+    timing: TimingSpec = TimingSpec()
+
+    @field_validator("nsa")
+    @classmethod
+    def _nothing_learned(cls, nsa: NSA | None) -> NSA | None:
+        if nsa is not None and nsa.compress != "mean":
+            raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
+        return nsa
+
+    @model_validator(mode="after")
+    def _whole_batches(self) -> Self:
+        for length in self.lengths:
+            if length < self.tokens and self.tokens % length:
+                raise ValueError(f"lengths: {length}: use a divisor of tokens = {self.tokens}, or a length beyond it")
+            if self.tokens // length > MOST:
+                raise ValueError(f"tokens: {self.tokens}: use at most {MOST * length}, {MOST:,} sequences of {length}")
+        return self
+
+    def sweeps(self, machine: Machine) -> list[tuple[int, Sweep]]:
+        """Each length with its sweep for each head layout, shortest lengths first."""
+        return [
+            (length, self._sweep(heads, length, machine)) for length in sorted(self.lengths) for heads in self.shapes
+        ]
+
+    def _sweep(self, heads: HeadsSpec, length: int, machine: Machine) -> Sweep:
+        model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim)
+        model = model if self.nsa is None else replace(model, nsa=self.nsa)
+        batch = max(1, self.tokens // length)
+        return Sweep(self, machine, "attention", model, batch, self.dtype, self.timing.plan)
+
+
+def in_a_case(point: Point) -> Point:
+    """The point of a sweep with its head layout in the label, and its configuration in the section `case`."""
+    axes = point.axes
+    layout = f"{axes.query_heads}/{axes.kv_heads} d{axes.head_dim}"
+    return replace(point, label=f"{layout} {point.label}", config={"case": point.config})
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def kind_module(name: str) -> ModuleType:
     elif (entry := next((entry for entry in _entries() if entry.name == name), None)) is not None:
         if (problem := _problem(entry)) is None:
             return entry.load()
-        package, version = _distribution(entry)
+        package, version = distribution(entry)
         raise KindError(f"{name!r}, offered by {package} {version}, {problem}; mend or uninstall {package}")
     raise KindError(f"{shown(name)} is no job kind; use one of {', '.join(sorted(kinds()))}")
 
@@ -77,7 +77,7 @@ def own_axes(module: ModuleType) -> tuple[Axis, ...]:
 
 def offered_kinds() -> list[OfferedKind]:
     """Kinds of other distributions, by name, each with its problem if it has one."""
-    return [OfferedKind(entry.name, *_distribution(entry), _problem(entry)) for entry in _entries()]
+    return [OfferedKind(entry.name, *distribution(entry), _problem(entry)) for entry in _entries()]
 
 
 def source_files(module: str) -> dict[str, Path]:
@@ -116,10 +116,10 @@ def _own_kind(name: str) -> ModuleType | None:
 
 def _entries() -> list[EntryPoint]:
     """Entry points by name, then package; the first of several with one name is used."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _distribution(entry)))
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, distribution(entry)))
 
 
-def _distribution(entry: EntryPoint) -> tuple[str, str]:
+def distribution(entry: EntryPoint) -> tuple[str, str]:
     """Name and version of the distribution."""
     if entry.dist is None:
         return "an unknown package", "unknown"
@@ -131,8 +131,8 @@ def _problem(entry: EntryPoint) -> str | None:
     if entry.name in _own_modules():
         return "has a name that a module of nsa-bench's own jobs has"
     first = next(other for other in _entries() if other.name == entry.name)
-    if _distribution(first) != _distribution(entry):
-        return f"has a name that {_distribution(first)[0]} has taken"
+    if distribution(first) != distribution(entry):
+        return f"has a name that {distribution(first)[0]} has taken"
     try:
         module = entry.load()
     except (Exception, SystemExit) as err:

@@ -233,9 +233,11 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
     """
     files = kind_sources(spec.kind)
     names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
-    for entry in entry_points(group="nsa_bench.implementations"):
-        if entry.name in names:
-            files |= source_files(entry.module)
+    offered = {"nsa_bench.implementations": names, "nsa_bench.peers": {*getattr(spec, "peers", ())}}
+    for group, wanted in offered.items():
+        for entry in entry_points(group=group):
+            if entry.name in wanted:
+                files |= source_files(entry.module)
     return files
 
 

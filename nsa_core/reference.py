@@ -35,10 +35,14 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1 (Eq. 8 to 12)."""
     note("select", "reference")
     with torch.no_grad():
-        p = _compressed_probabilities(q, k_cmp, config, offset, scale)  # [B,H,S,N]
-        positions = _positions(q, offset)
-        scores = _importance(p, k_cmp.shape[2], int(positions[-1]) + 1, config)  # [B,Hkv,S,blocks]
-        return _choose(scores, positions, config).transpose(1, 2).contiguous()
+        scores = block_scores(q, k_cmp, config, offset, scale)
+        return _choose(scores, _positions(q, offset), config).transpose(1, 2).contiguous()
+
+
+def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """p_slc [B,Hkv,S,blocks] of every selection block up to that of the last query (Eq. 8 to 10)."""
+    p = _compressed_probabilities(q, k_cmp, config, offset, scale)  # [B,H,S,N]
+    return _importance(p, k_cmp.shape[2], offset + q.shape[1], config)
 
 
 def selected(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from jobs.kinds import kind_module
 from jobs.point import Device, Point
 from jobs.spec import Deadlines, JobSpec
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
@@ -67,6 +68,7 @@ class Requirements:
         pythons: paths of their interpreters; None: this process's own.
         paths: files and folders that they read, by the spec's field; relative ones below the working directory.
         gpus: GPUs of a point; None: one on a CUDA device.
+        versioned: whether the kind has versions of its own to look for.
     """
 
     device: str
@@ -75,11 +77,13 @@ class Requirements:
     pythons: Sequence[str | None]
     paths: Mapping[str, str]
     gpus: float | None
+    versioned: bool = False
 
     @classmethod
     def of(cls, spec: JobSpec) -> Requirements:
         paths = {field: str(path) for field, path in spec.paths().items()}
-        return cls(spec.device, spec.kind, spec.env, spec.python, paths, spec.resources.num_gpus)
+        versioned = hasattr(kind_module(spec.kind), "versions")
+        return cls(spec.device, spec.kind, spec.env, spec.python, paths, spec.resources.num_gpus, versioned)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
 _WIDTH_OF_A_PIPE = 200
+_LONG = 40  # characters of a cell beyond which it may take several lines
 
 
 def wide_console() -> Console:
@@ -71,6 +72,8 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
 def print_table(table: ReportTable, console: Console) -> None:
     """Print a report's table with its note below; nothing if it has no rows."""
     shown = _table(escape(table.title), *map(escape, table.columns))
+    for column, cells in zip(shown.columns, zip(*table.rows, strict=True), strict=False):
+        column.no_wrap = all(len(cell) <= _LONG for cell in cells)  # else a long text would cut all columns
     for row in table.rows:
         shown.add_row(*map(_cell, row))
     if table.rows:

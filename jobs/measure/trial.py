@@ -18,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from jobs.measure.exhaustion import ran_out_of_memory
+from jobs.measure.interpreter import variables_for_another
 from jobs.point import Beat
 
 _POLL_S = 0.2
@@ -30,6 +32,7 @@ _BEAT_S = 1.0  # between two repeated signs of progress: the trial's own deadlin
 _DUMP_S = 0.5  # for a hung process to write its stacks
 _REAP_S = 30
 _TAIL = 200  # lines of stderr
+_OURS = [Path(__file__).parents[2] / package for package in ("jobs", "nsa_core")]
 
 
 class End(StrEnum):
@@ -71,8 +74,29 @@ class Trial:
     stderr: str
 
 
+@dataclass(frozen=True)
+class Toolchain:
+    """Surroundings of a trial's process.
+
+    Attributes:
+        python: path of its interpreter, which has packages of its own; None: this process's.
+        env: environment variables that are set for it.
+    """
+
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_THIS = Toolchain()
+
+
 def run_trial(
-    function: str, config: Mapping[str, Any], limits: Limits, beat: Beat, gpu_share: float | None = None
+    function: str,
+    config: Mapping[str, Any],
+    limits: Limits,
+    beat: Beat,
+    gpu_share: float | None = None,
+    toolchain: Toolchain = _THIS,
 ) -> Trial:
     """Call a function in a process of its own.
 
@@ -80,9 +104,15 @@ def run_trial(
         function: "module:name" of a function of `config` and a Beat that returns a mapping for JSON.
         beat: gets the progress of the trial.
         gpu_share: share of the GPU's memory that it may use; None: all.
+
+    Raises:
+        OSError: the toolchain's interpreter cannot be started.
     """
-    with tempfile.TemporaryFile("w+", prefix="trial-", errors="replace") as stderr:
-        process = _Process(json.dumps([function, dict(config), gpu_share]), stderr)
+    with (
+        tempfile.TemporaryFile("w+", prefix="trial-", errors="replace") as stderr,
+        tempfile.TemporaryDirectory(prefix="trial-") as folder,
+    ):
+        process = _Process(json.dumps([function, dict(config), gpu_share]), stderr, toolchain, Path(folder))
         try:
             end, reason, found = _follow(process, limits, beat)
         finally:
@@ -92,20 +122,37 @@ def run_trial(
     return Trial(end, reason, time.monotonic() - process.started, found, tail)
 
 
+def own_gpu_share(device: str) -> float | None:
+    """Share of the GPU's memory that this process may use, for its trials; None without a limit."""
+    if device != "cuda":
+        return None
+    import torch  # late: a trial's process may do without it
+
+    share = torch.cuda.get_per_process_memory_fraction()
+    return share if share < 1 else None
+
+
 class _Process:
     """The trial's process, from outside."""
 
-    def __init__(self, order: str, stderr: Any) -> None:
+    def __init__(self, order: str, stderr: Any, toolchain: Toolchain, folder: Path) -> None:
         self.started = time.monotonic()
+        variables = dict(os.environ)
+        if toolchain.python is not None:
+            variables = variables_for_another(variables, _OURS, folder / "sources")
         self._messages, messages = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jobs.measure.trial", str(messages)],
+                [toolchain.python or sys.executable, "-m", "jobs.measure.trial", str(messages)],
                 stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,
+                env=variables | dict(toolchain.env),
                 pass_fds=(messages,),
             )
+        except OSError:
+            os.close(self._messages)
+            raise
         finally:
             os.close(messages)
         self._rest = b""

@@ -13,6 +13,8 @@ from ..errors import BackendError
 from ..routes import note
 from . import _providers
 
+KERNELS = _providers.PROVIDERS
+
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason why no flash kernel can run on `device` in `dtype`; None if one can."""
@@ -23,9 +25,15 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return _why_not(host, dtype, 0)
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Window branch; raises BackendError if no kernel takes the head dims."""
-    provider = _fastest(q.device, q.dtype, _providers.common_width(q, v))
+def window(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float, kernel: str | None = None
+) -> Tensor:
+    """Window branch by `kernel` of KERNELS; None: by the fastest that is installed.
+
+    Raises:
+        BackendError: no kernel takes the head dims.
+    """
+    provider = kernel or _fastest(q.device, q.dtype, _providers.common_width(q, v))
     note("win", provider)
     out = _providers.attend(provider, q, k, v, scale, window)
     return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from jobs.measure.interpreter import variables_for_another
 from orchestrator.artifacts import Source
 from orchestrator.attempt import protocol, temporary
 from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
@@ -78,7 +79,8 @@ class Child:
         os.set_blocking(self._events, False)
         variables = _environment(threads, gpus) | _temporary(self.temporary)
         if python is not None:
-            variables = _for_another_interpreter(variables, self._folder / "sources")
+            ours = [SOURCES / package for package in PACKAGES]
+            variables = variables_for_another(variables, ours, self._folder / "sources")
         variables |= {name: value for name, value in (env or {}).items() if value is not None}
         for name in [name for name, value in (env or {}).items() if value is None]:
             variables.pop(name, None)
@@ -288,16 +290,3 @@ def _environment(threads: int, gpus: str | None) -> dict[str, str]:
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
     return env
-
-
-def _for_another_interpreter(variables: Mapping[str, str], sources: Path) -> dict[str, str]:
-    """Environment in which another interpreter imports our sources but none of this interpreter's packages.
-
-    Our sources may lie in this interpreter's site-packages, so a folder of links to them alone is its search path,
-    without the working directory (PYTHONSAFEPATH), where other sources may lie.
-    """
-    sources.mkdir()
-    for package in PACKAGES:
-        (sources / package).symlink_to(SOURCES / package)
-    kept = {name: value for name, value in variables.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
-    return kept | {"PYTHONPATH": str(sources), "PYTHONSAFEPATH": "1"}

@@ -125,7 +125,7 @@ class _Interpreter:
 
     def _probe(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> protocol.Machine:
         """The answer of a child with this environment. Raises ProbeError with the bare reason."""
-        kind = None if self.python is None else self.wanted.kind
+        kind = self.wanted.kind if self.python is not None or self.wanted.versioned else None
         asked = protocol.Probe(self.device, kind, names, self.wanted.gpus)
         try:
             answer = probe(asked, self.gpus, env=env, python=self.python)

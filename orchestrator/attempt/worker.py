@@ -244,7 +244,8 @@ def _probe(probe: protocol.Probe) -> protocol.Machine | protocol.Failure:
     try:
         machine = importlib.import_module("jobs.measure.machine").probe(probe.device)
         if probe.kind is not None:
-            kind_module(probe.kind)
+            versions = getattr(kind_module(probe.kind), "versions", dict)()
+            machine = replace(machine, fingerprint={**machine.fingerprint, **versions})
         if not probe.settings:
             return protocol.Machine(machine)
         variables = importlib.import_module("jobs.measure.variables")

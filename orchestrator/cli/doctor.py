@@ -173,16 +173,18 @@ def _dense_kernels() -> Mapping[str, str | None]:
 
 
 def _offered() -> list[Finding]:
-    """Kinds and implementations of other installed distributions."""
+    """Kinds, implementations and peers of other installed distributions."""
     from jobs.kinds import offered_kinds
 
     try:
         from nsa_core.backends import offered
     except ImportError:  # no PyTorch, which has its own finding
-        implementations = ()
+        implementations, peers = (), ()
     else:
-        implementations = offered()
-    groups = {"kind": offered_kinds(), "implementation": implementations}
+        from jobs._peers import offered_peers
+
+        implementations, peers = offered(), offered_peers()
+    groups = {"kind": offered_kinds(), "implementation": implementations, "peer": peers}
     return [
         Finding(f"{group} {one.name}", Health.OK, f"{one.package} {one.version}")
         if one.problem is None

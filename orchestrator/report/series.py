@@ -53,7 +53,7 @@ LOOKS = {
     "Scalable-Flash-NSA": Look(AMBER, "circle"),
     "Flash-Sparse-Attention": Look(PINK, "triangle-up"),
     "native-sparse-attention-triton": Look(PERIWINKLE, "triangle-down"),
-    "flash-linear-attention nsa": Look(BROWN, "cross"),
+    "flash-linear-attention": Look(BROWN, "cross"),
 }
 
 # Coordinates that distinguish series, most telling first; kind-specific axes follow.

@@ -37,7 +37,11 @@ PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_secon
 MISTAKES = [
     # spec, overrides, the line expected
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
-    (SCALING, {"kind": "point"}, r"kind: 'point' is no job kind; use one of backward, .*drill, .*scaling, soak, train"),
+    (
+        SCALING,
+        {"kind": "point"},
+        r"kind: 'point' is no job kind; use one of backward, .*drill, .*scaling, soak, toolchain, train",
+    ),
     (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
@@ -167,7 +171,7 @@ def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Pa
 def test_a_spec_without_a_kind_says_where_it_goes(tmp_path: Path) -> None:
     with pytest.raises(
         SpecError,
-        match=r"^kind: missing; begin the spec with 'kind: ' and one of backward, bench, .*scaling, soak, train",
+        match=r"^kind: missing; begin the spec with 'kind: ' and one of backward, bench, .*soak, toolchain, train",
     ):
         _load(tmp_path, {"name": "t"})
 

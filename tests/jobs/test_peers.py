@@ -1,0 +1,260 @@
+"""The peers kind: a package of its own offers toy peers, right and wrong; the real ones are told to be missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import peers
+from jobs._peers import PEERS, offered_peers
+from jobs._peers.check import _ranked, _wrong
+from jobs.measure.check import WrongResult
+from jobs.peers import measure
+from jobs.point import Machine, Measurement, Point
+from jobs.spec import SpecError, offered_sources, parse_spec
+from nsa_core import NSAConfig
+from orchestrator.attempt import requirements
+from orchestrator.cli import doctor
+from orchestrator.messages import Requirements
+from orchestrator.settings import Settings
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30, {"capability": "9.0"})
+RIGHT = """
+import torch
+from nsa_core import compress, nsa_attention, select_blocks
+
+INSTALL = "pip install toy"
+SHIFT = 0.0
+
+def version():
+    return "1.0"
+
+def incompatible(shape, config, dtype, device):
+    return "its heads are all alike" if shape.query_heads != shape.kv_heads and dtype == torch.float16 else None
+
+def semantics(config):
+    return config
+
+def select(q, k, v, config):
+    return select_blocks(q, k, config, backend="naive").flip(-1)
+
+def attend(inputs, config, window_kernel):
+    q, k, v = (inputs[name] for name in "qkv")
+    return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend="naive") + SHIFT
+"""
+NARROW = (
+    RIGHT
+    + """
+from dataclasses import replace
+
+def attend(inputs, config, window_kernel):
+    q, k, v = (inputs[name] for name in "qkv")
+    config = replace(config, window=config.window + 1)
+    return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend="naive")
+"""
+)
+OTHER_BLOCKS = (
+    RIGHT
+    + """
+def select(q, k, v, config):
+    blocks = select_blocks(q, k, config, backend="naive")
+    last = torch.arange(q.shape[1])[None, :, None, None] // config.slc_block
+    latest = last - torch.arange(config.slc_count)
+    return torch.where(last >= config.slc_count, latest, blocks.long())
+"""
+)
+TOYS = {
+    "right": RIGHT,
+    "shifted": RIGHT.replace("SHIFT = 0.0", "SHIFT = 0.1"),
+    "narrow": NARROW,
+    "blocks": OTHER_BLOCKS,
+    "unloadable": RIGHT.replace('return "1.0"', "import toy_extension"),
+    "unimportable": "raise OSError('no driver')",
+    "partial": RIGHT.replace("def select(", "def selects("),
+}
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installed distribution that offers the toy peers."""
+    package = tmp_path / "site" / "toy_peers"
+    package.mkdir(parents=True)
+    for name, text in {"__init__": "", **TOYS}.items():
+        (package / f"{name}.py").write_text(textwrap.dedent(text))
+    info = package.parent / "toy_peers-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-peers\nVersion: 2.0\n")
+    lines = [f"{name} = toy_peers.{name}" for name in TOYS] + ["dense-pytorch = toy_peers.right"]
+    (info / "entry_points.txt").write_text("\n".join(["[nsa_bench.peers]", *lines]) + "\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    offered_peers.cache_clear()
+    yield package
+    offered_peers.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toy_peers"]:
+        del sys.modules[name]
+
+
+def _spec(*names: str, **changes: Any) -> Any:
+    data: dict[str, Any] = {
+        "kind": "peers",
+        "name": "t",
+        "peers": [*names],
+        "shapes": [{"query_heads": 4, "kv_heads": 2, "head_dim": 8}],
+        "lengths": [64],
+        "tokens": 128,
+        "passes": ["forward+backward"],
+        "dtype": "float32",
+        "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
+        "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+    }
+    return parse_spec(data | changes)
+
+
+def _here() -> Machine:
+    """The machine as the probe finds it."""
+    return Machine("cpu", "test processor", 8 * 2**30, peers.versions())
+
+
+def _measure(point: Point) -> Measurement:
+    return measure(json.loads(json.dumps(point.config)), lambda *_: None)
+
+
+def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it(toys: Path) -> None:
+    spec = _spec("right", "dense-pytorch", implementations=["naive"], shapes=[
+        {"query_heads": 4, "kv_heads": 2, "head_dim": 8}, {"query_heads": 2, "kv_heads": 2, "head_dim": 8}
+    ])  # fmt: skip
+    points = spec.points(_here())
+    assert [point.label for point in points[:3]] == [
+        f"4/2 d8 {name} forward+backward S=64" for name in ("right", "dense-pytorch", "naive")
+    ]
+    assert {(p.axes.batch, p.axes.seq_len, p.skip_reason) for p in points} == {(2, 64, None)}
+    found = {point.axes.implementation: _measure(point) for point in points[:3]}
+    for result in found.values():
+        values = {metric.name: metric.value for metric in result.metrics}
+        assert min(values["time"], values["peak_extra_memory"]) > 0
+        assert values["oracle_error"] <= values["oracle_error_bound"]
+    assert found["right"].environment["peer"]["version"] == "1.0"
+    assert found["right"].environment["peer"]["computes"]["window"] == 16
+    assert found["dense-pytorch"].environment["peer"]["computes"] == "dense causal attention"
+    assert found["right"].route == found["naive"].route
+    assert set(offered_sources(spec)) == {f"toy_peers/{name}.py" for name in ("__init__", *TOYS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shifted", r"shifted: output is off by .* \(2 sequences, S=43, 4/2 heads of 8\)"),
+        ("narrow", "narrow: .* is off by"),
+        ("blocks", "blocks: selects other blocks than the oracle for .* of the queries"),
+    ],
+)
+def test_a_peer_that_disagrees_with_the_oracle_is_an_error(toys: Path, name: str, message: str) -> None:
+    (point,) = _spec(name).points(_here())
+    assert point.skip_reason is None
+    with pytest.raises(WrongResult, match=message):
+        _measure(point)
+
+
+def test_the_probe_finds_the_peers_where_the_points_run() -> None:
+    spec = _spec("dense-pytorch", "Flash-Sparse-Attention", device="cpu")
+    machine = requirements.check(Requirements.of(spec))[None]
+    assert machine.fingerprint["peer dense-pytorch"] == torch.__version__
+    missing, present = reversed([point.skip_reason for point in spec.points(machine)])
+    assert str(missing).startswith("the module 'nsa_ref' is not installed; put a checkout of ")
+    assert present is None
+
+
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
+    names = ["unloadable", "unimportable", "partial", "Scalable-Flash-NSA"]
+    reasons = {point.axes.implementation: point.skip_reason for point in _spec(*names).points(_here())}
+    assert reasons["unloadable"] == "the module 'toy_extension' is not installed; pip install toy"
+    assert reasons["unimportable"] == (
+        "toy-peers 2.0, which offers it, cannot be imported (OSError: no driver); mend or uninstall toy-peers"
+    )
+    assert reasons["partial"] == "toy-peers 2.0, which offers it, lacks select; mend or uninstall toy-peers"
+    assert str(reasons["Scalable-Flash-NSA"]).startswith("the module 'flash_nsa' is not installed; pip install git+")
+    (point,) = _spec("right", dtype="float16").points(_here())
+    assert point.skip_reason == "its heads are all alike"
+    findings = {finding.name: finding for finding in doctor.findings(Settings())}
+    assert findings["peer right"].detail == "toy-peers 2.0"
+    assert findings["peer dense-pytorch"].detail == "toy-peers 2.0: has a name that nsa-bench itself has taken"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("flash-linear-attention", {"query_heads": 32, "kv_heads": 8}, "groups .* from 16 on, not 4"),
+        ("flash-linear-attention", {"query_heads": 64, "kv_heads": 4}, None),
+        ("native-sparse-attention-triton", {"head_dim": 192}, "head dims are at most 128, not 192"),
+        ("Scalable-Flash-NSA", {"head_dim": 96}, "powers of two, not 96"),
+        ("Flash-Sparse-Attention", {"head_dim": 256}, None),
+        ("Flash-Sparse-Attention", {"dtype": "float32"}, "bfloat16 and float16, not float32"),
+        ("Scalable-Flash-NSA", {"slc_block": 16, "cmp_block": 16}, None),
+        ("native-sparse-attention-triton", {"slc_block": 16, "cmp_block": 16}, "32, 64, 128 or 256 tokens, not 16"),
+        ("flash-linear-attention", {"query_heads": 64, "kv_heads": 4, "local_blocks": 1}, "first block and the last"),
+    ],
+)
+def test_an_incompatible_operand_is_told_before_anything_runs(
+    name: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    heads = {"query_heads": 32, "kv_heads": 8, "head_dim": 128}
+    shape = heads | {key: value for key, value in changes.items() if key in heads}
+    nsa = {key: value for key, value in changes.items() if key in ("slc_block", "cmp_block", "local_blocks")}
+    (point,) = _spec(name, shapes=[shape], nsa=nsa, dtype=changes.get("dtype", "bfloat16")).points(H200)
+    if reason is None:
+        assert point.skip_reason is None
+    else:
+        assert point.skip_reason is not None
+        assert re.search(reason, point.skip_reason)
+
+
+def test_what_a_peer_claims_is_what_it_is_compared_with() -> None:
+    asked = NSAConfig()
+    claimed = PEERS["flash-linear-attention"].semantics(asked)
+    assert claimed is not None
+    assert (claimed.cmp_block, claimed.cmp_stride, claimed.slc_block) == (64, 64, 64)  # pooled without overlap
+    assert PEERS["Scalable-Flash-NSA"].semantics(asked) == asked
+    assert PEERS["dense-pytorch"].semantics(asked) is None
+
+
+def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
+    config = NSAConfig(8, 4, 8, slc_count=4, init_blocks=1, local_blocks=1)
+    scores = torch.tensor([0.1, 0.5, 0.4, 0.399, 0.2, 0.1, 0.3]).expand(1, 56, 1, 7)
+    ranked = _ranked(scores, config)[:, -1:]  # a query of block 6
+    right = torch.tensor([[[[0, 1, 2, 6]]]])
+    cases = {
+        (0, 1, 2, 6): False,
+        (0, 1, 3, 6): False,  # but for rounding as good
+        (0, 1, 4, 6): True,  # a worse one
+        (1, 2, 3, 6): True,  # without a forced one, which has a low score
+        (0, 1, 2, -1): True,
+        (0, 1, 1, 6): True,
+    }
+    for blocks, wrong in cases.items():
+        assert _wrong(torch.tensor(blocks).view(1, 1, 1, 4), right, ranked, 2**-7).item() is wrong, blocks
+    early = _ranked(scores, config)[:, 20:21]  # a query of block 2, before block 3
+    right, later = torch.tensor([0, 1, 2, -1]).view(1, 1, 1, 4), torch.tensor([0, 1, 3, -1]).view(1, 1, 1, 4)
+    assert _wrong(later, right, early, 2**-7).item() is True
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "message"),
+    [
+        (["nowhere"], {}, r"^peers: .*'nowhere' is no peer; use flash-linear-attention, native-"),
+        (["dense-pytorch"], {"window_kernel": "flash-attn-4"}, r"^window_kernel: 'flash-attn-4': .*; use auto$"),
+        (["dense-pytorch"], {"lengths": [48]}, r"^lengths: 48: use a divisor of tokens = 128"),
+        (["dense-pytorch"], {"error_factor": 100}, r"^error_factor: 100"),
+    ],
+)
+def test_a_mistake_is_one_line(names: list[str], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        _spec(*names, **changes).points(CPU)

@@ -1,0 +1,177 @@
+"""The toolchain kind: a pass under two interpreters and settings, and the differences that it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from other_interpreters import make_interpreter, own_packages
+
+from jobs import toolchain
+from jobs.measure.trial import End, Toolchain, Trial
+from jobs.point import Machine, Measurement, Metric, Point
+from jobs.quantities import PEAK_EXTRA_MEMORY
+from jobs.spec import SpecError, parse_spec
+from jobs.toolchain import OutputsDiffer, ToolchainFailed, compare_outputs, differences, measure
+
+CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})
+OTHER = Machine("cpu", "test processor", 8 * 2**30, {"torch": "3"})
+PLAIN = {"ATEN_CPU_CAPABILITY": "default"}
+
+
+def _points(**changes: Any) -> list[Point]:
+    data: dict[str, Any] = {
+        "kind": "toolchain",
+        "name": "t",
+        "preset": "tiny",
+        "implementations": ["chunked"],
+        "passes": ["forward+backward"],
+        "lengths": [32],
+        "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
+        "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+        "tolerance": {"time_percent": 10000},
+    }
+    spec = parse_spec(data | changes)
+    return spec.all_points({None: CPU} | {python: OTHER for python in spec.python if python})
+
+
+def _measure(point: Point, warnings: list[str] | None = None) -> Measurement:
+    class Reporter:
+        def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
+        def sample(self, *_: Any) -> None: ...
+        def warn(self, text: str) -> None:
+            assert warnings is not None, text
+            warnings.append(text)
+
+    return measure(json.loads(json.dumps(point.config)), Reporter())
+
+
+def test_every_toolchain_but_the_first_is_compared_with_it() -> None:
+    points = _points(env=[{}, PLAIN], python=[None, "/b/python"], lengths=[64, 32])
+    assert [(p.axes.seq_len, p.axes.python, p.axes.env) for p in points] == [
+        *[(length, None, "ATEN_CPU_CAPABILITY=default") for length in (32, 64)],
+        *[(length, "/b/python", None) for length in (32, 64)],
+        *[(length, "/b/python", "ATEN_CPU_CAPABILITY=default") for length in (32, 64)],
+    ]
+    assert {(point.python, str(point.env)) for point in points} == {(None, "{}")}
+    assert all(point.config["toolchains"][0] == asdict(Toolchain()) for point in points)
+    assert len({point.label for point in points}) == len({point.key("code", CPU) for point in points}) == 6
+    newer = parse_spec(
+        {"kind": "toolchain", "name": "t", "preset": "tiny", "implementations": ["chunked"], "lengths": [32]}
+        | {"python": [None, "/b/python"]}
+    )
+    keys = {newer.all_points({None: CPU, "/b/python": machine})[0].key("code", CPU) for machine in (CPU, OTHER)}
+    assert len(keys) == 2  # another PyTorch in the other interpreter is another point
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"^env: one toolchain has nothing to compare with; name two"),
+        ({"python": ["/b/python", None]}, r"^python: null, .*, must be the first; put it first$"),
+        ({"env": [{}, PLAIN], "tolerance": {"outputs": 0}}, r"^tolerance\.outputs: 0"),
+    ],
+)
+def test_a_spec_without_two_toolchains_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        _points(**changes)
+
+
+def test_a_second_interpreter_and_setting_give_the_same_outputs(tmp_path: Path) -> None:
+    other = make_interpreter(tmp_path / "other", *own_packages())
+    point = _points(python=[None, other], env=[{}, PLAIN])[-1]
+    assert (point.axes.python, point.axes.env) == (other, "ATEN_CPU_CAPABILITY=default")
+    result = _measure(point)
+    values = {metric.name: metric.value for metric in result.metrics}
+    assert 0 < values["output_difference"] < 1e-4  # other instructions, other roundings
+    assert values["tensors_equal"] < 100
+    assert (values["differences"], values["memory_change"]) == (0, 0)
+    assert min(values["time"], values["first_time"], values["first_memory"]) > 0
+    assert values["oracle_error"] <= values["oracle_error_bound"]
+    assert result.environment["interpreter"] == other
+    assert result.environment["settings"] == {"ATEN_CPU_CAPABILITY": "DEFAULT"}
+    assert f"torch=={torch.__version__}" in str(result.files["lock-1.txt"]).splitlines()
+    assert f"{other}\n" in str(result.files["lock-2.txt"])
+    assert "ATEN_CPU_CAPABILITY in effect: DEFAULT" in str(result.files["lock-2.txt"])
+
+
+def _stub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int, Mapping[str, Any]], Trial]) -> None:
+    """Answer in place of the processes of both toolchains."""
+
+    def run(function: str, config: Mapping[str, Any], limits: Any, beat: Any, share: Any, used: Toolchain) -> Trial:
+        number = 2 if used.env else 1
+        torch.save({"loss": torch.ones(()), "gradient of w": torch.full((4,), 10.0 + number)}, config["outputs"])
+        return answer(number, config)
+
+    monkeypatch.setattr(toolchain, "run_trial", run)
+
+
+def _found(number: int, kernel: str = "a") -> Trial:
+    memory = asdict(Metric.of(PEAK_EXTRA_MEMORY, 100.0 + 10 * number))
+    there = {"python": "3", "interpreter": "/python", "platform": "Linux", "settings": {}}
+    found = {
+        "samples_ms": [100.0 * number],
+        "method": "clock",
+        "metrics": [memory],
+        "route": {"slc": kernel},
+        "environment": there,
+        "packages": {"torch": f"2.{number}", "numpy": "2.0"},
+    }
+    return Trial(End.OK, "", 1.0, json.loads(json.dumps(found)), "")
+
+
+def test_differences_beyond_their_tolerance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub(monkeypatch, lambda number, _: _found(number, "ab"[number - 1]))
+    (point,) = _points(env=[{}, PLAIN], tolerance={"outputs": 0.2, "time_percent": 99, "memory_percent": 5})
+    warnings: list[str] = []
+    result = _measure(point, warnings)
+    assert [text.partition(": ")[2] for text in warnings] == [
+        "time +100.0 %, beyond 99 %",
+        "peak memory +9.1 %, beyond 5 %",
+        "branch slc ran b, not a",
+    ]
+    values = {metric.name: metric.value for metric in result.metrics}
+    assert (values["differences"], values["time_change"], values["tensors_equal"]) == (3, 100, 50)
+    assert values["output_difference"] == pytest.approx(1 / 11)
+    table = str(result.files["comparison.txt"])
+    assert "  torch: 2.1, 2.2" in table
+    assert "numpy" not in table
+    assert result.route == {"slc": "b"}
+
+
+def test_other_outputs_are_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub(monkeypatch, lambda number, _: _found(number))
+    (point,) = _points(env=[{}, PLAIN], tolerance={"outputs": 0.05})
+    with pytest.raises(OutputsDiffer, match=r"toolchain 2 \(ATEN_.*\): 1 of 2 outputs .* gradient of w by 9\.1e-02"):
+        _measure(point)
+
+
+@pytest.mark.parametrize(("end", "error"), [(End.OOM, MemoryError), (End.HANG, ToolchainFailed)])
+def test_a_toolchain_under_which_the_pass_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, end: End, error: type[Exception]
+) -> None:
+    _stub(monkeypatch, lambda number, _: _found(1) if number == 1 else Trial(end, "why", 1.0, {}, ""))
+    (point,) = _points(env=[{}, PLAIN])
+    with pytest.raises(error, match=r"toolchain 2 \(ATEN_CPU_CAPABILITY=default\): .*why"):
+        _measure(point)
+
+
+def test_outputs_that_are_not_finite_or_missing_differ() -> None:
+    one, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    found = compare_outputs({"a": one, "b": one, "c": one, "e": 0 * one}, {"a": one, "b": nan, "d": one, "e": one})
+    assert found.differences == {"a": 0, "b": float("inf"), "c": float("inf"), "d": float("inf"), "e": 3**0.5}
+    assert found.equal == 1
+
+
+def test_a_branch_that_ran_on_one_side_alone_is_a_difference() -> None:
+    same = {"time_change": 0.0, "memory_change": 0.0}
+    allowed = {"time_percent": 10.0, "memory_percent": 2.0}
+    assert differences(same, allowed, {"win": "a"}, {"cmp": "b"}) == [
+        "branch win ran nothing, not a",
+        "branch cmp ran b, not nothing",
+    ]
