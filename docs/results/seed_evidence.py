@@ -242,6 +242,8 @@ def shown(value: float, unit: str) -> str:
             text = f"{value:,.0f}"
         case "tok/s":
             text = rate(value)
+        case "J/tok":
+            text = f"{value:.3g}"
         case "%":
             text = f"{value:.1f}"
         case "1":
@@ -269,7 +271,7 @@ TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket
 VARIANTS = (PASSES, TRAIN_SHORT, TRAIN_COMPRESSED)
 """Specs with settings whose runs are no evidence for the spec without them."""
 
-TIME, THROUGHPUT = ("time", "ms"), ("throughput", "tok/s")
+TIME, THROUGHPUT, ENERGY = ("time", "ms"), ("throughput", "tok/s"), ("energy_per_token", "J/tok")
 FORWARD_MEMORY, PEAK, EXTRA = ("forward_memory", "MiB"), ("peak_memory", "MiB"), ("peak_extra_memory", "MiB")
 RESERVED, DRIVER = ("peak_reserved", "MiB"), ("peak_driver", "MiB")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from seed_evidence import (
     BRANCHES,
     DRIVER,
+    ENERGY,
     MATRIX,
     PASSES,
     PEAK,
@@ -85,8 +86,8 @@ def _forward(e: Evidence) -> str:
 def _expected(e: Evidence) -> str:
     """The rungs of the report's ladder: its target, its figure, ours."""
     rows = [
-        ["2 GPUs by DDP, 2,048", e.notes("003", "(2 GPUs"), "", e.cell(TRAIN_2GPU, THROUGHPUT, **_NSA)],
-        ["1 GPU, 2,048", e.notes("003", "(1 GPU;"), "", e.cell(TRAIN, THROUGHPUT, **_NSA)],
+        ["2 GPUs by DDP, 2,048", e.notes("003", "(2 GPUs"), "", e.cell(TRAIN_2GPU, THROUGHPUT, ENERGY, **_NSA)],
+        ["1 GPU, 2,048", e.notes("003", "(1 GPU;"), "", e.cell(TRAIN, THROUGHPUT, ENERGY, **_NSA)],
         ["1 GPU, 512", "", e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512"), _short(e)],
         ["the plan needs", "", "", e.cell(TRAIN, _NEEDED, **_NSA)],
     ]

@@ -225,12 +225,18 @@ def _branches(benches: Sequence[Bench]) -> str:
 
 
 def _training(store: Store, runs: Sequence[dict[str, Any]]) -> str:
-    """Tokens a second of a training step, by length."""
-    rows = []
+    """Tokens a second of a training step, by length; and the energy of a token, if a run has it."""
+    rows, energies = [], []
     for seq_len, values in _by_length(store, runs, "train-speed"):
         nsa, dense = values["triton", "throughput"], values["dense", "throughput"]
         rows.append([f"{seq_len:,}", rate(nsa), rate(dense), f"{nsa / dense:.2f}"])
-    return table(["S", "NSA, tok/s", "dense, tok/s", "NSA / dense"], rows)
+        joules = (values.get((name, "energy_per_token")) for name in ("triton", "dense"))
+        energies.append(["" if each is None else f"{1000 * each:.3g}" for each in joules])
+    columns = ["S", "NSA, tok/s", "dense, tok/s", "NSA / dense"]
+    if any(map(any, energies)):
+        columns += ["NSA, mJ/tok", "dense, mJ/tok"]
+        rows = [[*row, *more] for row, more in zip(rows, energies, strict=True)]
+    return table(columns, rows)
 
 
 def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
