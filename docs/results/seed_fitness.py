@@ -50,8 +50,8 @@ def blocks(e: Evidence) -> dict[str, str]:
         "summary": _summary(e),
         "toolchain": _toolchain(e),
         "versions": _versions(e),
-        "selection": _then_and_now(e, "slc", "sel", ("naive", "packed", "chunked", "triton")),
-        "selection-now": backends(e, "slc", ("naive", "packed", "chunked", "triton")),
+        "selection": _then_and_now(e, "slc", "sel", ("naive", "chunked", "triton")),
+        "selection-now": backends(e, "slc", ("naive", "chunked", "triton")),
         "sliding": _then_and_now(e, "win", "win", ("naive", "flash", "triton")),
         "soak": _soak(e),
         "estimator": _estimator(e),
@@ -165,7 +165,7 @@ def _viability(e: Evidence) -> str:
 
 def _findings(e: Evidence) -> str:
     growths = {title: e.growth(SCALING, EXTRA[0], way, _BOTH) for way, title in WAYS.items()}
-    at, names = {"branch": "slc", "seq_len": 2048, "pass_": _BOTH}, ("naive", "chunked", "packed", "triton")
+    at, names = {"branch": "slc", "seq_len": 2048, "pass_": _BOTH}, ("naive", "chunked", "triton")
     memory = {BACKENDS[name]: e.cell(BRANCHES, EXTRA, **at, implementation=name) for name in names}
     longest = e.cell(CAPACITY, ("longest", "token"), implementation="triton", batch=1, checkpointing="off")
     rows = [

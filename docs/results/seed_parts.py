@@ -26,7 +26,7 @@ from jobs.plain_text import for_file
 SPECS = (MATRIX, SEARCH, HANG, BRANCHES, PROFILE)
 
 _BOTH = "forward+backward"
-BACKENDS = {"naive": "masked", "chunked": "gather", "packed": "packed", "flash": "flash", "triton": "our kernels"}
+BACKENDS = {"naive": "masked", "chunked": "gather", "flash": "flash", "triton": "our kernels"}
 """The backends of kind branches, by the reports' names."""
 
 
@@ -36,7 +36,7 @@ def blocks(e: Evidence) -> dict[str, str]:
         "summary": _summary(e),
         "branches-small": branches(e, "small_128", 128, 5, 128),
         "branches-large": branches(e, "m7c_125m", 768, 5, 1024),
-        "selection": backends(e, "slc", ("naive", "chunked", "packed", "triton")),
+        "selection": backends(e, "slc", ("naive", "chunked", "triton")),
         "compressed": backends(e, "cmp", ("naive", "chunked", "triton")),
         "sliding": backends(e, "win", ("naive", "chunked", "flash", "triton")),
         "lengths": f"Smallest failing size: {smallest(e)}.",
