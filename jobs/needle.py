@@ -25,6 +25,7 @@ from jobs._pass import Implementations, model_of_preset
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate
 from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
+from jobs._training.metrics import energy_per_token
 from jobs._training.optimizer import OptimizerSpec
 from jobs._training.results import Run, first_steady, steady_steps
 from jobs.measure.check import HeadShape, check_attention
@@ -33,7 +34,7 @@ from jobs.measure.memory import measure_peak
 from jobs.measure.stats import summarize
 from jobs.measure.telemetry import Telemetry
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
+from jobs.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.spec import JobSpec
 
 RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
@@ -47,7 +48,7 @@ ANSWER_LOSS = replace(LOSS, unit="nat/answer")
 HELDOUT_ANSWER_LOSS = replace(HELDOUT_LOSS, unit="nat/answer")
 QUANTITIES = (
     *(RECALL, RECALL_WORST, CONVERGED, ANSWER_LOSS, HELDOUT_ANSWER_LOSS, RECALL_AT, CHANCE, LOSS_CHANGE, LEARNED_STEP),
-    *(TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, RANK_COMPUTE_TIME),
+    *(TIME, THROUGHPUT, ENERGY, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, RANK_COMPUTE_TIME),
 )
 
 _LEARNED = 0.1  # of the loss of a guess, below which the mean loss over a twentieth of the steps has to fall
@@ -188,7 +189,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     elif abs(learning.change) > config["converged_nat"]:
         text = f"the loss still changes by {learning.change:.2g} nat/answer in the last tenth of the steps"
         reporter(beat).warn(f"steps: {config['steps']}: {text}, more than converged_nat; give more steps")
-    metrics = (*_recalls(found, config), *_learned(learning, run, config), *_speed(run, config), *peak.metrics())
+    speed = [*_speed(run, config), *energy_per_token([trainer.energy.energy])]
+    metrics = (*_recalls(found, config), *_learned(learning, run, config), *speed, *peak.metrics())
     training = {
         "training": {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
     }

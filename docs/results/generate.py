@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import tables
+from seed_pages import PAGES as SEED_PAGES
+from seed_pages import seed_pages
 from take_in import DATA, take_in
 
 from orchestrator.cli.packaged import reference_data
@@ -27,6 +29,7 @@ from orchestrator.store.importer import import_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path("docs/results")
+SEEDS = PAGES / "seeds"
 DURATIONS = Path("orchestrator/gates/durations.csv")
 GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
 CHARTED = ("scaling", "bench", "decode")  # a run of another kind has one length
@@ -80,6 +83,9 @@ def generate(root: Path) -> list[Path]:
             written = [_write(root / DURATIONS, _durations(runs))]
             written += _reports(store, runs, root / PAGES)
             filled = tables.all_tables(store, runs)
+            texts = {name: (ROOT / SEEDS / name).read_text() for name in SEED_PAGES}
+            seeds = seed_pages(store, runs, texts)
+        written += [_write(root / SEEDS / name, text) for name, text in seeds.items()]
         written.append(_write(root / PAGES / "decisions.md", _decisions()))
     for name in (PAGES / "README.md", Path("README.md")):
         written.append(_write(root / name, tables.fill((ROOT / name).read_text(), filled)))

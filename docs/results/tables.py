@@ -32,7 +32,7 @@ PAGES = {
 }
 """The page of each kind of job."""
 
-_CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NAMES = {"dense": "dense", "naive": "naive", "chunked": "NSA in chunks", "triton": "NSA (Triton)"}
 _METRICS = {"time": "time", "peak_extra_memory": "extra memory"}
@@ -65,7 +65,7 @@ def minutes(run: Mapping[str, Any]) -> float:
     return (run["ended_at"] - run["created_at"]).total_seconds() / 60
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
@@ -73,10 +73,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _pages(runs: Sequence[dict[str, Any]]) -> str:
     def row(kind: str, page: str) -> list[str]:
         own = [run for run in runs if run["kind"] == kind]
-        return [f"[{page}]({page})", _specs(own), f"{len(own)}", _commits(own)]
+        return [f"[{page}]({page})", _specs(own), f"{len(own)}", commits(own)]
 
     rows = [row(kind, page) for kind, page in PAGES.items() if any(run["kind"] == kind for run in runs)]
-    return _table(["page", "specs", "runs", "commit"], rows)
+    return table(["page", "specs", "runs", "commit"], rows)
 
 
 def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
@@ -86,9 +86,9 @@ def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         states = queries.points(store, run["run_id"])["state"].value_counts(sort=False)
         points = ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda item: -item[1]))
         as_job = "Ray job" if run["submission_id"] else "`--local`"
-        return [run["run_id"], _spec(run), run["gpu"] or "CPU", as_job, points, f"{minutes(run):.1f}", _commits([run])]
+        return [run["run_id"], spec_of(run), run["gpu"] or "CPU", as_job, points, f"{minutes(run):.1f}", commits([run])]
 
-    return _table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
+    return table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
 
 
 def _ran_in_short(store: Store, runs: Sequence[dict[str, Any]]) -> str:
@@ -98,10 +98,10 @@ def _ran_in_short(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         own = [run for run in runs if (run["git_commit"], run["host"]) == (commit, host)]
         with_card = [run for run in own if run["gpu"]] or own
         cards = ", ".join(dict.fromkeys(run["gpu"] or "CPU" for run in with_card))
-        where = f"one {cards} ({_versions(store, with_card[0])}), commit {_commits(own)}"
+        where = f"one {cards} ({_versions(store, with_card[0])}), commit {commits(own)}"
         as_jobs = ", as Ray jobs" if all(run["submission_id"] for run in own) else ""
         rows.append([where, f"{_specs(own)}{as_jobs}"])
-    return _table(["where", "what"], rows)
+    return table(["where", "what"], rows)
 
 
 def _versions(store: Store, run: Mapping[str, Any]) -> str:
@@ -116,19 +116,19 @@ def _versions(store: Store, run: Mapping[str, Any]) -> str:
 
 
 def _specs(runs: Iterable[Mapping[str, Any]]) -> str:
-    counts = Counter(map(_spec, runs))
+    counts = Counter(map(spec_of, runs))
     return ", ".join(f"{spec} ({count} times)" if count > 1 else spec for spec, count in counts.items())
 
 
-def _spec(run: Mapping[str, Any]) -> str:
+def spec_of(run: Mapping[str, Any]) -> str:
     """The file in jobs/configs of a run's name, else the name."""
-    for path in sorted(_CONFIGS.glob("*.yaml")):
+    for path in sorted(CONFIGS.glob("*.yaml")):
         if yaml.safe_load(path.read_text()).get("name") == run["name"]:
             return f"`{path.name}`"
     return str(run["name"])
 
 
-def _commits(runs: Iterable[Mapping[str, Any]]) -> str:
+def commits(runs: Iterable[Mapping[str, Any]]) -> str:
     short = [str(run["git_commit"])[:7] + (" (with changes)" if run["git_dirty"] else "") for run in runs]
     return ", ".join(dict.fromkeys(short))
 
@@ -146,14 +146,14 @@ def _operator(benches: Sequence[Bench], wanted: Callable[[Place], bool]) -> str:
                     [
                         f"{layout.query_heads}/{layout.kv_heads}, {layout.head_dim}",
                         f"{place.seq_len:,}",
-                        _number(bench.value(place, name, TIME)),
+                        number(bench.value(place, name, TIME)),
                         dense_ms,
-                        "" if peer is None else f"{_number(peer.value)} ({peer.owner})",
-                        _number(bench.value(place, name, MEMORY), whole=True),
+                        "" if peer is None else f"{number(peer.value)} ({peer.owner})",
+                        number(bench.value(place, name, MEMORY), whole=True),
                         dense_mib,
                     ]
                 )
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _dense(bench: Bench, place: Place) -> tuple[str, str]:
@@ -167,7 +167,7 @@ def _dense(bench: Bench, place: Place) -> tuple[str, str]:
         return "", ""
     name = min(times, key=lambda name: times[name])
     kernel = bench.routes.get((place, name), name)
-    return f"{_number(times[name])} ({kernel})", _number(bench.value(place, name, MEMORY), whole=True)
+    return f"{number(times[name])} ({kernel})", number(bench.value(place, name, MEMORY), whole=True)
 
 
 def _growth(store: Store, runs: Sequence[dict[str, Any]]) -> str:
@@ -190,7 +190,7 @@ def _growth(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         for metric, title in _METRICS.items()
         for name, shown in _NAMES.items()
     ]
-    return _table(["", "forward", BOTH], [row for row in rows if any(row[1:])]) + _longest(store, scaling)
+    return table(["", "forward", BOTH], [row for row in rows if any(row[1:])]) + _longest(store, scaling)
 
 
 def _longest(store: Store, run_ids: Sequence[str]) -> str:
@@ -203,7 +203,7 @@ def _longest(store: Store, run_ids: Sequence[str]) -> str:
     common = by_name.get("triton", {}).keys() & by_name.get("dense", {}).keys()
     if not common:
         return ""
-    nsa, dense = (_number(by_name[name][max(common)]) for name in ("triton", "dense"))
+    nsa, dense = (number(by_name[name][max(common)]) for name in ("triton", "dense"))
     return f"\n\nAt {max(common):,.0f} tokens {BOTH} took {nsa} ms with NSA and {dense} ms with dense attention."
 
 
@@ -221,16 +221,22 @@ def _branches(benches: Sequence[Bench]) -> str:
             texts = [str(crossing or reason) for crossing, reason in crossings]
             rows.append([heads, str(taken.series["pass"]), share, *laws, *texts])
     columns = ["heads, head dim", "pass", "its share", "it grows as", "the rest as", "largest from", "half from"]
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _training(store: Store, runs: Sequence[dict[str, Any]]) -> str:
-    """Tokens a second of a training step, by length."""
-    rows = []
+    """Tokens a second of a training step, by length; and the energy of a token, if a run has it."""
+    rows, energies = [], []
     for seq_len, values in _by_length(store, runs, "train-speed"):
         nsa, dense = values["triton", "throughput"], values["dense", "throughput"]
-        rows.append([f"{seq_len:,}", _rate(nsa), _rate(dense), f"{nsa / dense:.2f}"])
-    return _table(["S", "NSA, tok/s", "dense, tok/s", "NSA / dense"], rows)
+        rows.append([f"{seq_len:,}", rate(nsa), rate(dense), f"{nsa / dense:.2f}"])
+        joules = (values.get((name, "energy_per_token")) for name in ("triton", "dense"))
+        energies.append(["" if each is None else f"{1000 * each:.3g}" for each in joules])
+    columns = ["S", "NSA, tok/s", "dense, tok/s", "NSA / dense"]
+    if any(map(any, energies)):
+        columns += ["NSA, mJ/tok", "dense, mJ/tok"]
+        rows = [[*row, *more] for row, more in zip(rows, energies, strict=True)]
+    return table(columns, rows)
 
 
 def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
@@ -240,9 +246,9 @@ def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         rates = [values[name, "throughput"] for name in ("triton", "dense")]
         read = [values[name, "bytes_read"] for name in ("triton", "dense")]
         ratio = f"{rates[0] / rates[1]:.2f}"
-        rows.append([f"{seq_len:,}", *map(_rate, rates), ratio, *(_number(mib, whole=True) for mib in read)])
+        rows.append([f"{seq_len:,}", *map(rate, rates), ratio, *(number(mib, whole=True) for mib in read)])
     columns = ["context", "NSA, tok/s", "dense, tok/s", "NSA / dense", "NSA reads, MiB", "dense reads, MiB"]
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _by_length(
@@ -255,12 +261,12 @@ def _by_length(
         yield int(group["seq_len"].iloc[0]), dict(zip(keys, group["value"], strict=True))
 
 
-def _rate(value: float) -> str:
+def rate(value: float) -> str:
     """Tokens a second, to three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}"
 
 
-def _number(value: float | None, *, whole: bool = False) -> str:
+def number(value: float | None, *, whole: bool = False) -> str:
     """A value with three significant digits, or to the unit; empty if there is none."""
     if value is None:
         return ""

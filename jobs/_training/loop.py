@@ -28,6 +28,7 @@ from jobs._training.soak_history import steps_of
 from jobs._training.soak_watch import SoakWatch
 from jobs._training.state import TrainingState
 from jobs.measure.clock import synchronize
+from jobs.measure.energy import EnergyMeter
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.telemetry import Telemetry
@@ -67,6 +68,7 @@ class Trainer:
         self.rank = rank
         self.corpus = corpus
         self.route: dict[str, str] = {}
+        self.energy = EnergyMeter.of(device)  # of the steady steps, in tokens of all ranks
         self.size = (config["batch"], config["seq_len"])
         self._autocast = config["precision"] == "bfloat16"
         self._watch = watch
@@ -162,7 +164,7 @@ class Trainer:
         self, until: int, run: Run, live: _Live, beat: Beat, stop: threading.Event, telemetry: Telemetry
     ) -> None:
         """Train up to step `until`, or to the step at which this process ends."""
-        ended, before = time.perf_counter(), self.state.step
+        ended, before, metered = time.perf_counter(), self.state.step, 0
         # Start the next step before waiting for a loss, so that a GPU is never idle.
         started = self._steps(until, beat, stop)
         for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
@@ -170,6 +172,9 @@ class Trainer:
             if not self._measuring and is_steady(len(run.losses), self.steps, run.begun):
                 self._measuring = True
                 telemetry.start()
+            metered += self.energy.running
+            if not self.energy.running and is_steady(number - 1, self.schedule_steps, run.begun):
+                self.energy.start()
             _check_finite(step.loss, f"at step {number}")
             live.step(number, step)
             if self._notes is not None and number == run.begun[-1] + 1:
@@ -181,6 +186,7 @@ class Trainer:
             run.losses.append(step.loss)
             run.seconds.append(ended - before_it)
             run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
+        self.energy.stop(metered * math.prod(self.size))
 
     def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""

@@ -22,12 +22,14 @@ from jobs._training.layout import Layout
 from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME
 from jobs._training.report import RankReport
 from jobs._training.results import RESUME_WARM_UP, Run, first_steady, steady_steps
+from jobs.measure.energy import Energy
 from jobs.measure.flops import training_flops_per_token
 from jobs.measure.stats import summarize
 from jobs.peaks import BF16_PEAKS
 from jobs.point import Measurement, Metric
 from jobs.quantities import (
     AGREEMENT,
+    ENERGY,
     ESTIMATE_ERROR,
     MEMORY,
     TELEMETRY,
@@ -50,7 +52,7 @@ RANK_UTILIZATION = Quantity(
 RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
 RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
 QUANTITIES = (
-    *(TIME, THROUGHPUT, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
+    *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
     *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
     *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
     *SERIES,
@@ -67,7 +69,8 @@ def measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Mea
     worst = max(reports, key=lambda report: report.peak.allocated)
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
     steady = [first.run.seconds[step] for step in steady_steps(first.run)]
-    metrics = [*speed(config, first, steady, _left_out(first.run)), *_ranks(reports)]
+    metrics = [*speed(config, first, steady, _left_out(first.run)), *energy_per_token([r.energy for r in reports])]
+    metrics += _ranks(reports)
     metrics += [*_quality(config, first), *memory(config, worst), *checkpoint_costs(first), *agreement.metrics()]
     environment = {**first.environment, "training": first.environment["training"] | history(first)}
     return Measurement(tuple(metrics), first.route, environment, worst.peak.files)
@@ -93,6 +96,17 @@ def speed(config: Mapping[str, Any], report: RankReport, steady: Sequence[float]
         metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
         metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
     return metrics
+
+
+def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
+    """Energy of all ranks' GPUs for a token; none if one of them tells none."""
+    told = [energy for energy in energies if energy is not None]
+    if not told or len(told) < len(energies):
+        return []
+    seconds = told[0].seconds
+    method = f"NVML's energy counter of all ranks' cards over {seconds:.3g} s of steady steps, of this attempt"
+    shares = tuple(energy.joules / energy.work for energy in told)
+    return [Metric.of(ENERGY, sum(shares), shares, f"{method}; samples: ranks")]
 
 
 def _mfu(model: ModelConfig, config: Mapping[str, Any], throughput: float, peak: float) -> Metric:

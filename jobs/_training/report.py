@@ -27,6 +27,7 @@ from jobs._training.soak_history import SoakHistory, SoakPlan, steps_of
 from jobs._training.soak_watch import SoakWatch
 from jobs.measure import check, nvml
 from jobs.measure.check import Agreement
+from jobs.measure.energy import Energy
 from jobs.measure.environment import environment
 from jobs.measure.memory import Peak, measure_peak
 from jobs.measure.telemetry import Telemetry
@@ -49,6 +50,8 @@ class RankReport:
         model: the model's shape.
         gpu: PyTorch's name of the rank's GPU; "" on a CPU.
         state: of the rank at its end.
+        energy: of this rank's GPU over the steady steps of this attempt, its work the tokens of all ranks; None if its
+            driver tells none.
         checkpoints: their history; None without checkpoints.
         topology: of the rank's host, if the configuration asks for it.
     """
@@ -62,6 +65,7 @@ class RankReport:
     model: ModelConfig
     gpu: str
     state: RankState
+    energy: Energy | None = None
     checkpoints: CheckpointReport | None = None
     topology: Topology | None = None
 
@@ -124,8 +128,8 @@ def train_rank(
     utilization = next((metric for metric in sampled.metrics if metric.name == GPU_UTILIZATION.name), None)
     found = environment(device) | {"training": about}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    history = None if checkpoints is None else checkpoints.report
-    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, state, history, host)
+    history, energy = None if checkpoints is None else checkpoints.report, trainer.energy.energy
+    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, state, energy, history, host)
 
 
 def open_corpus(data: DataSpec, config: Mapping[str, Any], beat: Beat) -> Corpus:

@@ -50,6 +50,7 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -
     metrics = [
         *_memory(worst, plan),
         *_times(config, first, plan),
+        *of_training.energy_per_token([report.energy for report in reports]),
         *_counts(worst),
         *of_training.heldout_losses(config, first.run),
     ]

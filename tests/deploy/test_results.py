@@ -39,7 +39,7 @@ def test_pages_tables_and_durations_are_those_of_the_journals(tmp_path: Path) ->
     done = python(RESULTS / "generate.py", "--root", tmp_path)
     assert done.returncode == 0, done.stderr
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.iterdir() if path.suffix in (".md", ".png")}
+    pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*") if path.suffix in (".md", ".png")}
     assert written == pages | {"README.md", "orchestrator/gates/durations.csv"}
     stale = [name for name in written if not name.endswith(".png") and differs(tmp_path / name, ROOT / name)]
     assert not stale, f"run `make results`: {', '.join(sorted(stale))}"

@@ -12,7 +12,10 @@ import psutil
 import pynvml
 import pytest
 
+from jobs._training.metrics import energy_per_token
+from jobs.measure import energy as energy_module
 from jobs.measure import nvml
+from jobs.measure.energy import Energy, EnergyMeter
 from jobs.measure.process_usage import ProcessUsage
 from jobs.measure.telemetry import Sample, Telemetry, energy, summarise_samples
 from jobs.quantities import (
@@ -137,6 +140,45 @@ def test_energy_is_the_integral_of_the_power_of_all_gpus() -> None:
     [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
     assert (found.value, found.unit) == (400 + 200, "J")
     assert energy([sample("0", 0, 100)]) is None
+
+
+def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1_000, 5_000, 900_000, 906_000])  # mJ; between the stretches the card goes on
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: next(readings), raising=False)
+    meter = EnergyMeter("0")
+    meter.stop(7)
+    for work in (10, 30):
+        assert not meter.running
+        meter.start()
+        assert meter.running
+        meter.stop(work)
+    assert meter.energy is None, "too short to tell"
+    monkeypatch.setattr(energy_module, "LEAST_S", 0)
+    assert (found := meter.energy) is not None
+    assert (found.joules, found.work) == (4 + 6, 40)
+
+
+@pytest.mark.parametrize("counter", [_refuse, iter([5_000, 1_000]).__next__])
+def test_without_a_counter_that_grows_there_is_no_energy(
+    driver: None, monkeypatch: pytest.MonkeyPatch, counter: Any
+) -> None:
+    monkeypatch.setattr(energy_module, "LEAST_S", 0)
+    told = counter if counter is _refuse else lambda _: counter()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", told, raising=False)
+    for meter in (EnergyMeter("0"), EnergyMeter(None)):
+        meter.start()
+        meter.stop(10)
+        assert meter.energy is None
+
+
+def test_energy_per_token_is_that_of_all_ranks_or_none() -> None:
+    one, other = Energy(100.0, 50, 3.0), Energy(200.0, 50, 3.0)
+    [found] = energy_per_token([one, other])
+    assert (found.value, found.samples, found.unit) == (6.0, (2.0, 4.0), "J/tok")
+    assert energy_per_token([one, None]) == []
+    assert energy_per_token([None]) == []
 
 
 def test_usage_of_a_process_tree_counts_its_children() -> None:

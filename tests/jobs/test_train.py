@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from jobs._data.byte_corpus import load_corpus
+from jobs._training import loop
 from jobs._training.ahead import in_order
 from jobs._training.errors import Diverged
 from jobs._training.optimizer import OptimizerSpec, learning_rate
-from jobs.measure import check
+from jobs.measure import check, energy
 from jobs.measure.check import WrongResult
 from jobs.point import Machine, Measurement, Point
 from jobs.train import Spec, measure
@@ -75,6 +76,19 @@ def test_the_loss_falls_on_held_out_text(text: Path) -> None:
         curve = next(m.samples for m in result.metrics if m.name == "loss")
         assert len(curve) == 25
         assert curve[-1] < curve[0]
+
+
+def test_energy_is_that_of_the_steady_steps(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([10_000, 43_000])  # mJ
+
+    class Meter(energy.EnergyMeter):
+        def _counter(self) -> float:
+            return next(readings) / 1000
+
+    monkeypatch.setattr(energy, "LEAST_S", 0)
+    monkeypatch.setattr(loop.EnergyMeter, "of", lambda device: Meter("0"))
+    [found] = [metric for metric in _train(_spec(text)).metrics if metric.name == "energy_per_token"]
+    assert found.value == pytest.approx(33 / (22 * 4 * 48)), "25 steps, of which two warm up and one begins the stretch"
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_one_others(text: Path) -> None:

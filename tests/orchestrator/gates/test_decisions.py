@@ -58,8 +58,8 @@ def test_steps_are_merged_by_command_with_those_without_one_last():
     assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
     assert first.settles == ("correctness", "memory-exponent", "not-slower-than-dense", "no-failures", "estimator")
     commands = [step.command for step in decision.steps if step.command]
-    # On each card: sweep, training, soak, what is learned; on two: ranks, and their soak.
-    assert len(commands) == len(set(commands)) == len(decision.steps) == 16
+    # On each card: sweep, training, soak, what is learned, needles; on two: ranks, and their soak.
+    assert len(commands) == len(set(commands)) == len(decision.steps) == 19
     lacking = dataclasses.replace(first, command=None, lacking="a job")
     assert [step.command for step in merged([lacking, first, lacking])] == [first.command, None]
 
@@ -105,7 +105,7 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
     sqlite_store.apply_many(training(sweep(laws={"triton": 1.0}, lengths=(2048,), gpu="NVIDIA H200")))
     (decision,) = decide(sqlite_store, load_gates().only("m7c-125m-training"))
     assert "nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100 or 2× H200. On 1× H200: " in decision.sentence
-    assert "512,000 tok/s of 2,370 needed; 10 of 11 rules open." in decision.sentence
+    assert "512,000 tok/s of 2,370 needed; 12 of 13 rules open." in decision.sentence
     (verdict,) = [each for each in decision.verdicts if each.measured]
     rules = [
         dataclasses.replace(rule, result=Result.GO, step=None) if rule.rule != "soak-memory-slope" else rule

@@ -1,4 +1,4 @@
-"""The shipped rules about soaks and about learning: GO, NO-GO, UNKNOWN."""
+"""The shipped rules about soaks, about learning and about needles: GO, NO-GO, UNKNOWN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_of(records: list[Record], kind: str, name: str, values: Callable[[str], 
 
 def results(store: Store, hardware: str = "1x-h200") -> dict[str, Result]:
     (verdict,) = evaluate(store, load_gates().only(f"m7c-125m-training/{hardware}"))
-    return {rule.rule: rule.result for rule in verdict.rules if rule.rule.startswith(("soak", "learns"))}
+    return {rule.rule: rule.result for rule in verdict.rules if rule.rule.startswith(("soak", "learns", "needle"))}
 
 
 def soaked(sweep, values: Values, minutes: int = 30) -> list[Record]:
@@ -101,3 +101,25 @@ def test_what_nsa_learns_is_held_against_dense_attention(
     )
     assert results(sqlite_store)["learns"] is expected
     assert results(sqlite_store, "1x-h100")["learns"] is expected, "the same kernels"
+
+
+@pytest.mark.parametrize(
+    ("nsa", "dense", "expected"),
+    [
+        (98.5, 100.0, (GO, GO)),
+        (97.5, 100.0, (NO_GO, GO)),  # more than 2 points below dense attention
+        (1.6, 1.6, (GO, NO_GO)),  # equal, because neither has learned anything
+    ],
+)
+@pytest.mark.parametrize("lengths", [(2048, 8192), (2048,)])
+def test_recall_is_held_against_dense_attention_and_against_chance(
+    sqlite_store: Store, sweep, nsa: float, dense: float, expected: tuple[Result, Result], lengths: tuple[int, ...]
+) -> None:
+    recalls = {"triton": nsa, "dense": dense}
+    records = sweep(laws={"triton": 1.0, "dense": 2.0}, lengths=lengths, gpu=H200)
+    sqlite_store.apply_many(run_of(records, "needle", "needle-m7c", lambda name: {"recall": (recalls[name], "%")}))
+    for hardware in ("1x-h200", "1x-h100"):
+        found = results(sqlite_store, hardware)
+        both = found["needle-beside-dense"], found["needle-found"]
+        unless_whole = tuple(UNKNOWN if each is GO else each for each in expected)
+        assert both == (expected if len(lengths) == 2 else unless_whole), "every trained length is needed to pass"

@@ -1,0 +1,273 @@
+"""Blocks of seeds/training-memory.md: the memory diagnostic of a running training (004)."""
+
+from __future__ import annotations
+
+from seed_evidence import (
+    CAPACITY,
+    DIAGNOSE,
+    DRIVER,
+    ESTIMATE,
+    PEAK,
+    SOAK,
+    THROUGHPUT,
+    TIME,
+    TRAIN,
+    TRAIN_2GPU,
+    Evidence,
+    Spec,
+    shown,
+)
+from tables import commits, table
+
+from jobs.plain_text import for_file
+
+SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK)
+
+_NSA = {"implementation": "triton"}
+_PHASES = {"boot": "boot", "loader": "after the loader", "step_1": "step 1", "now": "at the end"}
+_PARTS = ("parameters", "optimizer", "gradients", "activations", "workspace", "inputs")
+_SIZE = "train 12 layers dim 768 S=1024"
+
+
+def blocks(e: Evidence) -> dict[str, str]:
+    return {
+        "summary": _summary(e),
+        "commit": _commit(e),
+        "load": _load(e),
+        "snapshots": _snapshots(e),
+        "variables": _environment(e, "variables"),
+        "versions": _versions(e),
+        "parameters": _parameters(e),
+        "configuration": _configuration(e, ("nsa",)),
+        "training": _training(e),
+        "routes": _routes(e),
+        "parts": _parts(e),
+        "lengths": _lengths(e),
+        "progress": _progress(e),
+        "balance": _balance(e),
+        "topology": _topology(e),
+        "distributed": _distributed(e),
+        "advice": _advice(e),
+        "comparison": _comparison(e),
+        "stability": _stability(e),
+        "conclusion": _summary(e),
+    }
+
+
+def _summary(e: Evidence) -> str:
+    at = {**_NSA, "pass_": "train", "layers": 12, "seq_len": 1024}
+    return (
+        f"A training step of the report's length, 1,024 tokens, takes {e.cell(ESTIMATE, PEAK, **at)} with our kernels "
+        f"at a batch of 1; the training of 2 x 2,048 tokens takes {e.cell(TRAIN, DRIVER, **_NSA)} on the card, at "
+        f"{e.cell(TRAIN, THROUGHPUT, **_NSA)}. The report: {_then(e)[0]} and {_then(e)[1]} on its two GPUs, at "
+        f"{e.seed('004', THROUGHPUT, _SIZE)}."
+    )
+
+
+def _then(e: Evidence) -> list[str]:
+    """Memory of the report's two GPUs."""
+    labels = [f"{_SIZE} (torch 2.5.1+cu121, GPU {number} of 2)" for number in (0, 1)]
+    return [e.seed("004", DRIVER, label) for label in labels]
+
+
+def _commit(e: Evidence) -> str:
+    rows = []
+    for spec in (DIAGNOSE, TRAIN):
+        for run in e.of(spec)[:1]:
+            told = [commits([dict(run)]), run["git_branch"] or "", f"{run['spec']['seed']}"]
+            rows.append([f"`{spec.file}`", *told, str(e.environment(spec).get("training", {}).get("launcher", "none"))])
+        if not e.of(spec):
+            rows.append([f"`{spec.file}`", spec.not_measured, "", "", ""])
+    return table(["spec", "commit", "branch", "seed", "launcher"], rows)
+
+
+def _load(e: Evidence) -> str:
+    rows = []
+    for spec in (DIAGNOSE, TRAIN, TRAIN_2GPU):
+        config = e.config(spec, **_NSA)
+        if not config:
+            rows.append([f"`{spec.file}`", spec.not_measured, "", "", ""])
+            continue
+        ranks = config.get("ranks", 1)
+        batch, length = config["batch"], config["seq_len"]
+        told = [f"{ranks}", f"{batch}", f"{length:,}", f"{batch * length:,}"]
+        rows.append([f"`{spec.file}`", *told])
+    return table(["spec", "GPUs", "batch of all", "S", "tokens a step"], rows)
+
+
+def _snapshots(e: Evidence) -> str:
+    rows = [
+        [
+            title,
+            *(e.cell(DIAGNOSE, (f"{phase}_{size}", "MiB"), **_NSA) for size in ("allocated", "reserved", "resident")),
+        ]
+        for phase, title in _PHASES.items()
+    ]
+    then = ", ".join(_then(e))
+    return table(["phase, highest of the ranks", "allocated", "reserved", "on the host"], rows) + (
+        f"\n\nIn use on the report's cards: {then}; in `train_m7c.yaml`: {e.cell(TRAIN, DRIVER, **_NSA)}."
+    )
+
+
+def _source(e: Evidence) -> Spec:
+    """The diagnosis, or until it is there the training."""
+    return DIAGNOSE if e.points(DIAGNOSE, **_NSA) else TRAIN
+
+
+def _environment(e: Evidence, section: str) -> str:
+    spec = _source(e)
+    found = e.environment(spec, **_NSA).get(section, {})
+    rows = [[f"`{name}`", f"`{value}`"] for name, value in sorted(found.items())]
+    return table([f"of `{spec.file}`", "value"], rows or [["all", DIAGNOSE.not_measured]])
+
+
+def _versions(e: Evidence) -> str:
+    spec = _source(e)
+    found = e.environment(spec, **_NSA)
+    told = {
+        **found.get("packages", {}),
+        **{name: found[name] for name in ("cuda", "python", "platform") if name in found},
+    }
+    rows = [[name, str(value)] for name, value in told.items()]
+    return table([f"of `{spec.file}`", "version"], rows or [["all", DIAGNOSE.not_measured]])
+
+
+def _parameters(e: Evidence) -> str:
+    at = {**_NSA, "pass_": "train", "layers": 12, "seq_len": 1024}
+    count = e.environment(_source(e), **_NSA).get("training", {}).get("parameters")
+    weights, state = (e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **at) for part in ("parameters", "optimizer"))
+    rows = [
+        ["parameters", f"{count:,}" if count else DIAGNOSE.not_measured],
+        ["weights, float32", weights],
+        ["the optimizer's state", state],
+    ]
+    return table(["what", "size"], rows)
+
+
+def _configuration(e: Evidence, sections: tuple[str, ...]) -> str:
+    spec = _source(e)
+    model = e.config(spec, **_NSA).get("model", {})
+    rows = [[f"`{name}`", f"{value}"] for section in sections for name, value in model.get(section, {}).items()]
+    return table([f"of `{spec.file}`", "value"], rows or [["all", DIAGNOSE.not_measured]])
+
+
+def _training(e: Evidence) -> str:
+    spec = _source(e)
+    config = e.config(spec, **_NSA)
+    if not config:
+        return f"Settings: {DIAGNOSE.not_measured}."
+    told = {name: config[name] for name in ("steps", "seq_len", "batch", "precision")}
+    rows = [[f"`{name}`", f"{value}"] for name, value in {**told, **config["optimizer"]}.items()]
+    return table([f"of `{spec.file}`", "value"], rows)
+
+
+def _routes(e: Evidence) -> str:
+    spec = _source(e)
+    rows = [[branch, f"`{kernel}`"] for branch, kernel in sorted(e.route(spec, **_NSA).items())]
+    return table(["branch", f"kernel that ran in `{spec.file}`"], rows or [["all", DIAGNOSE.not_measured]])
+
+
+def _parts(e: Evidence) -> str:
+    """What a training step's memory is, by the allocator."""
+    lengths = (1024, 2048, 4096)
+    rows = []
+    for part in _PARTS:
+        at = {**_NSA, "pass_": "train", "layers": 12}
+        rows.append(
+            [part, *(e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **at, seq_len=length) for length in lengths)]
+        )
+    return table(["part of a training step, batch 1", *(f"{length:,} tokens" for length in lengths)], rows)
+
+
+def _lengths(e: Evidence) -> str:
+    rows = []
+    for length in (1024, 2048, 4096, 65536):
+        at = {"pass_": "train", "layers": 12, "seq_len": length}
+        rows.append([f"{length:,}", *(e.cell(ESTIMATE, PEAK, **at, implementation=way) for way in ("triton", "dense"))])
+    longest = e.cell(CAPACITY, ("longest", "token"), **_NSA, batch=1, checkpointing="off")
+    return table(["S, a training step", "our kernels", "dense"], rows) + f"\n\nLongest that fits: {longest}."
+
+
+def _progress(e: Evidence) -> str:
+    rows = [
+        [f"`{spec.file}`", e.cell(spec, THROUGHPUT, **_NSA), e.cell(spec, TIME, **_NSA)]
+        for spec in (DIAGNOSE, TRAIN, TRAIN_2GPU)
+    ]
+    then = ["the report", e.seed("004", THROUGHPUT, f"{_SIZE} (torch 2.5.1+cu121, 2 GPUs)"), ""]
+    return table(["training", "throughput", "time of a step"], [then, *rows])
+
+
+def _balance(e: Evidence) -> str:
+    labels = [f"{_SIZE} (torch 2.5.1+cu121, GPU {number} of 2)" for number in (0, 1)]
+    then = " and ".join(e.seed("004", ("gpu_utilization", "%"), label) for label in labels)
+    rows = [["utilisation by GPU", then, "", ""]]
+    for title, figure in (
+        ("utilisation of the least busy GPU", ("rank_utilization", "%")),
+        ("imbalance of the ranks", ("rank_imbalance", "%")),
+        ("warnings", ("warnings", "1")),
+    ):
+        found = "" if title == "warnings" else e.cell(TRAIN_2GPU, figure, **_NSA)
+        rows.append([title, "", e.cell(DIAGNOSE, figure, **_NSA), found])
+    return table(["what", "the report", f"`{DIAGNOSE.file}`", f"`{TRAIN_2GPU.file}`"], rows)
+
+
+def _topology(e: Evidence) -> str:
+    """The card; links and NUMA nodes are in the point's file."""
+    gpu = e.environment(_source(e), **_NSA).get("gpu", {})
+    card = f"{gpu['name']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}" if gpu else DIAGNOSE.not_measured
+    kept = "in `diagnosis.md` of the point" if e.points(DIAGNOSE, **_NSA) else DIAGNOSE.not_measured
+    return table(["what", "here"], [["card", card], ["links, NUMA nodes, cores", kept]])
+
+
+def _distributed(e: Evidence) -> str:
+    config = e.config(DIAGNOSE, **_NSA)
+    told = e.environment(DIAGNOSE, **_NSA).get("training", {})
+    if not config:
+        return f"Ranks: {DIAGNOSE.not_measured}."
+    rows = [["ranks", f"{config.get('ranks', 1)}"], ["parallel", f"{config.get('parallel', 'none: one rank')}"]]
+    return table(["what", "here"], [*rows, ["launcher", f"{told.get('launcher', 'none')}"]])
+
+
+def _advice(e: Evidence) -> str:
+    found = e.warnings(DIAGNOSE)
+    count = e.cell(DIAGNOSE, ("warnings", "1"), **_NSA)
+    if not found:
+        return f"Warnings of the diagnosis: {count}."
+    return "\n".join([f"Warnings of the diagnosis: {count}.", "", *(f"- {for_file(text)}" for text in found)])
+
+
+def _comparison(e: Evidence) -> str:
+    at = {"pass_": "train", "layers": 12, "seq_len": 1024}
+    ways = ("dense", "triton")
+    peaks = {way: e.value(ESTIMATE, PEAK[0], **at, implementation=way) for way in ways}
+    ratio = ESTIMATE.not_measured
+    if peaks["dense"] is not None and peaks["triton"] is not None:
+        ratio = f"{peaks['triton'] / peaks['dense']:.2f}"
+    rows = [
+        ["memory of a step at 1,024", *(e.cell(ESTIMATE, PEAK, **at, implementation=way) for way in ways), ratio],
+        ["throughput at 2,048", *(e.cell(TRAIN, THROUGHPUT, implementation=way) for way in ways), _faster(e)],
+    ]
+    return table(["what", "standard attention", "NSA", "NSA / standard"], rows)
+
+
+def _faster(e: Evidence) -> str:
+    nsa, dense = (e.value(TRAIN, THROUGHPUT[0], implementation=way) for way in ("triton", "dense"))
+    return TRAIN.not_measured if nsa is None or dense is None else f"{nsa / dense:.2f}"
+
+
+def _stability(e: Evidence) -> str:
+    drift = e.value(SOAK, "throughput_drift")
+    rows = [
+        ["memory in hours of training", e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB"))],
+        ["throughput in hours of training", SOAK.not_measured if drift is None else shown(drift, "%/h")],
+        ["the short training ended", e.states(TRAIN)],
+        ["loss fell", _loss(e)],
+    ]
+    return table(["what", "here"], rows)
+
+
+def _loss(e: Evidence) -> str:
+    before, after = (e.value(TRAIN, name, **_NSA) for name in ("heldout_loss_before", "heldout_loss"))
+    if before is None or after is None:
+        return TRAIN.not_measured
+    return f"held-out, from {shown(before, 'nat/byte')} to {shown(after, 'nat/byte')}"

@@ -1,0 +1,227 @@
+"""Blocks of seeds/training-speed.md: the report on the speed of the planned training (003)."""
+
+from __future__ import annotations
+
+from seed_evidence import (
+    BRANCHES,
+    DRIVER,
+    ENERGY,
+    MATRIX,
+    PASSES,
+    PEAK,
+    PROFILE,
+    SCALING,
+    THROUGHPUT,
+    TIME,
+    TRAIN,
+    TRAIN_2GPU,
+    TRAIN_COMPRESSED,
+    TRAIN_SHORT,
+    Evidence,
+    Spec,
+    shown,
+)
+from seed_fitness import verdict
+from tables import table
+
+from jobs._training.layout import divided
+from jobs.training_plan import TrainingPlan
+
+LADDER = Spec("capacity_ladder.yaml")
+SPECS = (TRAIN, TRAIN_2GPU, TRAIN_COMPRESSED, TRAIN_SHORT, LADDER, PASSES, PROFILE, BRANCHES, SCALING, MATRIX)
+
+_BOTH = "forward+backward"
+_NSA = {"implementation": "triton"}
+_PLAN = TrainingPlan(steps=50000, tokens_per_step=4096, hours=24)
+_NEEDED, _HOURS = ("throughput_needed", "tok/s"), ("planned_time", "h")
+_UTILIZATION, _IMBALANCE = ("rank_utilization", "%"), ("rank_imbalance", "%")
+
+
+def blocks(e: Evidence) -> dict[str, str]:
+    return {
+        "summary": _summary(e),
+        "forward": _forward(e),
+        "expected": _expected(e),
+        "attempts": _attempts(e),
+        "isolated": _forward(e),
+        "ladder": _ladder(e),
+        "exponents": _exponents(e),
+        "selection": _selection(e),
+        "routes": _routes(e),
+        "utilization": _utilization(e),
+        "environment": _environment(e),
+        "model": _model(e),
+        "variables": _variables(e),
+        "investigation": _investigation(e),
+        "verdict": verdict(e),
+        "timeline": _timeline(e),
+        "batch-error": f"A batch of 1 on 2 ranks: `{_refusal()}`.",
+    }
+
+
+def _summary(e: Evidence) -> str:
+    found = e.value(TRAIN, THROUGHPUT[0], **_NSA)
+    if found is None:
+        return f"Throughput: {TRAIN.not_measured}."
+    enough = "enough" if found >= _PLAN.needed else "too slow"
+    return (
+        f"One GPU ({TRAIN.file}): {shown(found, 'tok/s')} with our kernels, {enough} for the "
+        f"{shown(_PLAN.needed, 'tok/s')} that 50,000 steps of 4,096 tokens in 24 hours need; "
+        f"two GPUs: {e.cell(TRAIN_2GPU, THROUGHPUT, **_NSA)}."
+    )
+
+
+def _forward(e: Evidence) -> str:
+    rows = []
+    for seq_len in (128, 512, 1024, 2048):
+        size = f"forward 12 layers dim 768 S={seq_len}"
+        then = [f"{told}{name}" for variant, name in (("", ""), ("ranges_v2", " (V2=1)"), ("ranges_v1", " (V2=0)"))
+                if (told := e.seed("003", TIME, size, variant))]  # fmt: skip
+        at = {"seq_len": seq_len, "pass_": "forward", "batch": 1}
+        now = [e.cell(PASSES, TIME, **at, implementation=way) for way in ("triton", "naive", "dense")]
+        rows.append([f"{seq_len:,}", ", ".join(then), *now])
+    return table(["S", "the report", "our kernels", "masked, S²", "dense attention"], rows)
+
+
+def _expected(e: Evidence) -> str:
+    """The rungs of the report's ladder: its target, its figure, ours."""
+    rows = [
+        ["2 GPUs by DDP, 2,048", e.notes("003", "(2 GPUs"), "", e.cell(TRAIN_2GPU, THROUGHPUT, ENERGY, **_NSA)],
+        ["1 GPU, 2,048", e.notes("003", "(1 GPU;"), "", e.cell(TRAIN, THROUGHPUT, ENERGY, **_NSA)],
+        ["1 GPU, 512", "", e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512"), _short(e)],
+        ["the plan needs", "", "", e.cell(TRAIN, _NEEDED, **_NSA)],
+    ]
+    return table(["configuration", "the runbook", "the report", "here"], rows)
+
+
+def _short(e: Evidence) -> str:
+    return e.cell(TRAIN_SHORT, THROUGHPUT, **_NSA)
+
+
+def _ladder(e: Evidence) -> str:
+    """The longest sequence that one GPU trains on, and whether it is fast enough."""
+    found = [e.cell(LADDER, figure, **_NSA, batch=2) for figure in (("longest", "token"), THROUGHPUT)]
+    return table(["one GPU, 12 layers, batch 2: longest of 512, 1,024, 2,048", "throughput there"], [found])
+
+
+def _attempts(e: Evidence) -> str:
+    rows = [
+        ["1, DDP on 2 GPUs, a batch of 1", "a rank got a malformed batch", f"refused before it starts: `{_refusal()}`"],
+        ["2, the same, a batch of 2", "hung at step 1", _trained(e, TRAIN_2GPU)],
+        ["3, gradients in bf16, buckets of 100 MB", "hung at step 1", _trained(e, TRAIN_COMPRESSED)],
+        ["4, one GPU", "hung at step 1", _trained(e, TRAIN)],
+    ]
+    return table(["attempt", "the report", "here"], rows)
+
+
+def _trained(e: Evidence, spec: Spec) -> str:
+    state = e.state(spec, **_NSA)
+    return f"ok, {e.cell(spec, THROUGHPUT, TIME, **_NSA)}" if state == "ok" else state
+
+
+def _refusal() -> str:
+    """The message about a batch of one sequence on two ranks."""
+    try:
+        divided(1, 2, None)
+    except ValueError as err:
+        return str(err)
+    raise AssertionError("a batch of 1 was divided over 2 ranks")
+
+
+def _exponents(e: Evidence) -> str:
+    rows = [
+        [title, *(e.growth(SCALING, TIME[0], way, pass_) for pass_ in ("forward", _BOTH))]
+        for way, title in (("triton", "our kernels"), ("naive", "masked, S²"), ("dense", "dense attention"))
+    ]
+    return table(["time of the attention grows as", "forward", _BOTH], rows)
+
+
+def _selection(e: Evidence) -> str:
+    """Each branch alone and all together: the selection's part."""
+    rows = []
+    for branch in ("cmp", "slc", "win", "all"):
+        cells = [
+            e.cell(BRANCHES, TIME, **_NSA, branch=branch, seq_len=seq_len, pass_=pass_)
+            for seq_len in (2048, 65536)
+            for pass_ in ("forward", _BOTH)
+        ]
+        rows.append([branch, *cells])
+    columns = [f"{pass_}, {seq_len:,}" for seq_len in (2048, 65536) for pass_ in ("forward", _BOTH)]
+    return table(["branch, our kernels", *columns], rows)
+
+
+def _routes(e: Evidence) -> str:
+    route = e.route(TRAIN, **_NSA)
+    rows = [[branch, f"`{kernel}`"] for branch, kernel in sorted(route.items())]
+    return table(["branch", "kernel that ran in the training"], rows or [["all", TRAIN.not_measured]])
+
+
+def _utilization(e: Evidence) -> str:
+    at = {**_NSA, "seq_len": 2048, "batch": 2, "pass_": "train"}
+    busy, time = (e.value(PROFILE, name, **at) for name in ("busy_time", TIME[0]))
+    share = PROFILE.not_measured if busy is None or time is None else shown(100 * busy / time, "%")
+    rows = [
+        ["one GPU: MFU", e.cell(TRAIN, ("mfu", "%"), **_NSA)],
+        ["one GPU: time in which it computes, of a step's", share],
+        ["two GPUs: utilisation of the least busy", e.cell(TRAIN_2GPU, _UTILIZATION, **_NSA)],
+        ["two GPUs: imbalance of the ranks", e.cell(TRAIN_2GPU, _IMBALANCE, **_NSA)],
+        ["memory in use on the card", e.cell(TRAIN, DRIVER, **_NSA)],
+    ]
+    return table(["what", "here"], rows)
+
+
+def _environment(e: Evidence) -> str:
+    found = e.environment(TRAIN, **_NSA)
+    if not found:
+        return f"Hardware and software: {TRAIN.not_measured}."
+    packages, gpu = found["packages"], found.get("gpu", {})
+    rows = [
+        ["GPU", str(gpu.get("name", ""))],
+        ["driver", str(gpu.get("driver", ""))],
+        *([name, str(packages[name])] for name in ("torch", "triton", "ray") if name in packages),
+        ["CUDA", str(found.get("cuda", ""))],
+        ["Python", str(found["python"])],
+    ]
+    return table(["what", "version"], rows)
+
+
+def _model(e: Evidence) -> str:
+    config = e.config(TRAIN, **_NSA)
+    if not config:
+        return f"Configuration: {TRAIN.not_measured}."
+    model = {**config["model"], **config["model"]["nsa"]}
+    model |= {name: config[name] for name in ("seq_len", "batch", "steps", "precision", "compile")}
+    rows = [[f"`{name}`", f"{value}"] for name, value in model.items() if name != "nsa"]
+    return table(["setting", "value"], rows)
+
+
+def _variables(e: Evidence) -> str:
+    found = e.environment(TRAIN, **_NSA).get("variables", {})
+    rows = [[f"`{name}`", f"`{value}`"] for name, value in sorted(found.items())]
+    return table(["variable", "value"], rows or [["all", TRAIN.not_measured]])
+
+
+def _investigation(e: Evidence) -> str:
+    at = {**_NSA, "seq_len": 2048, "batch": 2, "pass_": "train"}
+    waits = e.cell(PROFILE, ("busy_time", "ms"), ("synchronizations", "1"), **at)
+    both = [e.cell(BRANCHES, TIME, **_NSA, branch=name, seq_len=2048, pass_=_BOTH) for name in ("cmp", "win")]
+    smaller = {"preset": "m7c_125m", "branch": "all", "repeats": 1, "anomaly": "off", "layers": 5, "seq_len": 1024}
+    rows = [
+        ["profile: device time of a step, waits for the device", waits],
+        ["without the selection: compressed, and window alone", ", ".join(both)],
+        ["fewer layers: 5 at 1,024", e.cell(MATRIX, TIME, PEAK, **_NSA, **smaller)],
+        ["a transformer with dense attention", e.cell(TRAIN, THROUGHPUT, implementation="dense")],
+    ]
+    return table(["to look at", "here"], rows)
+
+
+def _timeline(e: Evidence) -> str:
+    """Time of the planned steps at each throughput."""
+    then = e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512").removesuffix(" tok/s")
+    rows = [
+        ["the report's throughput", f"{shown(_PLAN.hours_at(float(then)), 'h')}"],
+        ["one GPU", e.cell(TRAIN, _HOURS, **_NSA)],
+        ["one GPU, dense attention", e.cell(TRAIN, _HOURS, implementation="dense")],
+        ["two GPUs", e.cell(TRAIN_2GPU, _HOURS, **_NSA)],
+    ]
+    return table(["at", "50,000 steps of 4,096 tokens take"], rows)

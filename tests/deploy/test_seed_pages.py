@@ -1,0 +1,199 @@
+"""The pages of the seeds' reports take up what is stored, and name the spec that would measure what is not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jobs.kinds import kind_module, own_axes
+from jobs.point import Machine, Point
+from jobs.spec import load_spec
+from orchestrator import records as rec
+from orchestrator.states import PointState, RunState
+from orchestrator.store import Store, importer, queries, upgrade
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+SEEDS = RESULTS / "seeds"
+H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
+T0 = datetime(2026, 11, 24, tzinfo=UTC)
+SPECS = (
+    *("backward_m7c", "backward_bisect_m7c", "backward_hang", "profile_m7c", "estimate_m7c", "capacity_m7c"),
+    *("capacity_ladder", "diagnose_m7c", "train_m7c", "train_2gpu", "soak_m7c", "branches_m7c"),
+)
+PARTS = ("parameters", "optimizer", "inputs", "gradients", "activations", "workspace")
+SETTINGS = {"branches_m7c": ["backends=[triton,chunked,naive]"]}  # whether flash can run there, nobody can say here
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(RESULTS))
+    try:
+        import seed_pages  # pyright: ignore[reportMissingImports]
+
+        yield seed_pages
+    finally:
+        sys.path.remove(str(RESULTS))
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """URL of a database with the figures of the reports alone."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('seeds') / 'nsa.db'}"
+    upgrade(url)
+    with Store.open(url) as store:
+        importer.import_file(store, ROOT / "orchestrator" / "reference_data" / "seed_measurements.csv")
+    return url
+
+
+def filled(pages: ModuleType, url: str) -> dict[str, str]:
+    texts = {name: (SEEDS / name).read_text() for name in pages.PAGES}
+    with Store.open(url, readonly=True) as store:
+        frame = queries.runs(store, origin="measured")
+        runs = [queries.run(store, run_id) for run_id in reversed(list(frame["run_id"]))]
+        return pages.seed_pages(store, runs, texts)
+
+
+def test_without_results_every_answer_names_the_spec_that_would_give_it(pages: ModuleType, reported: str) -> None:
+    for name, text in filled(pages, reported).items():
+        specs = {match[1] for match in re.finditer(r"not measured: `([\w.]+)", text)}
+        assert specs, name
+        assert not [spec for spec in specs if f"jobs/configs/{spec}" not in text], name
+        assert "not run yet" in text
+        assert "H200" not in text
+
+
+def test_every_spec_can_be_submitted_as_the_page_says(pages: ModuleType) -> None:
+    for page in pages.PAGES.values():
+        for spec in page.specs:
+            settings = [each for each in spec.settings if "PATH" not in each]
+            load_spec(ROOT / "jobs" / "configs" / spec.file, settings)
+
+
+def test_each_report_keeps_its_headings(pages: ModuleType) -> None:
+    wanted = {
+        "backward-hang.md": ["Executive summary", "Branch isolation results", "Hypothesis validation", "Conclusion"],
+        "which-part-hangs.md": ["1. Branch isolation", "7. Profiler with memory", "10. Toy with a single branch"],
+        "fit-for-production.md": ["Phase 1", "Phase 2", "Phase 3", "Phase 4", "Test statistics", "Conclusion"],
+        "training-speed.md": ["Performance measurements", "Root cause analysis", "Timeline impact", "Appendix B"],
+        "training-memory.md": ["Memory snapshots", "Kernel routing analysis", "Hardware topology", "Conclusion"],
+    }
+    assert wanted.keys() == pages.PAGES.keys()
+    for name, headings in wanted.items():
+        text = (SEEDS / name).read_text()
+        assert not [each for each in headings if not re.search(rf"^#+ {each}", text, re.MULTILINE)], name
+
+
+def run_of(spec: str, number: int = 0, settings: tuple[str, ...] = (), change: Any = None) -> list[rec.Record]:
+    """Records of a run of a ready spec in which every point is ok, its values those of `values`."""
+    loaded = load_spec(ROOT / "jobs" / "configs" / f"{spec}.yaml", [*SETTINGS.get(spec, []), *settings])
+    kind = kind_module(loaded.kind)
+    run_id = f"20261124-00000{number}-{loaded.name}"
+    begin = T0 + timedelta(minutes=number)
+    records: list[rec.Record] = [
+        rec.RunRecord(
+            run_id=run_id, at=begin, name=loaded.name, kind=loaded.kind, spec=loaded.model_dump(mode="json"),
+            spec_hash="5" * 16, git_commit="c" * 40, git_dirty=False, quantities=tuple(kind.QUANTITIES),
+            axes=own_axes(kind),
+        )
+    ]  # fmt: skip
+    points = loaded.all_points(dict.fromkeys(loaded.python, H200))
+    for index, point in enumerate(points):
+        state, values = (change or (lambda point: (PointState.OK, {})))(point)
+        records += _ended(run_id, index, point, kind.QUANTITIES, state, values, begin)
+    return [*records, rec.RunEndRecord(run_id=run_id, at=begin, state=RunState.DONE)]
+
+
+def _ended(
+    run_id: str, index: int, point: Point, quantities: Any, state: PointState, values: Mapping[str, float], at: datetime
+) -> list[rec.Record]:
+    point_id = f"{run_id}/{index}"
+    metrics = []
+    if state is PointState.OK:
+        units = {each.name: each.unit for each in quantities if not each.name.endswith("*")}
+        units |= {f"allocated_{part}": "MiB" for part in PARTS} if point.kind == "estimate" else {}
+        metrics = [rec.MetricData(name=n, unit=u, value=values.get(n, 7.0)) for n, u in units.items()]
+    environment = {"packages": {"torch": "2.99"}, "python": "3.12", "gpu": {"name": H200.name, "driver": "1",
+                   "memory_mib": "2"}, "variables": {"NSA_X": "1"}, "training": {"parameters": 5}}  # fmt: skip
+    return [
+        rec.PointRecord(
+            run_id=run_id, at=at, point_id=point_id, index=index, key=f"{index:016x}", label=point.label,
+            config=dict(point.config), axes=point.axes.to_record(),
+        ),
+        rec.OutcomeRecord(
+            run_id=run_id, at=at, point_id=point_id, attempt=1, state=state, metrics=tuple(metrics),
+            route={"cmp": "made-up"}, environment=environment,
+            reason=None if state is PointState.OK else f"made {state}",
+        ),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def stored(reported: str, tmp_path: Path) -> Callable[..., str]:
+    """Function that stores runs beside the reports' figures, in a database of the test's own, and gives its URL."""
+    path = tmp_path / "nsa.db"
+    path.write_bytes(Path(reported.removeprefix("sqlite:///")).read_bytes())
+
+    def store(*runs: list[rec.Record]) -> str:
+        with Store.open(f"sqlite:///{path}") as opened:
+            for records in runs:
+                opened.apply_many(records)
+        return f"sqlite:///{path}"
+
+    return store
+
+
+def test_with_the_ready_specs_run_only_their_variants_are_missing(
+    pages: ModuleType, stored: Callable[..., str]
+) -> None:
+    """Every coordinate by which a page looks for a value is one that the spec's points have."""
+    url = stored(*(run_of(spec, number) for number, spec in enumerate(SPECS)))
+    for name, text in filled(pages, url).items():
+        missing = set(re.findall(r"not measured: `([^`]+)`", text))
+        variants = {"scaling_m7c.yaml", *(f"{each.file} {' '.join(each.settings)}".strip() for each in pages.VARIANTS)}
+        variants |= {"backward_m7c.yaml python=[null, PATH]"}
+        rows = [line for line in text.splitlines() if "`flash`" in line or line.startswith("| flash")]
+        left = missing - variants - set(re.findall(r"not measured: `([^`]+)`", "\n".join(rows)))
+        assert not left, [line for line in text.splitlines() if any(f"`{spec}`" in line for spec in left)]
+        assert "2.99" in text or name in ("backward-hang.md", "which-part-hangs.md")
+
+
+def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(
+    pages: ModuleType, stored: Callable[..., str]
+) -> None:
+    def older(point: Point) -> tuple[PointState, dict[str, float]]:
+        return PointState.OK, {"forward_memory": 1111.0}
+
+    def newer(point: Point) -> tuple[PointState, dict[str, float]]:
+        if point.axes.implementation == "naive":
+            return PointState.CANCELLED, {}
+        if point.axes.seq_len == 1024:
+            return PointState.HANG, {}
+        return PointState.OK, {"forward_memory": 2222.0}
+
+    url = stored(run_of("backward_m7c", 1, change=older), run_of("backward_m7c", 2, change=newer))
+    text = filled(pages, url)["backward-hang.md"]
+    assert "| 512 | 5,165 MiB | 2,222 MiB | 1,111 MiB |" in text
+    assert "| 1,024 | hang | hang | 1,111 MiB |" in text
+    assert re.search(r"33 of 63 points hung, the first triton all m7c_125m 5 layers S=1024: made hang", text)
+
+
+def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(
+    pages: ModuleType, stored: Callable[..., str]
+) -> None:
+    def slow(point: Point) -> tuple[PointState, dict[str, float]]:
+        return PointState.OK, {"throughput": 50.0}
+
+    url = stored(run_of("train_m7c", 1, ("seq_len=512",), slow))
+    text = filled(pages, url)["training-speed.md"]
+    assert "| 1 GPU, 512 | | 33 tok/s | 50 tok/s |" in text
+    assert re.search(r"\| 1 GPU, 2,048 \|[^|]*\| \| not measured: `train_m7c.yaml` \|", text)
+    text = filled(pages, stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
+    assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
