@@ -91,10 +91,25 @@ def identity(pid: int) -> str | None:
     """The process of this number, told from every other one of any host; None if there is none, or not on Linux."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
     except (OSError, IndexError):
         return None
+    return f"{_boot()} {_namespace()} {pid} {started}"
+
+
+def _boot() -> str:
+    """The kernel's start, told from every other one; a sandbox that does not tell has its host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _namespace() -> str:
+    """The namespace of this process's numbers; "" where the kernel does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 class Notes:
