@@ -26,7 +26,7 @@ H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 T0 = datetime(2026, 11, 24, tzinfo=UTC)
 SPECS = (
     *("backward_m7c", "backward_bisect_m7c", "backward_hang", "profile_m7c", "estimate_m7c", "capacity_m7c"),
-    *("capacity_ladder", "diagnose_m7c", "train_m7c", "train_2gpu", "soak_m7c", "branches_m7c"),
+    *("capacity_ladder", "diagnose_m7c", "train_m7c", "train_2gpu", "soak_m7c", "branches_m7c", "toolchain_m7c"),
 )
 PARTS = ("parameters", "optimizer", "inputs", "gradients", "activations", "workspace")
 SETTINGS = {"branches_m7c": ["backends=[triton,chunked,naive]"]}  # whether flash can run there, nobody can say here

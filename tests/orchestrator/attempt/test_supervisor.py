@@ -301,7 +301,7 @@ def test_probing_for_a_missing_gpu_is_an_error() -> None:
 
 
 def test_a_text_is_kept_while_its_point_runs(measure) -> None:
-    code = "beat('on'); beat.keep('rank0.json', '{}'); time.sleep(1); beat.keep('last.txt', 'late')"
+    code = "beat('on'); beat.keep('rank0.json', '{}'); time.sleep(0.5); beat.keep('last.txt', 'late')"
     updates = measure(f"import time; {code}")
     places = [place for place, update in enumerate(updates) if isinstance(update, ArtifactRecord)]
     (end,) = [place for place, update in enumerate(updates) if isinstance(update, Ended)]

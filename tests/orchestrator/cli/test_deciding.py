@@ -65,7 +65,7 @@ def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa, tmp_path: Path):
     (tmp_path / "gates.yaml").write_text(rules)
     _, out, _ = nsa("plan", "m7c-125m-training/2x-a100", "--gates", str(tmp_path / "gates.yaml"))
     before, after = out.split("  no command settles:\n")
-    assert before.count("nsa submit") == 3
+    assert before.count("nsa submit") == 4
     assert "settles throughput, peak-memory, utilisation, rank-imbalance on 2× A100 80 GB" in before
     assert "    learns on 2× A100 80 GB: a job that learns\n" in after
 
