@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -160,6 +162,43 @@ def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
     [end] = ended(measure(TWICE_FORKED))
     assert end.outcome.state is PointState.HANG
     assert not is_alive(int(end.files["stdout.txt"]))
+
+
+SUPERVISOR = """
+import sys
+from jobs import snippet
+from jobs.spec import Deadlines
+from orchestrator.attempt.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions, Progress
+for update in supervise([Assignment("r", "r/0", 1, snippet.point(sys.argv[1]))], Conditions("cpu", Deadlines())):
+    if isinstance(update, Progress):
+        print(update.done, flush=True)
+"""
+ESCAPED = """
+import subprocess, time
+leave = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+beat('on', int(subprocess.check_output(leave, shell=True)))
+time.sleep(600)
+"""
+
+
+def test_a_process_forked_twice_ends_with_a_killed_supervisor(snippet_kind) -> None:
+    """The supervisor's guard finds it."""
+    command = [sys.executable, "-c", SUPERVISOR, ESCAPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        stray = psutil.Process(int(killed.stdout.readline()))
+        try:
+            assert stray not in psutil.Process(killed.pid).children(recursive=True)
+            killed.kill()
+            deadline = time.monotonic() + 10
+            while is_alive(stray) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not is_alive(stray)
+        finally:
+            killed.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stray.kill()
 
 
 def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
