@@ -43,7 +43,7 @@ def _in_utc(moment: datetime) -> datetime:
     return moment
 
 
-# What every database holds: SQLite would take more, and Postgres refuse it.
+# Bounds of every database: SQLite would take more, and Postgres refuse it.
 Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 Name = Annotated[str, Field(max_length=200)]
 PointId = Annotated[str, Field(max_length=240)]

@@ -168,7 +168,7 @@ def _routes(e: Evidence) -> str:
 
 
 def _parts(e: Evidence) -> str:
-    """What a training step's memory is, by the allocator."""
+    """Table of a training step's memory by its parts, as the allocator counts it."""
     lengths = (1024, 2048, 4096)
     rows = []
     for part in _PARTS:

@@ -1,4 +1,4 @@
-"""What must hold after a chaos run. Each check returns a line for each fault that it finds."""
+"""Checks after a chaos run. Each returns a line for each fault that it finds."""
 
 from __future__ import annotations
 

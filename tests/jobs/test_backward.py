@@ -202,7 +202,7 @@ def test_a_checkpointed_layer_is_told_when_it_is_computed_again() -> None:
 def test_a_hang_in_a_layer_is_explained_and_the_next_point_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a hang leaves: its layer, stacks of all threads, memory by layer, environment, nvidia-smi."""
+    """A hang leaves its layer, stacks of all threads, memory by layer, environment, nvidia-smi."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "nvidia-smi").write_text("#!/bin/sh\necho no process runs\n")
