@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
+from trainings import write_text
 
 from jobs.point import Machine
 from jobs.spec import load_spec
@@ -77,12 +78,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
     path = tmp_path / "spec.yaml"
-    path.write_text(_SPEC.replace("TEXT", str(folder)))
+    path.write_text(_SPEC.replace("TEXT", str(write_text(tmp_path / "text"))))
     return path
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import descendants
+from trainings import write_text
 
 from jobs.point import Machine
 from jobs.spec import load_spec
@@ -40,12 +41,8 @@ data: {path: TEXT, heldout_batches: 2}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
     path = tmp_path / "spec.yaml"
-    path.write_text(_SPEC.replace("TEXT", str(folder)))
+    path.write_text(_SPEC.replace("TEXT", str(write_text(tmp_path / "text"))))
     return path
 
 

@@ -21,11 +21,12 @@ import torch
 from processes import descendants
 from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint.state_dict_loader import load
+from trainings import Keeping, by_name, small
 
 from jobs._training.checkpoint_folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs._training.checkpoint_io import Reader
 from jobs._training.errors import Diverged, Stopped, Suspended
-from jobs.point import Machine, Measurement, Metric, Surroundings
+from jobs.point import Machine, Measurement
 from jobs.spec import SpecError, parse_spec
 from jobs.train import Spec, measure
 from nsa_core.model import PRESETS, NSATransformer
@@ -34,38 +35,17 @@ CPU = Machine("cpu", "test processor", 8 * 2**30)
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
-    return folder
-
-
 def _data(text: Path, **changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "kind": "train",
-        "name": "t",
-        "device": "cpu",
-        "seq_len": 32,
-        "batch": 4,
-        "steps": STEPS,
-        "checkpoints": {"every": 4},
-        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
-        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
-    }
-    return data | changes
+    return small(text, steps=STEPS, checkpoints={"every": 4}) | changes
 
 
-class Watching:
+class Watching(Keeping):
     """A Reporter that keeps what it is told, and acts once when training has got to a step."""
 
     def __init__(
         self, folder: Path | None, *, key: str = "k", at: int = -1, act: Callable[[], None] = lambda: None
     ) -> None:
-        self.surroundings = Surroundings(f"file://{folder}" if folder else None, key)
-        self.warnings: list[str] = []
-        self.series: dict[str, dict[int, float]] = {}
+        super().__init__(folder, key)
         self.trained: list[int] = []
         self._at, self._act = at, act
 
@@ -77,28 +57,14 @@ class Watching:
             self._at = -1
             self._act()
 
-    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
-        for name, value in values.items():
-            self.series.setdefault(name, {})[step] = value
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def keep(self, name: str, text: str) -> None:
-        pass
-
 
 def _train(text: Path, watching: Watching, **changes: Any) -> Measurement:
     spec = Spec.model_validate(_data(text, **changes))
     return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), watching)
 
 
-def _metrics(result: Measurement) -> dict[str, Metric]:
-    return {metric.name: metric for metric in result.metrics}
-
-
 def _losses(result: Measurement) -> tuple[float, ...]:
-    return _metrics(result)["loss"].samples
+    return by_name(result)["loss"].samples
 
 
 def _steps(folder: Path) -> list[int]:
@@ -136,13 +102,13 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_by_bit(
     assert watching.trained[0] == 6
     assert _losses(resumed) == _losses(whole)
     for name in ("heldout_loss_before", "heldout_loss"):
-        assert _metrics(resumed)[name].value == _metrics(whole)[name].value
+        assert by_name(resumed)[name].value == by_name(whole)[name].value
     expected = _weights(tmp_path / "whole")
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(tmp_path / "parts").items())
-    assert _metrics(resumed)["resumed_step"].value == 6
+    assert by_name(resumed)["resumed_step"].value == 6
     assert resumed.environment["training"]["resumed_from"] == [6]
-    assert "resumed_step" not in _metrics(whole)
-    assert "3 after each resume left out" in _metrics(resumed)["throughput"].method
+    assert "resumed_step" not in by_name(whole)
+    assert "3 after each resume left out" in by_name(resumed)["throughput"].method
 
 
 def test_a_training_on_tokens_goes_on_with_the_documents_that_an_uninterrupted_one_reads(tmp_path: Path) -> None:
@@ -159,7 +125,7 @@ def test_a_training_on_tokens_goes_on_with_the_documents_that_an_uninterrupted_o
     resumed = _train(documents, Watching(tmp_path / "parts"), **data)
     assert _losses(resumed) == _losses(whole)
     assert resumed.environment["training"]["corpus"] == whole.environment["training"]["corpus"]
-    assert _metrics(resumed)["heldout_loss"].value == _metrics(whole)["heldout_loss"].value
+    assert by_name(resumed)["heldout_loss"].value == by_name(whole)["heldout_loss"].value
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -173,12 +139,12 @@ def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_p
     resumed = _train(text, watching, **changes)
     (warning,) = watching.warnings
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
-    assert _metrics(resumed)["resumed_step"].value in range(10, 40, 5)
+    assert by_name(resumed)["resumed_step"].value in range(10, 40, 5)
     assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)
-    assert _metrics(resumed)["heldout_loss"].value == pytest.approx(_metrics(whole)["heldout_loss"].value, rel=1e-4)
+    assert by_name(resumed)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-4)
     assert len(_losses(resumed)) == 40
     if parallel == "ddp":
-        assert _metrics(resumed)["rank_compute_time"].value > 0
+        assert by_name(resumed)["rank_compute_time"].value > 0
 
 
 def test_sigterm_ends_all_ranks_with_a_checkpoint_and_another_number_of_ranks_goes_on(
@@ -232,7 +198,7 @@ def test_the_newest_and_the_best_are_kept(text: Path, tmp_path: Path) -> None:
     assert best < 9, "else this tests nothing"
     assert _steps(tmp_path) == [12, 9, best]
     assert len(list(tmp_path.iterdir())) == 3, "nothing else is left"
-    found = _metrics(result)
+    found = by_name(result)
     assert len(found["checkpoint_time"].samples) == len(found["checkpoint_wait"].samples) == 4
     size = sum(file.stat().st_size for file in tmp_path.glob("*-step-12/*") if file.name != MANIFEST)
     assert found["checkpoint_size"].samples[-1] == pytest.approx(size / 2**20)
@@ -250,7 +216,7 @@ def test_a_finished_training_is_not_repeated_and_other_code_begins_a_new_one(tex
     other = Watching(tmp_path, key="other code")
     result = _train(text, other)
     assert other.trained == list(range(STEPS))
-    assert "resumed_step" not in _metrics(result)
+    assert "resumed_step" not in by_name(result)
     assert _steps(tmp_path) == [12, 8], "the new training's"
 
 
@@ -259,8 +225,8 @@ def test_steps_of_other_code_count_neither_for_times_nor_unseen(text: Path, tmp_
         _train(text, Watching(tmp_path, at=5, act=_interrupt))
     result = _train(text, Watching(tmp_path, key="other code"))
     assert result.environment["training"]["steps_of_other_code"] == 6
-    assert "6 of other code" in _metrics(result)["throughput"].method
-    assert len(_metrics(result)["throughput"].samples) == 3, "6 of other code, 3 after the resume"
+    assert "6 of other code" in by_name(result)["throughput"].method
+    assert len(by_name(result)["throughput"].samples) == 3, "6 of other code, 3 after the resume"
 
 
 # When it goes wrong
@@ -351,7 +317,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_training(text: Path, tmp_path
     assert len(watching.warnings) == 2
     assert watching.warnings[0].startswith("checkpoint of step 8 was not saved: OSError: [Errno 27] File too large")
     assert watching.series["checkpoint_failures"] == {8: 1.0, 12: 2.0}
-    assert _metrics(result)["checkpoint_failures"].value == 2
+    assert by_name(result)["checkpoint_failures"].value == 2
     assert result.environment["training"]["checkpoints"]["failures"] == watching.warnings
     assert [path.name for path in tmp_path.iterdir()] == ["000001-step-4"], "the one before stays, torn ones do not"
     assert _steps(tmp_path) == [4]
@@ -360,7 +326,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_training(text: Path, tmp_path
 def test_a_training_that_could_save_none_says_so(text: Path, tmp_path: Path) -> None:
     with _full_disk():
         watching = Watching(tmp_path)
-        found = _metrics(_train(text, watching))
+        found = by_name(_train(text, watching))
         with pytest.raises(Stopped, match=r"after step 6 of 12; it has no checkpoint to go on from$") as caught:
             _train(text, Watching(tmp_path, at=5, act=_interrupt))
     assert found["checkpoint_failures"].value == len(watching.warnings) == 3

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trainings import small
 
 from jobs._live import LiveTraining
 from jobs._training.optimizer import OptimizerSpec, learning_rate
@@ -20,16 +22,9 @@ from orchestrator.attempt.sampling import SamplingReporter
 STEPS = 40
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
-    data = {"path": str(folder), "heldout": 0.2, "heldout_batches": 2}
-    optimizer = {"warmup_steps": 3, "learning_rate": 1e-2}
-    spec = Spec.model_validate(
-        {"kind": "train", "name": "t", "seq_len": 48, "batch": 4, "steps": STEPS, "optimizer": optimizer, "data": data}
-    )
+@pytest.fixture
+def config(text: Path) -> dict[str, Any]:
+    spec = Spec.model_validate(small(text, seq_len=48, steps=STEPS))
     return dict(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0].config)
 
 

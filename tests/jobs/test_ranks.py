@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import descendants, is_alive
+from trainings import by_name, small
 
 import jobs
 from jobs._data.byte_corpus import load_corpus
@@ -29,7 +30,7 @@ from jobs._training.optimizer import learning_rate
 from jobs._training.rank import flight_record, write_flight_record
 from jobs._training.rank_messages import RankFailure, RankReporter, RankSample, failure
 from jobs._training.rank_pipe import PipeReader, PipeWriter
-from jobs.point import FAILURE_FILES, NOWHERE, Machine, Measurement, Metric
+from jobs.point import FAILURE_FILES, NOWHERE, Machine, Measurement
 from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
 from jobs.train import QUANTITIES, Spec, measure
 from nsa_core.model import PRESETS, NSATransformer
@@ -42,26 +43,8 @@ CPU = Machine("cpu", "test processor", 8 * 2**30)
 GPU = Machine("cuda", "card", 80 * 2**30)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
-    return folder
-
-
 def _data(text: Path, **changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "kind": "train",
-        "name": "t",
-        "device": "cpu",
-        "seq_len": 32,
-        "batch": 8,
-        "steps": 8,
-        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
-        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
-    }
-    return data | changes
+    return small(text, batch=8) | changes
 
 
 def _spec(text: Path, **changes: Any) -> Spec:
@@ -71,10 +54,6 @@ def _spec(text: Path, **changes: Any) -> Spec:
 def _train(spec: Spec, beat: Callable[..., None] = lambda *_: None) -> Measurement:
     config = json.loads(json.dumps(spec.points(CPU)[0].config))
     return measure(config, beat)
-
-
-def _metrics(result: Measurement) -> dict[str, Metric]:
-    return {metric.name: metric for metric in result.metrics}
 
 
 class _AtStep:
@@ -89,7 +68,7 @@ class _AtStep:
             self._act()
 
 
-# What a specification may say
+# Layouts that a specification may give
 
 
 @pytest.mark.parametrize(
@@ -196,11 +175,11 @@ def _written_out(text: Path, steps: int) -> Iterator[float]:
 
 
 def test_one_rank_trains_bit_by_bit_as_a_plain_loop_does(text: Path) -> None:
-    assert _metrics(_train(_spec(text)))["loss"].samples == tuple(_written_out(text, 8))
+    assert by_name(_train(_spec(text)))["loss"].samples == tuple(_written_out(text, 8))
 
 
 def test_accumulated_passes_train_as_one_does(text: Path) -> None:
-    whole, parts = (_metrics(_train(_spec(text, micro_batch=size))) for size in (8, 2))
+    whole, parts = (by_name(_train(_spec(text, micro_batch=size))) for size in (8, 2))
     assert parts["loss"].samples == pytest.approx(whole["loss"].samples, rel=1e-4)
     assert parts["heldout_loss"].value == pytest.approx(whole["heldout_loss"].value, rel=1e-4)
     assert parts["peak_memory"].value < 0.6 * whole["peak_memory"].value
@@ -250,7 +229,7 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
     two = _train(_spec(text, ranks=2, **changes), Reporter())
     states = {name: RankState.from_json(content) for name, content in kept.items()}
     assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
-    found, alone = _metrics(two), _metrics(_train(_spec(text)))
+    found, alone = by_name(two), by_name(_train(_spec(text)))
     assert found["loss"].samples == pytest.approx(alone["loss"].samples, rel=tolerance)
     assert found["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=tolerance)
     assert (changes.get("gradient_compression") is None) == (tolerance < 1e-3)

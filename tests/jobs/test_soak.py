@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from processes import descendants
+from trainings import Keeping, by_name, small
 
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.errors import MemoryLimit
@@ -20,7 +21,7 @@ from jobs._training.report import train_rank
 from jobs._training.soak_history import INTERVALS, SoakHistory, SoakPlan
 from jobs._training.soak_watch import SoakWatch
 from jobs.measure.trend import common_slope
-from jobs.point import Machine, Measurement, Metric, Surroundings
+from jobs.point import Machine, Measurement
 from jobs.soak import QUANTITIES, Spec, measure
 from jobs.spec import SpecError, parse_spec
 from jobs.train import Spec as TrainSpec
@@ -29,64 +30,28 @@ from jobs.train import measure as train
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
-    return folder
-
-
-def _training(text: Path) -> dict[str, Any]:
-    return {
-        "name": "t",
-        "device": "cpu",
-        "seq_len": 32,
-        "batch": 4,
-        "steps": 5000,
-        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
-        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
-    }
-
-
 def _data(text: Path, **changes: Any) -> dict[str, Any]:
     own = {"kind": "soak", "minutes": 0.06, "piece_minutes": 0.03, "checkpoints": {"every": 20}}
-    return own | _training(text) | changes
+    return small(text, steps=5000) | own | changes
 
 
-class Watching:
+class Watching(Keeping):
     """A Reporter that keeps what it is told, and acts once when the soak gets to a step."""
 
     def __init__(self, folder: Path, *, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
-        self.surroundings = Surroundings(f"file://{folder}", "k")
-        self.warnings: list[str] = []
-        self.series: dict[str, dict[int, float]] = {}
+        super().__init__(folder)
         self._at, self._act = at, act
 
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        pass
-
     def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
-        for name, value in values.items():
-            self.series.setdefault(name, {})[step] = value
+        super().sample(step, values, rank)
         if 0 < self._at <= step:
             self._at = 0
             self._act()
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def keep(self, name: str, text: str) -> None:
-        pass
 
 
 def _soak(text: Path, watching: Watching, **changes: Any) -> Measurement:
     spec = Spec.model_validate(_data(text, **changes))
     return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), watching)
-
-
-def _metrics(result: Measurement) -> dict[str, Metric]:
-    return {metric.name: metric for metric in result.metrics}
 
 
 def _rows(result: Measurement) -> list[dict[str, float]]:
@@ -202,7 +167,7 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
 def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Path) -> None:
     watching = Watching(tmp_path)
     result = _soak(text, watching)
-    found, rows = _metrics(result), _rows(result)
+    found, rows = by_name(result), _rows(result)
     assert found["pieces"].value == 2
     assert found["interruptions"].value == found["alert_time"].value == 0
     assert watching.warnings == []
@@ -234,7 +199,7 @@ def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed
         raise _Enough
 
     alone = Watching(folder, at=max(losses), act=enough)
-    spec = TrainSpec.model_validate({"kind": "train"} | _training(text))
+    spec = TrainSpec.model_validate(small(text, steps=5000))
     with pytest.raises(_Enough):
         train(json.loads(json.dumps(spec.points(CPU)[0].config)), alone)
     expected = {step: alone.series["loss"][step] for step in losses}
@@ -249,7 +214,7 @@ def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_
     result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5}, ranks=2)
     (warning,) = watching.warnings
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
-    found = _metrics(result)
+    found = by_name(result)
     assert (found["pieces"].value, found["interruptions"].value) == (1, 1)
     assert found["resumed_step"].value >= 5
     rows = _rows(result)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainings import small
 
 from jobs._data.byte_corpus import load_corpus
 from jobs._training import loop
@@ -26,26 +27,8 @@ from nsa_core.backends import chunked
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty files of a little language that is easy to learn."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
-    return folder
-
-
 def _spec(text: Path, **changes: Any) -> Spec:
-    data: dict[str, Any] = {
-        "kind": "train",
-        "name": "t",
-        "seq_len": 48,
-        "batch": 4,
-        "steps": 25,
-        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
-        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
-    }
-    return Spec.model_validate(data | changes)
+    return Spec.model_validate(small(text, seq_len=48, steps=25) | changes)
 
 
 def _train(spec: Spec, index: int = 0) -> Measurement:

@@ -1,0 +1,57 @@
+"""Small trainings over bytes: their text, their specification, and a reporter that keeps what it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jobs.point import Measurement, Metric, Surroundings
+
+
+def write_text(folder: Path) -> Path:
+    """Forty files of a little language that is easy to learn, in a folder, which is returned."""
+    folder.mkdir(exist_ok=True)
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    return folder
+
+
+def small(text: Path, **changes: Any) -> dict[str, Any]:
+    """The specification of a training of a few steps over the files in `text`, with `changes`."""
+    data: dict[str, Any] = {
+        "kind": "train",
+        "name": "t",
+        "device": "cpu",
+        "seq_len": 32,
+        "batch": 4,
+        "steps": 8,
+        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
+        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
+    }
+    return data | changes
+
+
+class Keeping:
+    """A Reporter that keeps warnings and series: name -> step -> value."""
+
+    def __init__(self, folder: Path | None, key: str = "k") -> None:
+        self.surroundings = Surroundings(f"file://{folder}" if folder else None, key)
+        self.warnings: list[str] = []
+        self.series: dict[str, dict[int, float]] = {}
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        pass
+
+    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
+        for name, value in values.items():
+            self.series.setdefault(name, {})[step] = value
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def keep(self, name: str, text: str) -> None:
+        pass
+
+
+def by_name(result: Measurement) -> dict[str, Metric]:
+    return {metric.name: metric for metric in result.metrics}
