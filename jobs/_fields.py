@@ -38,6 +38,12 @@ def _nsa(value: Any) -> Any:
     return NSAConfig(**value)
 
 
+def _without_a_layer(nsa: NSAConfig) -> NSAConfig:
+    if nsa.compress != "mean":
+        raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
+    return nsa
+
+
 def _preset(value: str) -> str:
     if value not in PRESETS:
         raise ValueError(f"there is no such preset; use one of {', '.join(PRESETS)}")
@@ -61,6 +67,7 @@ def computes(backend: str, branch: str) -> bool:
 
 
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
+BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
 Preset = Annotated[str, AfterValidator(_preset)]
 Unique = AfterValidator(_unique)  # rejects a list with a repeated value
 

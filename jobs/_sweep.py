@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from jobs._case import bare_model
-from jobs._fields import MOST, NSA, DType, HeadsSpec, Large, Lengths, Passes, TimingSpec, Unique, torch_dtype
+from jobs._fields import MOST, BareNSA, DType, HeadsSpec, Large, Lengths, Passes, TimingSpec, Unique, torch_dtype
 from jobs._fit import backend_reasons, dense_reasons, does_not_fit, refuse_unusable, threads
 from jobs._operator import OperatorCase
 from jobs.measure.check import DENSE_KERNELS
@@ -28,15 +28,8 @@ class LayoutsSpec(JobSpec):
     tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
     passes: Passes = Field(default=["forward", "forward+backward"])
     dtype: DType = "bfloat16"
-    nsa: NSA | None = Field(default=None, description="None: the defaults")
+    nsa: BareNSA | None = Field(default=None, description="None: the defaults")
     timing: TimingSpec = TimingSpec()
-
-    @field_validator("nsa")
-    @classmethod
-    def _nothing_learned(cls, nsa: NSA | None) -> NSA | None:
-        if nsa is not None and nsa.compress != "mean":
-            raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
-        return nsa
 
     @model_validator(mode="after")
     def _whole_batches(self) -> Self:

@@ -12,13 +12,13 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs._case import PointCase, bare_model
 from jobs._fields import (
-    NSA,
     WINDOW_ALONE,
+    BareNSA,
     Count,
     DType,
     HeadsSpec,
@@ -64,15 +64,8 @@ class Spec(JobSpec):
     batch: Count = 1
     passes: Passes = Field(default=["forward", "forward+backward"])
     dtype: DType = "float32"
-    nsa: NSA | None = Field(default=None, description="None: the defaults")
+    nsa: BareNSA | None = Field(default=None, description="None: the defaults")
     timing: TimingSpec = TimingSpec()
-
-    @field_validator("nsa")
-    @classmethod
-    def _nothing_learned(cls, nsa: NSA | None) -> NSA | None:
-        if nsa is not None and nsa.compress != "mean":
-            raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
-        return nsa
 
     @model_validator(mode="after")
     def _each_has_work(self) -> Spec:
