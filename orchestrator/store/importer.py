@@ -123,7 +123,7 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
         changed = [_replace(session, run, begin) for run, begin in runs]
     points = [point for run, _ in runs for point in run.points]
     metrics = sum(len(point.metrics) for point in points)
-    names = tuple(dict.fromkeys(run.run_id for run, _ in runs))
+    names = tuple(dict.fromkeys(begin.run_id for _, begin in runs))
     return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged=not any(changed))
 
 
@@ -181,7 +181,7 @@ def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: 
 
 def _replace(session: Session, run: ReportedRun, begin: RunRecord) -> bool:
     """Store a reported run, replacing an older version of it. Returns whether anything changed."""
-    stored = session.get(Run, run.run_id)
+    stored = session.get(Run, begin.run_id)  # as a record holds it
     if stored is not None and stored.spec_hash == begin.spec_hash:
         return False
     if stored is not None:
