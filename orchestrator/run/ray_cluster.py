@@ -22,7 +22,7 @@ from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run import ray_token
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.run.ray_folder import listens, local_address, on_loopback_alone, own_address
+from orchestrator.run.ray_folder import answers, listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.room import Share, card_types, check_resources
 from orchestrator.run.upload import collect
 from orchestrator.run.waiting import ClusterWatch
@@ -223,6 +223,11 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
         raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
     if not listens(address):
         raise _unreachable(address)
+    if not answers(address):
+        raise ExecutorError(
+            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
+            "correct it, restart the cluster or use --local"
+        )
     if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()

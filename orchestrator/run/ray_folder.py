@@ -20,6 +20,7 @@ from orchestrator.settings import Settings
 
 _REACH_S = 5.0
 _HEAD = "--gcs-address="
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4; no settings
 
 
 class FolderError(UserError):
@@ -78,6 +79,23 @@ def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def answers(address: str) -> bool:
+    """Whether the server at an address, "host:port", says something to a client of gRPC, which is over HTTP/2.
+
+    A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as server:
+            server.sendall(_GREETING)
+            server.recv(1)
+    except ConnectionResetError:  # one that speaks TLS
+        return True
     except (OSError, ValueError):
         return False
     return True

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Callable
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from orchestrator import journal
 from orchestrator.cli.commands import app
 from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
-from orchestrator.run import driver, waiting
+from orchestrator.run import driver, ray_folder, waiting
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.waiting import ClusterWatch, RoomWatch
@@ -101,6 +105,37 @@ def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits) ->
     waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert driver.main([str(spec("pass")), "--local"]) == 130
     assert only_run(home)["state"] == "cancelled"
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch, submitted) -> Iterator[None]:
+    """The cluster of a job takes connections and answers nothing, as one whose head is frozen."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        yield
+
+
+def test_a_job_that_is_stopped_while_it_connects_is_cancelled(home, spec, silent, capsys) -> None:
+    """Also while Ray's own connecting would not end, nor be ended by a signal."""
+    asked = time.monotonic() + 0.5
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        assert driver.main([str(spec("pass"))]) == 130
+    finally:
+        timer.join()
+    assert time.monotonic() - asked < 2  # Ray kills a stopped job after three seconds
+    assert only_run(home)["state"] == "cancelled"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(ray_folder, "_REACH_S", 0.2)
+    assert driver.main([str(spec("pass"))]) == 2
+    assert re.fullmatch(r"error: NSA_RAY_ADDRESS: '127.*': takes connections, but .*\n", capsys.readouterr().err)
+    run = only_run(home)
+    assert run["state"] == "failed"
+    assert "answers nothing" in run["events"][0]
 
 
 def test_a_driver_that_is_no_job_ends_cancelled_by_sigterm(home, spec, waits, monkeypatch, capsys) -> None:
