@@ -15,7 +15,15 @@ from streamlit.testing.v1 import AppTest
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, RunRecord, StartRecord
+from orchestrator.records import (
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    PointRecord,
+    RunEndRecord,
+    RunRecord,
+    StartRecord,
+)
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
@@ -340,6 +348,24 @@ def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
     app = show("scaling")
     _control(app.segmented_control, "Reported results").set_value("together").run()
     assert [subheader.value for subheader in check(app).subheader][1] == "Peak memory allocated"
+
+
+def test_values_of_filters_are_text_that_the_address_keeps(database: str):
+    name, run_id = "![x](y) **b** <b> :red[x]", "20261119-090000-odd-ab12"
+    point = {"run_id": run_id, "point_id": f"{run_id}/0"}
+    axes = {"implementation": name, "workload": "attention", "seq_len": 64, "device": "cpu"}
+    upgrade(database)
+    with Store.open(database) as store:
+        store.apply_many(
+            [
+                RunRecord(run_id=run_id, name="odd", kind="scaling", spec={}, spec_hash="5"),
+                PointRecord(**point, index=0, key="k", label="l", config={}, axes=axes),
+            ]
+        )
+    app = show("scaling", run=run_id)
+    assert _pills(app, "Implementation").options == [r"!\[x\](y) \*\*b\*\* \<b\> \:red\[x\]"]
+    _pills(app, "Implementation").set_value([name]).run()
+    assert asked(check(app))["implementation"] == [name]
 
 
 def test_scaling_shows_the_run_that_a_link_names(complete: str):
