@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._inputs import autocast_dtype, without_autocast
+from ._inputs import IGNORED, autocast_dtype, without_autocast
 from .projections import in_compiled_training
 
 
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     """Mean of -log softmax(x · weightᵀ)[targets], float32 (float64 for float64) [nat], differentiable in x and weight.
+
+    Rows whose target is IGNORED have no part in it; without any other it is 0.
 
     With gradients enabled they are computed together with the values, from the same logits; the backward pass only
     scales them. Only `rows` rows of logits exist at a time.
@@ -21,18 +23,19 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
     Args:
         x: [N,dim]. Under autocast products are in its dtype.
         weight: [V,dim].
-        targets: [N], whole numbers in 0 .. V - 1; any other value makes the result infinite.
+        targets: [N], whole numbers in 0 .. V - 1, or IGNORED; any other value makes the result infinite.
         rows: rows of x whose logits are held at a time.
     """
     dtype, fused = autocast_dtype(x), in_compiled_training(x)
+    counted = (targets != IGNORED).sum().clamp(min=1)
     with without_autocast(x):
         if torch.is_grad_enabled():
             total = _SummedCrossEntropy.apply(x, weight, targets, dtype, rows, fused)
             assert isinstance(total, Tensor)
-            return total / len(targets)
+            return total / counted
         x, weight = x.to(dtype), weight.to(dtype)
         parts = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack([_summed(*_logits(part, weight, wanted))[0] for part, wanted in parts]).sum() / len(targets)
+        return torch.stack([_summed(*_logits(part, weight, wanted))[0] for part, wanted in parts]).sum() / counted
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -71,25 +74,26 @@ def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bo
         losses, dlogits = cross_entropy(x @ weight.T, targets)
         loss = losses.sum()
     else:
-        logits, is_target = _logits(x, weight, targets)
-        loss, lse = _summed(logits, is_target)
+        logits, is_target, counted = _logits(x, weight, targets)
+        loss, lse = _summed(logits, is_target, counted)
         dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
         del logits, is_target
     dweight += dlogits.T @ x
     return loss, dlogits @ weight
 
 
-def _logits(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [R,V], at least float32, and a mask [R,V] of the targets' places."""
+def _logits(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [R,V], at least float32, a mask [R,V] of the targets' places, and one [R] of the rows that count."""
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
-    return logits, torch.arange(logits.shape[1], device=x.device) == targets[:, None]
+    return logits, torch.arange(logits.shape[1], device=x.device) == targets[:, None], targets != IGNORED
 
 
-def _summed(logits: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' cross entropies, and their log-sum-exp [R,1].
+def _summed(logits: Tensor, is_target: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the counted rows' cross entropies, and the log-sum-exp [R,1] of all, infinite where a row does not count.
 
     The targets' logits come from a pass over all logits, which a compiler fuses with the log-sum-exp's: gathered by
     index they would be read later, and all chunks' logits would live until then. A row without a target has -inf.
     """
     lse = torch.logsumexp(logits, -1, keepdim=True)
-    return (lse[:, 0] - torch.where(is_target, logits, -torch.inf).amax(-1)).sum(), lse
+    losses = lse[:, 0] - torch.where(is_target, logits, -torch.inf).amax(-1)
+    return torch.where(counted, losses, 0).sum(), lse.masked_fill(~counted[:, None], torch.inf)

@@ -166,6 +166,8 @@ class NSATransformer(nn.Module):
     ) -> Tensor:
         """Logits [B,S,vocab_size] of every position, or the mean cross entropy [nat] where targets [B,S] are given.
 
+        A target IGNORED (nsa_core.loss) has no part in the mean.
+
         With a cache from `new_cache`, tokens continue those it holds, and are stored in it. The loss never holds all
         logits, so that memory grows with the hidden states alone.
         """

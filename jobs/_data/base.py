@@ -16,7 +16,10 @@ class DataError(ValueError):
 
 
 class Batches(Iterator[tuple[Tensor, Tensor]], Protocol):
-    """Endless (tokens, targets), int64 [batch, seq_len] each, whose position can be kept and taken up again."""
+    """Endless (tokens, targets), int64 [batch, seq_len] each, whose position can be kept and taken up again.
+
+    A target may be IGNORED (nsa_core.loss).
+    """
 
     def state_dict(self) -> Mapping[str, Any]:
         """The position: tensors and plain values."""

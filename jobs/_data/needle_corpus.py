@@ -1,12 +1,14 @@
 """Synthetic retrieval: haystacks of random tokens with needles in them, pairs of a key and a value, and questions.
 
-A sequence ends with the keys of its needles in any order, each of which asks for its value. Everywhere else the target
-is silence, one token, so that the loss is that of the answers once silence is learned.
+A haystack ends with the keys of its needles in any order, each of which asks for its value. No other token has a
+target: thousands that can be told without looking back would drown the answers' gradient. Sequences to learn from have
+haystacks of all lengths up to their own, since short ones are learned first, and more straw behind them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SILENCE = 0
+from nsa_core.loss import IGNORED
+
 _STRAW = 32  # different tokens of the haystack
 _MULTIPLE = 64  # of a vocabulary: other widths are slower on GPUs
 
@@ -35,8 +38,8 @@ class NeedleCorpus:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that a model needs: silence, straw, keys, values; up to a multiple of 64."""
-        return -(-(1 + _STRAW + 2 * self.alphabet) // _MULTIPLE) * _MULTIPLE
+        """Tokens that a model needs: straw, keys, values; up to a multiple of 64."""
+        return -(-(_STRAW + 2 * self.alphabet) // _MULTIPLE) * _MULTIPLE
 
     def batches(self, batch: int, seq_len: int, seed: int) -> NeedleBatches:
         """Endless (tokens, targets), int64 [batch, seq_len] each, seeded by `seed`."""
@@ -49,7 +52,7 @@ class NeedleCorpus:
 
     def text_bytes(self, targets: Tensor) -> int:
         """Answers among `targets`, which losses are divided by."""
-        return int((targets != SILENCE).sum())
+        return int((targets != IGNORED).sum())
 
     def about(self) -> dict[str, Any]:
         """The task, for the result's environment."""
@@ -72,31 +75,42 @@ class NeedleCorpus:
         """(tokens, targets), int64 [batch, seq_len] each.
 
         Args:
-            first: place of the needle that is asked for first; None: anywhere.
+            first: place of the needle that is asked for first, in a haystack as long as the sequence; None: anywhere,
+                in haystacks of all lengths.
         """
 
-        def distinct(among: int) -> Tensor:
-            return torch.rand(batch, among, generator=generator).argsort(1)
+        def distinct(among: int, first: Tensor | None = None) -> Tensor:
+            """Numbers below `among` in any order, [batch, among]; those below `first` [batch, 1] before the others."""
+            order = torch.rand(batch, among, generator=generator)
+            return (order if first is None else order + (torch.arange(among) >= first)).argsort(1)
 
-        hay = seq_len - self.needles
-        tokens = torch.randint(1, 1 + _STRAW, (batch, seq_len), generator=generator)
-        places = distinct(self._places(seq_len))
+        lengths = self._lengths(batch, seq_len, generator) if first is None else torch.full((batch, 1), seq_len)
+        tokens = torch.randint(_STRAW, (batch, seq_len), generator=generator)
+        places = distinct(self._places(seq_len), self._places(lengths))
         if first is not None:  # the first needle gets its place, and whichever had it the first needle's
             places = torch.where(places == first, places[:, :1], places)
             places[:, 0] = first
         places = 2 * places[:, : self.needles]
-        keys = 1 + _STRAW + distinct(self.alphabet)[:, : self.needles]
-        values = torch.randint(self.alphabet, keys.shape, generator=generator) + 1 + _STRAW + self.alphabet
+        keys = _STRAW + distinct(self.alphabet)[:, : self.needles]
+        values = torch.randint(self.alphabet, keys.shape, generator=generator) + _STRAW + self.alphabet
         tokens.scatter_(1, places, keys)
         tokens.scatter_(1, places + 1, values)
         order = distinct(self.needles) if first is None else torch.arange(self.needles).expand(batch, -1)
-        targets = torch.full_like(tokens, SILENCE)
-        tokens[:, hay:], targets[:, hay:] = keys.gather(1, order), values.gather(1, order)
+        asked = lengths - self.needles + torch.arange(self.needles)
+        targets = torch.full_like(tokens, IGNORED)
+        tokens.scatter_(1, asked, keys.gather(1, order))
+        targets.scatter_(1, asked, values.gather(1, order))
         return tokens, targets
 
-    def _places(self, seq_len: int) -> int:
-        """Places for needles in a sequence's haystack."""
-        return (seq_len - self.needles) // 2
+    def _lengths(self, batch: int, seq_len: int, generator: torch.Generator) -> Tensor:
+        """Lengths of haystacks with their questions, [batch, 1]; their logarithms are uniform."""
+        shortest = 4 * self.needles
+        spread = torch.rand(batch, 1, generator=generator) * math.log((seq_len + 1) / shortest)
+        return (shortest * spread.exp()).long().clamp(shortest, seq_len)
+
+    def _places(self, length: Any) -> Any:
+        """Places for needles in haystacks of `length` tokens with their questions."""
+        return (length - self.needles) // 2
 
 
 class NeedleBatches(Iterator[tuple[Tensor, Tensor]]):

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from jobs._diagnosis.rank_state import FIRST_STEP, NOW, Memory, RankState
 from jobs.measure.topology import NVLINK, Gpu, Topology, members
-from nsa_core.backends import TORCH, untested
+from nsa_core.backends import BACKENDS, TORCH, untested
 
 # Bounds of the rules `utilisation` and `rank-imbalance`, and of the memory that a card should keep free.
 _BUSY, _UNEVEN, _FULL = 80.0, 10.0, 0.9
@@ -109,7 +109,7 @@ def _versions(found: Diagnosis) -> Iterator[Advice]:
 
 def _routes(found: Diagnosis) -> Iterator[Advice]:
     for rank in found.ranks:
-        slow = sorted({kernel for kernel in rank.route.values() if kernel in ("chunked", "naive")})
+        slow = sorted({kernel for kernel in rank.route.values() if kernel in BACKENDS and kernel != "triton"})
         if rank.device == "cuda" and slow:
             text = f"on a GPU {', '.join(slow)} runs, not the kernels"
             yield Advice(text, "set backend: triton to be told why, or precision: bfloat16")

@@ -35,6 +35,7 @@ from jobs.measure.telemetry import Telemetry
 from jobs.point import Beat, reporter
 from jobs.quantities import Better, Quantity, Role
 from nsa_core import NSAConfig
+from nsa_core.loss import IGNORED
 from nsa_core.model import ModelConfig, NSATransformer
 
 HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
@@ -301,7 +302,7 @@ class Trainer:
 
     def _tokens_a_byte(self, targets: Tensor) -> float:
         """Factor from a mean over targets, of all ranks, to one over the bytes of their text: 1 for bytes."""
-        return targets.numel() / self.corpus.text_bytes(targets)
+        return int((targets != IGNORED).sum()) / self.corpus.text_bytes(targets)
 
     def precision(self) -> AbstractContextManager[object]:
         """Context of the model's passes: autocast, if the configuration asks for it."""

@@ -16,7 +16,7 @@ from .. import reference
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..routes import Branch
-from . import chunked, flash, naive, triton
+from . import chunked, flash, gather, naive, packed, triton
 from ._offered import OfferedBackend, offered, offered_backend
 from ._toolchain import TORCH, TRITON, triton_problem, triton_version, untested
 
@@ -100,7 +100,7 @@ class FusedBackend(Backend, Protocol):
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {"reference": reference, "naive": naive, "chunked": chunked, "triton": triton}
+    {"reference": reference, "naive": naive, "chunked": chunked, "gather": gather, "packed": packed, "triton": triton}
 )
 WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "flash": flash})
 

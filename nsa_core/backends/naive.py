@@ -30,6 +30,11 @@ def compressed(
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks of all queries at once, from scores in float32 (float64 for float64)."""
     note("select", "naive")
+    return best_blocks(q, k_cmp, config, offset, scale)
+
+
+def best_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Blocks as `select` gives them, for callers that note the route themselves."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         visible = _visible_compressed(q, k_cmp, config, offset)

@@ -16,6 +16,7 @@ from jobs.point import Machine, Measurement, Point
 from jobs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.functional import BRANCHES
+from nsa_core.routes import Branch
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 SMALL = {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16}
@@ -39,11 +40,13 @@ def _measure(point: Point) -> Measurement:
 
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win", "all"])
-def test_a_branch_is_measured_by_itself(branch: str) -> None:
-    (point,) = _spec(branches=[branch], backends=["chunked"], passes=["forward+backward"]).points(CPU)
+@pytest.mark.parametrize("backend", ["chunked", "gather", "packed"])
+def test_a_branch_is_measured_by_itself(backend: str, branch: str) -> None:
+    (point,) = _spec(branches=[branch], backends=[backend], passes=["forward+backward"]).points(CPU)
     result = _measure(point)
     computed = set(result.route) - {"select"}
     assert computed == (set(BRANCHES) if branch == "all" else {branch})
+    assert set(result.route.values()) == {backend}
     assert ("trace.txt" in result.files) == (branch != "all")
     assert {"time", "peak_extra_memory", "oracle_error"} <= {metric.name for metric in result.metrics}
     assert point.axes.more == {"branch": branch}
@@ -60,6 +63,16 @@ def test_a_branch_that_runs_another_one_is_an_error(monkeypatch: pytest.MonkeyPa
     settings = "chunked", NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
     with pytest.raises(WrongResult, match=r"branch win alone also ran for other branches: keys of cmp, keys of slc"):
         trace_branch("win", *settings, backward=False)
+
+
+@pytest.mark.parametrize("backend", ["gather", "packed"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_forced_branch_runs_the_operations_of_its_backend_alone(backend: str, branch: Branch) -> None:
+    """A packed branch is attended by PyTorch's kernel, a gathered one by products of copies."""
+    settings = backend, NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
+    text = trace_branch(branch, *settings, backward=True)
+    assert ("scaled_dot_product" in text) == (backend == "packed")
+    assert ("index_select" in text) == (backend == "gather" or branch != "cmp")
 
 
 def test_the_trace_tells_what_ran() -> None:

@@ -56,7 +56,7 @@ def test_gradients_of_given_compressed_keys_and_values(fast_backend, make_case, 
 
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
-def test_chunked_gradients_of_each_branch_are_numerical_derivatives(make_case, branch):
+def test_gradients_of_each_branch_are_numerical_derivatives(fast_backend, make_case, branch):
     config = NSAConfig(4, 2, 4, 2, 0, 1, 5)
     case = make_case(11, 2, 1, 3, dtype=torch.float64)
     # Differences must not move the selection: it passes no gradient, but it jumps.
@@ -64,18 +64,18 @@ def test_chunked_gradients_of_each_branch_are_numerical_derivatives(make_case, b
 
     def run(q, k, v, gates):
         keys = {"k_cmp": k_cmp} if branch == "slc" else {}
-        return nsa_attention(q, k, v, gates, config, branches=(branch,), backend="chunked", **keys)
+        return nsa_attention(q, k, v, gates, config, branches=(branch,), backend=fast_backend, **keys)
 
     assert torch.autograd.gradcheck(run, case.leaves, eps=1e-7, atol=1e-5, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_are_as_good_as_an_eager_runs(make_case, config, dtype):
+def test_half_precision_gradients_are_as_good_as_an_eager_runs(fast_backend, make_case, config, dtype):
     case = make_case(130, dtype=dtype)
     exact = case.to(torch.float64)
     expected = gradients(exact.leaves, lambda: nsa_attention(*exact.leaves, config, backend="reference"))
     eager = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend="naive"))
-    actual = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend="chunked"))
+    actual = gradients(case.leaves, lambda: nsa_attention(*case.leaves, config, backend=fast_backend))
     for name, got, other, want in zip(NAMES, actual, eager, expected, strict=False):
         assert got.dtype == dtype
         assert relative_error(got, want) <= 2 * relative_error(other, want), name

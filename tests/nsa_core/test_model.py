@@ -74,7 +74,7 @@ def test_gradients_of_the_loss_are_those_of_the_logits(few_rows: None) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrong", [-100, 256])
+@pytest.mark.parametrize("wrong", [-1, 256])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_target_beyond_the_vocabulary_shows_in_the_loss(wrong: int, grad: bool) -> None:
     tokens = torch.randint(256, (1, 20))

@@ -103,7 +103,25 @@ def test_the_loss_and_its_gradients(vocabulary: int, spread: float) -> None:
     assert are_near(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("wrong", [-100, 256])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_ignored_target_has_no_part_in_the_loss(enabled: bool) -> None:
+    x, weight = of(0, 13, 16).requires_grad_(), of(1, 256, 16).requires_grad_()
+    targets = torch.randint(256, (13,), generator=torch.Generator().manual_seed(2))
+    targets[:6] = targets[12] = loss.IGNORED
+    with torch.set_grad_enabled(enabled):
+        got = [value := loss.head_cross_entropy(x, weight, targets, rows=5)]
+        none = loss.head_cross_entropy(x, weight, torch.full_like(targets, loss.IGNORED), rows=5)
+    wide = [y.detach().double().requires_grad_() for y in (x, weight)]
+    want = [nn.functional.cross_entropy(wide[0] @ wide[1].T, targets)]
+    assert none == 0
+    if enabled:
+        got += torch.autograd.grad(value, (x, weight))
+        want += torch.autograd.grad(want[0], wide)
+        assert not got[1][:6].any()
+    assert are_near([y.detach() for y in got], [y.detach() for y in want], 1e-5)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256])
 def test_a_target_beyond_the_vocabulary_shows_in_the_loss(wrong: int) -> None:
     x, weight, targets = of(0, 13, 16).requires_grad_(), of(1, 256, 16), torch.zeros(13, dtype=torch.long)
     targets[7] = wrong

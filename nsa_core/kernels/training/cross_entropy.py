@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._inputs import IGNORED
 from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, power_of_two
@@ -22,12 +23,13 @@ _WIDEST = 8192  # logits of a tile
 
 
 @triton.jit
-def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
+def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr, IGNORED: tl.constexpr):
     """Cross entropy of every row of logits, and its gradient.
 
     Grid: (rows). A program owns one row and loops over its V logits twice, N at a time, in base 2: for the log-sum-exp,
     then for softmax - one-hot. It writes LOSS [rows] float32 [nat] and DLOGITS [rows,V].
-    LOGITS [rows,V], contiguous; TARGETS int64 [rows]; a target outside 0 .. V - 1 makes its row's loss infinite.
+    LOGITS [rows,V], contiguous; TARGETS int64 [rows]; a target outside 0 .. V - 1 makes its row's loss infinite, but
+    IGNORED makes loss and gradient zero.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     LOGITS += row * V
@@ -44,7 +46,8 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
     target = tl.load(TARGETS + row)
     there = (target >= 0) & (target < V)
     at_target = tl.load(LOGITS + target, mask=there, other=float("-inf")).to(tl.float32)
-    tl.store(LOSS + row, lse / log2e - at_target)
+    tl.store(LOSS + row, tl.where(target == IGNORED, 0.0, lse / log2e - at_target))
+    lse = tl.where(target == IGNORED, float("inf"), lse)
     for first in range(0, V, N):
         x = tl.load(LOGITS + first + n, mask=first + n < V, other=0.0).to(tl.float32) * log2e
         p = tl.exp2(x - lse) - (first + n == target).to(tl.float32)
@@ -54,9 +57,11 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr):
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """-log softmax(logits)[target] of every row, float32 [R] [nat], and its gradient softmax - one-hot [R,V].
 
+    Both are zero where the target is IGNORED.
+
     Args:
         logits: [R,V].
-        targets: int64 [R]; a target outside 0 .. V - 1 makes its row's loss infinite.
+        targets: int64 [R]; any other outside 0 .. V - 1 makes its row's loss infinite.
     """
     return _operator(logits, targets)
 
@@ -67,7 +72,7 @@ def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     loss, dlogits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits)
     width = logits.shape[1]
     pointers = dict(LOGITS=logits, TARGETS=targets.contiguous(), LOSS=loss, DLOGITS=dlogits)
-    constants = dict(N=min(_WIDEST, power_of_two(width)))
+    constants = dict(N=min(_WIDEST, power_of_two(width)), IGNORED=IGNORED)
     arguments = pointers | dict(V=width, log2e=LOG2_E)
     launch(_cross_entropy, (len(logits),), arguments, constants, Tile(warps=16), stage="cross_entropy")
     return loss, dlogits
