@@ -87,7 +87,7 @@ def resumed_plan(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )
     plan = Plan(run, [run], [], Counter(), labels)
-    changed = 0
+    changed, elsewhere = 0, False
     for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
         before, key = old.points[point_id], point.key(run.code_hash or "", machines[point.python])
         if _settled(before.state, point, again):
@@ -95,25 +95,27 @@ def resumed_plan(
                 plan.settled[before.state] += 1
                 continue
             changed += 1
+            elsewhere |= before.key != point.key(old.run.code_hash or "", machines[point.python])
         if before.state is PointState.RUNNING:
             plan.records.append(_lost(run.run_id, point_id, before.attempt))
         _add(plan, index, point, key, attempt=before.attempt + 1)
     if changed:
-        plan.records.append(EventRecord(run_id=run.run_id, message=_why_again(changed, run, old.run)))
+        plan.records.append(EventRecord(run_id=run.run_id, message=_why_again(changed, run, old.run, elsewhere)))
     return plan
 
 
-def _why_again(points: int, run: RunRecord, before: RunRecord) -> str:
-    """Why a resumed run measures points again that had ended."""
+def _why_again(points: int, run: RunRecord, before: RunRecord, elsewhere: bool) -> str:
+    """Why a resumed run measures points again that had ended; `elsewhere`: not for their code alone."""
     count = "1 point that had ended is" if points == 1 else f"{points} points that had ended are"
+    why = []
     if run.code_hash != before.code_hash:
-        why = (
+        why.append(
             f"the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
             f"{before.code_hash} is now {run.code_hash})"
         )
-    else:
-        why = "the device, its driver, a version or a variable differs from what they were measured with"
-    return f"{count} measured again: {why}"
+    if elsewhere:
+        why.append("the device, its driver, a version or a variable differs from what they were measured with")
+    return f"{count} measured again: {'; and '.join(why)}"
 
 
 def history(records: Iterable[Record]) -> History | None:

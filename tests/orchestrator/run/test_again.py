@@ -53,13 +53,16 @@ def test_changed_sources_are_said_to_be_why_points_are_measured_again(points: li
     assert len(todo.assignments) == len(points)
     (why,) = said(todo)
     assert why.startswith(f"{len(points)} points that had ended are measured again: the sources of nsa_core, jobs")
-    assert "(code_hash old is now new)" in why
+    assert why.endswith("(code_hash old is now new)")
 
 
 def test_another_machine_is_said_to_be_why(points: list[Point]):
     there = {None: replace(CPU, name="another processor")}
     todo = plan.resumed_plan(run("same"), points, there, ended(points, "same"), again=False)
-    assert "the device, its driver, a version or a variable differs" in said(todo)[0]
+    why = "the device, its driver, a version or a variable differs from what they were measured with"
+    assert said(todo) == [f"{len(points)} points that had ended are measured again: {why}"]
+    todo = plan.resumed_plan(run("new"), points, there, ended(points, "old"), again=False)
+    assert said(todo)[0].endswith(f"(code_hash old is now new); and {why}")
 
 
 def test_nothing_is_said_where_no_point_is_measured_again(points: list[Point]):
