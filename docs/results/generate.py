@@ -103,11 +103,11 @@ def _stored(store: Store) -> list[str]:
 def _reports(store: Store, runs: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Write one report a kind of job, with charts if its runs have curves. Returns its files."""
     written = []
-    for kind, name in tables.PAGES.items():
+    for kind, name in tables.pages(runs).items():
         of_kind = [run["run_id"] for run in runs if run["kind"] == kind]
-        if of_kind and kind in CHARTED:
+        if kind in CHARTED:
             written += write_report(store, of_kind, folder / name)
-        elif of_kind:
+        else:
             written.append(_write(folder / name, report(store, of_kind)))
     return written
 
@@ -134,7 +134,7 @@ def _durations(runs: list[dict[str, Any]]) -> str:
     rows.writerow(["name", "kind", "spec_hash", "gpu", "gpus", "points", "minutes", "run_id", "commit"])
     for run in runs:
         if run["state"] == "done" and run["gpu"]:
-            gpus = max(1, int(run["spec"].get("resources", {}).get("num_gpus", 1)))
+            gpus = max(1, int(run["spec"].get("resources", {}).get("num_gpus") or 1))
             sizes = [run["gpu"], gpus, run["points"], f"{tables.minutes(run):.1f}"]
             rows.writerow([run["name"], run["kind"], run["spec_hash"], *sizes, run["run_id"], run["git_commit"]])
     return text.getvalue()

@@ -15,22 +15,7 @@ from orchestrator.branches import Branch, take_overs
 from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, Place, collect, is_dense
 from orchestrator.store import Store, queries
 
-PAGES = {
-    "scaling": "scaling.md",
-    "bench": "bench.md",
-    "train": "training.md",
-    "decode": "decoding.md",
-    "branches": "branches.md",
-    "backward": "backward.md",
-    "estimate": "estimate.md",
-    "capacity": "capacity.md",
-    "profile": "profile.md",
-    "diagnose": "diagnose.md",
-    "needle": "needle.md",
-    "soak": "soak.md",
-    "drill": "drill.md",
-}
-"""The page of each kind of job."""
+_NAMED = {"train": "training", "decode": "decoding"}  # pages that are not called like their kind
 
 CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -60,6 +45,11 @@ def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
+def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The page of each kind of job that was run, in the order of the first runs."""
+    return {run["kind"]: f"{_NAMED.get(run['kind'], run['kind'])}.md" for run in runs}
+
+
 def minutes(run: Mapping[str, Any]) -> float:
     """Minutes from a run's beginning to its end."""
     return (run["ended_at"] - run["created_at"]).total_seconds() / 60
@@ -75,7 +65,7 @@ def _pages(runs: Sequence[dict[str, Any]]) -> str:
         own = [run for run in runs if run["kind"] == kind]
         return [f"[{page}]({page})", _specs(own), f"{len(own)}", commits(own)]
 
-    rows = [row(kind, page) for kind, page in PAGES.items() if any(run["kind"] == kind for run in runs)]
+    rows = [row(kind, page) for kind, page in pages(runs).items()]
     return table(["page", "specs", "runs", "commit"], rows)
 
 
