@@ -22,7 +22,7 @@ from jobs._training.layout import Layout
 from jobs._training.metrics import RANK_IMBALANCE, measurement
 from jobs._training.report import RankReport, train_rank
 from jobs.axes import Axis
-from jobs.point import Beat, Machine, Measurement, Metric, Point
+from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.quantities import Better, Quantity, Role
 
 __all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
@@ -62,6 +62,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     result = measurement(config, reports)
     found = diagnosis(reports, result)
     advice = advise(found)
+    for each in advice:
+        reporter(beat).warn(f"{each.what}; {each.fix}")
     metrics = [Metric.of(WARNINGS, len(advice), method="in diagnosis.md, each with its fix"), *memory(found.ranks)]
     files = {**result.files, "diagnosis.md": describe(found, advice)}
     return replace(result, metrics=(*metrics, *result.metrics), files=files)

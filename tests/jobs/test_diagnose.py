@@ -30,18 +30,21 @@ class Report:
 
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
+        self.warned: list[str] = []
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 
     def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None: ...
 
-    def warn(self, text: str) -> None: ...
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
 
     def keep(self, name: str, text: str) -> None:
         self.kept[name] = text
 
 
-def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path) -> None:
+def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     data = {"kind": "diagnose", "name": "t", "seq_len": 48, "batch": 2, "steps": 5, "optimizer": {"warmup_steps": 2}}
     spec = diagnose.Spec.model_validate(data | {"data": {"path": str(tmp_path), "heldout_batches": 1}})
@@ -52,7 +55,10 @@ def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path) -
     sizes = [values[f"{phase}_resident"] for phase in ("boot", "loader", "step_1", "now")]
     assert sizes[0] > 50
     assert sizes[2] >= sizes[0]
-    assert values["warnings"] == str(result.files["diagnosis.md"]).partition("## Memory")[0].count("\n- ")
+    assert report.warned[0].startswith("CUDA_LAUNCH_BLOCKING=1")
+    lines = str(result.files["diagnosis.md"]).partition("## Memory")[0].splitlines()
+    assert [line[2:] for line in lines if line.startswith("- ")] == report.warned
+    assert values["warnings"] == len(report.warned)
     assert values["throughput"] > 0
     assert "cmp: chunked" in str(result.files["diagnosis.md"])
     state = RankState.from_json(report.kept["rank0.json"])
