@@ -73,9 +73,9 @@ def test_a_model_learns_to_find_needles_far_above_chance(spec: Spec, index: int)
     result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
     values = {metric.name: metric.value for metric in result.metrics}
     assert values["chance"] == 12.5
-    assert values["recall"] > 50
-    assert values["recall_worst"] > 25
-    assert values["heldout_loss"] < 1.5  # a guess's is 2.1
+    assert values["recall"] > 95
+    assert values["recall_worst"] > 90
+    assert values["heldout_loss"] < 0.3  # a guess's is 2.1
     shown = [float(line.rpartition(",")[2]) for line in str(result.files["recall.csv"]).splitlines()[1:]]
     assert shown == pytest.approx([values[f"recall_depth_{depth}"] for depth in (0, 25, 50, 75, 100)])
     assert ("slc" in result.route) == (index == 0)
