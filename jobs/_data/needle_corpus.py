@@ -11,13 +11,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nsa_core.loss import IGNORED
 
+_Length = TypeVar("_Length", int, Tensor)
 _STRAW = 32  # different tokens of the haystack
 _MULTIPLE = 64  # of a vocabulary: other widths are slower on GPUs
 
@@ -108,7 +109,7 @@ class NeedleCorpus:
         spread = torch.rand(batch, 1, generator=generator) * math.log((seq_len + 1) / shortest)
         return (shortest * spread.exp()).long().clamp(shortest, seq_len)
 
-    def _places(self, length: Any) -> Any:
+    def _places(self, length: _Length) -> _Length:
         """Places for needles in haystacks of `length` tokens with their questions."""
         return (length - self.needles) // 2
 
