@@ -169,5 +169,5 @@ def _pick_values(address: Address, label: str, states: pd.DataFrame, column: str
 
 
 def _pills(label: str, options: Sequence[str], bound: Binding) -> tuple[str, ...]:
-    help_ = "none chosen: all"
-    return tuple(st.pills(label, options, selection_mode="multi", format_func=parts.plain, help=help_, **bound))
+    chosen = st.pills(label, options, selection_mode="multi", format_func=parts.plain, help="none chosen: all", **bound)
+    return tuple(chosen)

@@ -16,8 +16,6 @@ from .errors import InputError
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
-IGNORED = -100  # a target without a part in the loss, as for torch.nn.functional.cross_entropy
-
 
 @dataclass(frozen=True)
 class Operands:

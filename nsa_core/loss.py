@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._inputs import IGNORED, autocast_dtype, without_autocast
+from ._inputs import autocast_dtype, without_autocast
 from .projections import in_compiled_training
+
+IGNORED = -100  # a target without a part in the loss, as for torch.nn.functional.cross_entropy
 
 
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -32,12 +32,13 @@ def small(text: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Keeping:
-    """A Reporter that keeps warnings and series: name -> step -> value."""
+    """A Reporter that keeps warnings, texts (name -> text) and series (name -> step -> value)."""
 
-    def __init__(self, folder: Path | None, key: str = "k") -> None:
+    def __init__(self, folder: Path | None = None, key: str = "k") -> None:
         self.surroundings = Surroundings(f"file://{folder}" if folder else None, key)
         self.warnings: list[str] = []
         self.series: dict[str, dict[int, float]] = {}
+        self.kept: dict[str, str] = {}
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
         pass
@@ -50,8 +51,9 @@ class Keeping:
         self.warnings.append(text)
 
     def keep(self, name: str, text: str) -> None:
-        pass
+        self.kept[name] = text
 
 
 def by_name(result: Measurement) -> dict[str, Metric]:
+    """The metrics of a result by their names."""
     return {metric.name: metric for metric in result.metrics}

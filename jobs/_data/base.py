@@ -18,7 +18,7 @@ class DataError(ValueError):
 class Batches(Iterator[tuple[Tensor, Tensor]], Protocol):
     """Endless (tokens, targets), int64 [batch, seq_len] each, whose position can be kept and taken up again.
 
-    A target may be IGNORED (nsa_core.loss).
+    Targets may be IGNORED (nsa_core.loss), equally many in every sequence: losses of micro-batches are averaged.
     """
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -85,9 +85,9 @@ def listens(address: str) -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether the server at an address, "host:port", says something to a client of gRPC, which is over HTTP/2.
+    """Whether the server at an address, "host:port", says something to a client of gRPC (HTTP/2), or hangs up.
 
-    A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
+    A hanging one does neither. Ray would wait for it, minutes long, and no signal would end that.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import pandas as pd
 import pytest
 import streamlit as st
+from dashboard_pages import check, show, text
 from example_databases import HALF
-from streamlit.testing.v1 import AppTest
 
 from dashboard import live
 from orchestrator.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
@@ -22,7 +21,6 @@ from orchestrator.store import Store, queries
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"
 PLAN = {"steps": 1000, "tokens_per_step": 1024, "hours": 1.0}
-ROOT = Path(__file__).resolve().parents[2]
 EVIL = "<b>bold</b> **loud** [x](javascript:0)"
 
 
@@ -53,26 +51,6 @@ def training(
         store.beat(RUN, POINT, datetime.now(UTC), "train", 300, 900, 2.0)
 
 
-def show(point_id: str) -> AppTest:
-    """The page of a point as drawn on a first visit."""
-    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
-    app.switch_page("runs.py")
-    app.query_params["run"], app.query_params["point"] = point_id.rpartition("/")[0], point_id
-    return check(app.run())
-
-
-def check(app: AppTest) -> AppTest:
-    assert not app.exception, [(found.message, found.stack_trace) for found in app.exception]
-    return app
-
-
-def text(app: AppTest) -> str:
-    """The text on the page."""
-    said = [str(element.value) for kind in (app.subheader, app.markdown, app.caption, app.info) for element in kind]
-    tables = [table.value.to_csv() for table in app.table]
-    return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
-
-
 def charts(app: Any) -> list[dict]:
     """The charts' data, by what Streamlit sends to the browser."""
     return [
@@ -82,7 +60,7 @@ def charts(app: Any) -> list[dict]:
 
 def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> None:
     training(database, piece("loss", "nat/byte", [4.0, 3.0]), piece("cpu_utilization", "%", [91.0, 90.0]))
-    app = show(POINT)
+    app = show("runs", run=RUN, point=POINT)
     said = text(app)
     assert "train: 300 of 900 at 2 a second, about **5 min 00 s** left" in said
     assert "Series" in said
@@ -94,16 +72,13 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
 
 def test_the_page_of_a_run_leads_to_its_running_points(database: str) -> None:
     training(database, piece("loss", "nat/byte", [4.0, 3.0]))
-    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
-    app.switch_page("runs.py")
-    app.query_params["run"] = RUN
-    links = {link.proto.label: link.proto.query_string for link in check(app.run()).get("page_link")}
+    links = {link.proto.label: link.proto.query_string for link in show("runs", run=RUN).get("page_link")}
     assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
 
 
 def test_a_series_grows_and_stays_after_the_end(database: str) -> None:
     training(database, piece("loss", "nat/byte", [4.0, 3.0]))
-    assert ": 3 nat/byte" in text(app := show(POINT))
+    assert ": 3 nat/byte" in text(app := show("runs", run=RUN, point=POINT))
     with Store.open(database) as store:
         store.apply(piece("loss", "nat/byte", [2.5, 2.25], first=2))
     st.cache_data.clear()  # two seconds later
@@ -111,7 +86,7 @@ def test_a_series_grows_and_stays_after_the_end(database: str) -> None:
     with Store.open(database) as store:
         store.apply(OutcomeRecord(run_id=RUN, point_id=POINT, attempt=1, state=PointState.CRASH, reason="killed"))
     st.cache_data.clear()
-    said = text(show(POINT))  # a reload
+    said = text(show("runs", run=RUN, point=POINT))  # a reload
     assert ": 2.25 nat/byte" in said
     assert "left, until" not in said
 
@@ -123,7 +98,7 @@ def test_expected_stands_against_actual(database: str) -> None:
         piece("training_memory", "MiB", [50.0, 120.0]),
     ]
     training(database, *pieces, plan=PLAN, estimate=100 << 20, device="cuda")
-    said = text(show(POINT))
+    said = text(show("runs", run=RUN, point=POINT))
     assert "Throughput,≥ 284.4 tok/s,142.2 tok/s,✗ no" in said
     assert "Time of the planned run,≤ 1 h,2 h,✗ no" in said
     assert "Memory,100 MiB estimated,120 MiB,✗ no" in said
@@ -134,7 +109,7 @@ def test_expected_stands_against_actual(database: str) -> None:
 def test_what_is_not_measured_yet_is_not_told(database: str) -> None:
     pieces = [piece("training_memory", "MiB", [400.0]), piece("cpu_utilization", "%", [85.0])]
     training(database, *pieces, plan={"phases": 3}, estimate=100 << 20)  # another kind's plan
-    said = text(show(POINT))
+    said = text(show("runs", run=RUN, point=POINT))
     assert "Memory,100 MiB estimated,measured after the training,–" in said
     assert "≥ 80 %,85 %,✓ yes" in said
     assert "planned run" not in said
@@ -142,14 +117,14 @@ def test_what_is_not_measured_yet_is_not_told(database: str) -> None:
 
 def test_text_from_outside_is_text(database: str) -> None:
     training(database, piece(EVIL, "u", [1.0]))
-    app = show(POINT)
+    app = show("runs", run=RUN, point=POINT)
     [caption] = [each.value for each in app.caption if "bold" in each.value]
     assert "\\<b\\>bold\\</b\\> \\*\\*loud\\*\\* \\[x\\](javascript\\:0)" in caption
     assert len(charts(app)) == 1
 
 
 def test_a_point_without_series_has_no_such_part(half_finished: str) -> None:
-    said = text(show(f"{HALF}/2"))
+    said = text(show("runs", run=HALF, point=f"{HALF}/2"))
     assert "timing" in said
     assert "Series" not in said
 

@@ -1,17 +1,15 @@
-"""The pages in Streamlit's test harness, on every kind of database; none may show an exception."""
+"""The pages on every kind of database, the Overview, and runs and points in detail; none may show an exception."""
 
 from __future__ import annotations
 
 import sqlite3
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import streamlit as st
-from example_databases import small_sweep
-from streamlit.testing.v1 import AppTest
+from dashboard_pages import asked, check, show, text
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
@@ -19,7 +17,6 @@ from orchestrator.records import (
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
-    PointRecord,
     RunEndRecord,
     RunRecord,
     StartRecord,
@@ -27,38 +24,8 @@ from orchestrator.records import (
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-CURVE = "reported-002_0efc432e4c57f734"
 PAGES = ("overview", "scaling", "runs")
-
-
-def show(page: str, **query: str) -> AppTest:
-    """The page as drawn on a first visit."""
-    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
-    if page != "overview":
-        app.switch_page(f"{page}.py")
-    for name, value in query.items():
-        app.query_params[name] = value
-    return check(app.run())
-
-
-def check(app: AppTest) -> AppTest:
-    assert not app.exception, [(found.message, found.stack_trace) for found in app.exception]
-    return app
-
-
-def asked(app: AppTest) -> dict[str, list[str]]:
-    """The names and values in the page's address."""
-    return {name: [found] if isinstance(found, str) else found for name, found in app.query_params.items()}
-
-
-def text(app: AppTest) -> str:
-    """The text on the page."""
-    kinds = (app.title, app.header, app.subheader, app.markdown, app.caption, app.info, app.warning, app.code)
-    said = [str(element.value) for kind in kinds for element in kind]
-    tables = [table.value.to_csv() for table in (*app.table, *app.dataframe)]
-    return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -188,201 +155,6 @@ def test_the_overview_follows_a_run(half_finished: str):
     assert "2 ok · 1 running · 2 pending" in said or "2 ok · 1 running · 2 pending" in str(app.get("progress"))
     assert "timing 3/10" in said
     assert "Not yet: nothing measured" in said
-
-
-def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: str):
-    app = show("scaling")
-    assert app.multiselect[0].value == [RUN, CURVE]
-    assert asked(app) == {}  # defaults are left out
-    titles = [subheader.value for subheader in app.subheader]
-    ours = ["Memory, measured", "Time, measured", "Fitted exponents", "Throughput, measured"]
-    assert titles == [*ours, "Memory, reported"]
-    assert len(app.get("vega_lite_chart")) == 6
-    fits = _fits(app)
-    ours = fits[fits["Origin"].str.contains("measured")].set_index(["Quantity", "Implementation"])
-    assert ours["Exponent"]["Peak memory beyond inputs", "naive"] == pytest.approx(2, abs=0.05)
-    assert ours["Exponent"]["Peak memory beyond inputs", "chunked"] == pytest.approx(1, abs=0.05)
-    assert ours["Local exponents"]["Time", "naive"].startswith("1K ")
-    assert ours["Rests on"]["Time", "naive"] == "4: 512 to 4K"
-    assert fits["95 % interval"].str.contains(" to ").all()
-    assert fits["Origin"].str.contains("reported").any()
-
-
-def test_a_bench_is_a_sweep_too(complete: str):
-    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE run SET kind = 'bench' WHERE id = ?", (RUN,))
-    assert show("scaling").multiselect[0].value == [RUN, CURVE]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "state", "kind", "opens"),
-    [
-        ((512, 1024), RunState.DONE, "scaling", False),  # a smoke test of two lengths
-        ((512, 1024, 2048, 4096, 8192), RunState.CANCELLED, "scaling", False),
-        ((512, 1024, 2048, 4096, 8192), RunState.FAILED, "scaling", False),
-        ((512, 1024, 2048, 4096, 8192), None, "scaling", False),  # still running
-        ((512, 1024, 2048, 4096, 8192), RunState.DONE, "decode", True),  # the complete sweep has only four lengths
-        ((512, 1024, 2048, 4096), RunState.DONE, "decode", False),
-        ((512, 1024, 2048, 4096), RunState.DONE, "scaling", True),
-    ],
-)
-def test_scaling_begins_with_the_newest_complete_sweep(
-    complete: str, lengths: tuple[int, ...], state: RunState | None, kind: str, opens: bool
-):
-    with Store.open(complete) as store:
-        store.apply_many(small_sweep(HALF, lengths, state, kind))
-    assert show("scaling").multiselect[0].value[0] == (HALF if opens else RUN)
-
-
-def test_many_newer_runs_hide_neither_the_sweep_nor_the_reported_curve(complete: str):
-    with Store.open(complete) as store:
-        for number in range(210):
-            store.apply_many(small_sweep(f"{HALF}-{number}", (512, 1024, 2048), RunState.DONE))
-    assert show("scaling").multiselect[0].value == [RUN, CURVE]
-    newer = f"{HALF}-0"
-    assert check(_visit("scaling", {"run": [RUN, newer]})).multiselect[0].value == [RUN, newer]
-    assert {RUN, CURVE} < set(show("runs").dataframe[0].value["Id"])
-
-
-def test_without_a_complete_sweep_scaling_begins_with_the_newest_results(database: str):
-    with Store.open(database) as store:
-        store.apply_many(small_sweep(RUN, (512, 1024, 2048), RunState.CANCELLED, hours=2))
-        store.apply_many(small_sweep(HALF, (512,), RunState.DONE))
-    assert show("scaling").multiselect[0].value == [HALF]
-
-
-def test_the_controls_of_scaling_are_in_the_address(complete: str):
-    app = show("scaling")
-    _pills(app, "Pass").set_value(["forward"]).run()
-    assert asked(check(app)) == {"pass": ["forward"]}
-    _control(app.segmented_control, "Reported results").set_value("together").run()
-    _pills(app, "Implementation").set_value([]).run()
-    chosen = {"pass": ["forward"], "reported": ["together"], "implementation": ["all"]}
-    assert asked(check(app)) == chosen
-    again = check(_visit("scaling", chosen))
-    assert _pills(again, "Pass").value == ["forward"]
-    assert _control(again.segmented_control, "Reported results").value == "together"
-    assert _pills(again, "Implementation").value == []
-    assert text(again) == text(app)
-    _pills(again, "Pass").set_value(["forward+backward"]).run()
-    assert "pass" not in asked(check(again))  # the default again
-
-
-def test_unknown_values_in_the_address_are_ignored_with_a_word(complete: str):
-    app = check(_visit("scaling", {"run": [RUN, "gone"], "pass": ["sideways"], "reported": ["x"], "colour": ["1"]}))
-    assert app.multiselect[0].value == [RUN]
-    said = text(app)
-    assert "Unknown in the address, ignored: `run=gone`, `pass=sideways`, `reported=x`, `colour`" in said
-    assert "Time, measured" in said
-    assert "ignored" not in text(show("scaling", run=RUN))
-    app = check(_visit("runs", {"state": ["finished"], "kind": ["scaling"]}))
-    assert "ignored: `state=finished`" in text(app)
-    assert len(app.dataframe[0].value) == 1
-
-
-def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it(complete: str):
-    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE point SET pass = 'decode' WHERE run_id = ?", (RUN,))
-    titles = [subheader.value for subheader in show("scaling").subheader]
-    assert "Time, measured" in titles
-    assert "Memory, reported" in titles
-
-
-def test_scaling_shows_the_share_of_each_branch_and_where_the_compressed_takes_over(complete: str):
-    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
-        connection.executemany(
-            "INSERT INTO metric (point_id, name, unit, value, samples, method) "
-            "SELECT id, ?, 'ms', ? * pow(seq_len / 1024.0, ?), '[]', 'profiler' FROM point "
-            "WHERE run_id = ? AND implementation = 'chunked' AND state = 'ok'",
-            [("stage_compressed", 1.0, 2, RUN), ("stage_window", 2.0, 1, RUN), ("stage_merge", 0.5, 1, RUN)],
-        )
-    app = show("scaling")
-    said = text(app)
-    assert "Share of each branch" in said
-    assert "The compressed branch grows as S^2.00" in said
-    assert "costs as much as all the rest from" in said
-    assert said.count("The compressed branch grows") == 1  # forward+backward, as the other charts show by default
-    _pills(app, "Implementation").set_value(["naive"]).run()
-    assert "Share of each branch" not in text(check(app))
-
-
-def _fits(app: AppTest) -> pd.DataFrame:
-    return next(grid.value for grid in app.dataframe if "Exponent" in grid.value.columns)
-
-
-def _control(kind: Any, label: str) -> Any:
-    return next(control for control in kind if control.label == label)
-
-
-def _pills(app: AppTest, label: str) -> Any:
-    return _control(app.pills, label)
-
-
-def _visit(page: str, query: dict[str, list[str]]) -> AppTest:
-    """The page at an address."""
-    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=60)
-    app.switch_page(f"{page}.py")
-    for name, values in query.items():
-        app.query_params[name] = values
-    return app.run()
-
-
-def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
-    app = show("scaling")
-    missing = next(grid.value for grid in app.dataframe if "Why" in grid.value.columns)
-    states = "".join(missing["State"])
-    assert all(state in states for state in ("oom", "hang", "error", "skipped"))
-    assert missing["Why"].str.contains("93.1 GiB").any()
-    numbers = next(frame.value for frame in app.dataframe if "per_sequence" in frame.value or "value" in frame.value)
-    assert 65536 not in set(numbers["seq_len"])
-
-
-def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
-    app = show("scaling")
-    app.multiselect[0].set_value([CURVE]).run()
-    assert [subheader.value for subheader in check(app).subheader] == ["Memory, reported", "Fitted exponents"]
-    assert asked(app) == {"run": [CURVE]}
-    app.multiselect[0].set_value([]).run()
-    assert "Choose a run" in text(check(app))
-    assert asked(app) == {"run": ["none"]}
-    app = show("scaling")
-    _control(app.segmented_control, "Reported results").set_value("together").run()
-    assert [subheader.value for subheader in check(app).subheader][1] == "Peak memory allocated"
-
-
-def test_values_of_filters_are_text_that_the_address_keeps(database: str):
-    name, run_id = "![x](y) **b** <b> :red[x]", "20261119-090000-odd-ab12"
-    point = {"run_id": run_id, "point_id": f"{run_id}/0"}
-    axes = {"implementation": name, "workload": "attention", "seq_len": 64, "device": "cpu"}
-    upgrade(database)
-    with Store.open(database) as store:
-        store.apply_many(
-            [
-                RunRecord(run_id=run_id, name="odd", kind="scaling", spec={}, spec_hash="5"),
-                PointRecord(**point, index=0, key="k", label="l", config={}, axes=axes),
-            ]
-        )
-    app = show("scaling", run=run_id)
-    assert _pills(app, "Implementation").options == [r"!\[x\](y) \*\*b\*\* \<b\> \:red\[x\]"]
-    _pills(app, "Implementation").set_value([name]).run()
-    assert asked(check(app))["implementation"] == [name]
-
-
-def test_scaling_shows_the_run_that_a_link_names(complete: str):
-    app = show("scaling", run="reported-peers-H200")
-    assert app.multiselect[0].value == ["reported-peers-H200"]
-    assert "Time, reported" in text(app)
-    shapes = _pills(app, "Shape")
-    assert shapes.value == ["12/2 heads d64"]  # one of three, which would hide each other
-    shown = len(_fits(app))
-    shapes.set_value(["12/2 heads d64", "64/4 heads d128"]).run()
-    assert len(_fits(check(app))) > shown
-
-
-def test_scaling_of_a_live_run(half_finished: str):
-    said = text(show("scaling"))
-    assert "3 points to go" in said
-    assert "three sequence lengths" in said
 
 
 def test_runs_can_be_found(complete: str):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pynvml
 import pytest
+from trainings import Keeping
 
 from jobs import diagnose
 from jobs._diagnosis.advice import Advice, Diagnosis, advise
@@ -18,29 +19,9 @@ from jobs._diagnosis.rank_state import Memory, RankState, identity
 from jobs._diagnosis.text import describe
 from jobs.measure import topology as module
 from jobs.measure.topology import Gpu, Topology, members, ranges, topology
-from jobs.point import NOWHERE, SHORT, Machine
+from jobs.point import SHORT, Machine
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
-
-
-class Report:
-    """Keeps the texts that a measurement leaves while it runs."""
-
-    surroundings = NOWHERE
-
-    def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
-        self.warned: list[str] = []
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
-
-    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None: ...
-
-    def warn(self, text: str) -> None:
-        self.warned.append(text)
-
-    def keep(self, name: str, text: str) -> None:
-        self.kept[name] = text
 
 
 def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,16 +30,16 @@ def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, m
     data = {"kind": "diagnose", "name": "t", "seq_len": 48, "batch": 2, "steps": 5, "optimizer": {"warmup_steps": 2}}
     spec = diagnose.Spec.model_validate(data | {"data": {"path": str(tmp_path), "heldout_batches": 1}})
     (point,) = spec.points(CPU)
-    report = Report()
+    report = Keeping()
     result = diagnose.measure(json.loads(json.dumps(point.config)), report)
     values = {metric.name: metric.value for metric in result.metrics}
     sizes = [values[f"{phase}_resident"] for phase in ("boot", "loader", "step_1", "now")]
     assert sizes[0] > 50
     assert sizes[2] >= sizes[0]
-    assert report.warned[0].startswith("CUDA_LAUNCH_BLOCKING=1")
+    assert report.warnings[0].startswith("CUDA_LAUNCH_BLOCKING=1")
     lines = str(result.files["diagnosis.md"]).partition("## Memory")[0].splitlines()
-    assert [line[2:] for line in lines if line.startswith("- ")] == report.warned
-    assert values["warnings"] == len(report.warned)
+    assert [line[2:] for line in lines if line.startswith("- ")] == report.warnings
+    assert values["warnings"] == len(report.warnings)
     assert values["throughput"] > 0
     assert "cmp: chunked" in str(result.files["diagnosis.md"])
     state = RankState.from_json(report.kept["rank0.json"])

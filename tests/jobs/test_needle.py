@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from trainings import Keeping
 
 from jobs._data.needle_corpus import NeedleCorpus
 from jobs.needle import Learning, Spec, measure
@@ -83,22 +84,14 @@ def test_a_model_learns_to_find_needles_far_above_chance(spec: Spec, index: int)
 
 
 def test_an_untrained_model_guesses_and_says_that_it_still_learns(spec: Spec) -> None:
-    warned: list[str] = []
-
-    class Report:
-        def __call__(self, *_: object) -> None: ...
-        def sample(self, *_: object, **__: object) -> None: ...
-        def keep(self, *_: object) -> None: ...
-        def warn(self, text: str) -> None:
-            warned.append(text)
-
+    report = Keeping()
     changes = {"steps": 20, "optimizer": {"warmup_steps": 5, "learning_rate": 1e-5}}
     short = Spec.model_validate(spec.model_dump() | changes)
-    values = {m.name: m.value for m in measure(json.loads(json.dumps(short.points(CPU)[1].config)), Report()).metrics}
+    values = {m.name: m.value for m in measure(json.loads(json.dumps(short.points(CPU)[1].config)), report).metrics}
     assert values["recall"] < 40
     assert values["converged"] == 0
     assert "learned_step" not in values
-    assert warned == ["steps: 20: the task was not learned; give more steps, or another seed"]
+    assert report.warnings == ["steps: 20: the task was not learned; give more steps, or another seed"]
 
 
 def test_the_course_of_a_loss() -> None:

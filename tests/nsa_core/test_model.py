@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from nsa_core.errors import InputError
+from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 from nsa_core.routes import capture
 
@@ -62,9 +63,12 @@ def test_loss_is_the_cross_entropy_of_the_logits(few_rows: None) -> None:
     torch.testing.assert_close(model(inputs, targets), expected)
 
 
-def test_gradients_of_the_loss_are_those_of_the_logits(few_rows: None) -> None:
+@pytest.mark.parametrize("ignored", [0, 40])
+def test_gradients_of_the_loss_are_those_of_the_logits(few_rows: None, ignored: int) -> None:
     tokens = torch.randint(256, (2, 59))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    targets = targets.clone()
+    targets[:, :ignored] = IGNORED
     chunked, whole = model_of().double(), model_of().double()
     loss = chunked(inputs, targets)
     torch.testing.assert_close(loss, cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._inputs import IGNORED
+from ...loss import IGNORED
 from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, power_of_two
