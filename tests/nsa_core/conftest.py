@@ -1,12 +1,17 @@
 """Operands for the operator's tests, and a configuration so small that every branch matters at 100 tokens."""
 
+import os
 from dataclasses import dataclass
 
 import pytest
 import torch
+from quick_interpreter import quicken
 from torch import Tensor
 
 from nsa_core import NSAConfig, backends
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 BACKENDS = [name for name in backends.BACKENDS if name != "triton"]  # its tests need its interpreter or a GPU
 
