@@ -126,11 +126,15 @@ def test_only_who_has_the_token_gets_an_answer_of_ray(stack: Stack) -> None:
 
 def test_a_stopped_job_is_resumed_without_the_volume_of_the_head(stack: Stack, as_owner: Store) -> None:
     """And the dashboard shows it, as a role that can read alone."""
-    settings = ("behaviours=[ok, slow]", "slow_s=5", "resources.workers=1", "isolation=warm")
+    settings = ("behaviours=[ok, slow]", "slow_s=15", "resources.workers=1", "isolation=warm")
     told = submit(stack, "jobs/configs/drill.yaml", *(x for one in settings for x in ("--set", one)), wait=False)
     job = re.search(r"raysubmit_\w+", told)
     assert job is not None
-    wait_for(lambda: any(states(as_owner, run) == [("ok", 1), ("running", 1)] for run in runs(as_owner)), 60)
+
+    def log() -> str:
+        return ask(stack, f"/api/jobs/{job[0]}/logs")["logs"]
+
+    wait_for(lambda: any(states(as_owner, run) == [("ok", 1), ("running", 1)] for run in runs(as_owner)), 100, log)
     [run] = runs(as_owner)
     roles = "SELECT DISTINCT usename, usesuper FROM pg_stat_activity JOIN pg_user USING (usename) WHERE client_addr = "
     assert as_superuser(stack, f"{roles} '127.0.0.1'") == [("nsa", False)]
