@@ -85,8 +85,8 @@ test-gpu: env  ## the kernels' tests on this host's GPU, six at a time
 	@$(NEED_GPU)
 	$(BIN)/python -m pytest tests/gpu -n 6
 
-aot: env  ## compile every kernel for sm80 and sm90, without a GPU (needs triton >= 3.6)
-	$(BIN)/python -m nsa_core.kernels.aot --full
+aot: env  ## compile the kernels that changed for sm80 and sm90, without a GPU, and keep what they take
+	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/compiled_kernels.csv
 
 lint: env  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

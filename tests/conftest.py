@@ -38,7 +38,7 @@ IN_PROCESSES = (
     "tests/orchestrator/store/test_claim.py",
     "tests/orchestrator/test_artifacts.py",
 )
-GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: two tests of one compilation
+GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
 
 
 def _group(nodeid: str) -> str | None:

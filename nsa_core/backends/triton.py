@@ -23,7 +23,7 @@ from ._toolchain import triton_problem
 _WIDEST = 256  # head dim
 _MOST = 65_535  # sequences times kv heads: CUDA's limit of programs along one grid dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A100; H100, H200 and GH200. Every kernel is compiled for these ahead of time (kernels/aot.py). Others have less shared
+# A100; H100, H200 and GH200. Every kernel is compiled for these ahead of time (kernels/aot). Others have less shared
 # memory or other layouts of matrix products, which some kernels rely on, and nothing was run on them.
 CAPABILITIES = ((8, 0), (9, 0))
 

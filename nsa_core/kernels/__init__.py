@@ -7,7 +7,7 @@
   `merge.py` (slots and branches summed, gates). A file named *_hopper.py is for sm90 alone, others are for all cards.
 - `decode/`: one decoding step over a cache. `training/`: the rest of a model in compiled training.
 - `shared/`: device functions of several kernels. `runtime/`: host code that launches them, names their stages and
-  replays calls. `aot.py` compiles all of them without a GPU.
+  replays calls. `aot/` compiles all of them without a GPU.
 
 Conventions of the attention kernels:
 

@@ -1,43 +1,34 @@
-"""Every kernel compiles for sm80 and sm90, without a GPU, within its shared memory and without spills."""
+"""Every kernel compiles for sm80 and sm90, without a GPU, within its shared memory and without spills.
+
+compiled_kernels.csv holds what `make aot` compiled; here its launches are compared with those of today's source, and a
+sample of them is compiled again.
+"""
 
 from __future__ import annotations
 
-import functools
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import walk_packages
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+
+if TYPE_CHECKING:
+    from nsa_core.kernels.aot.resources import Usage
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 PACKAGE = "nsa_core.kernels"
-
-
-def check(*options: str) -> subprocess.CompletedProcess[str]:
-    """The check, in a process of its own: kernels made for the interpreter cannot be compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"{PACKAGE}.aot", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-@functools.cache
-def lines(arch: int) -> list[str]:
-    """Output of the check for one device."""
-    done = check("--arch", str(arch))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+TABLE = Path(__file__).with_name("compiled_kernels.csv")
 
 
 @pytest.fixture(scope="module")
 def kernels() -> set[str]:
     """Kernels of the package: its Triton functions except for those that only other Triton functions call."""
+    from nsa_core.kernels.aot.sources import functions_named
+
     modules = [import_module(found.name) for found in walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}.")]
     device, host = set[FunctionType](), set[FunctionType]()
     for module in modules:
@@ -47,23 +38,8 @@ def kernels() -> set[str]:
                     device.add(x.fn)
                 elif isinstance(x, FunctionType):
                     host.add(x)
-    launched, called = (
-        {f for x in functions for f in _named(x.__code__, x.__globals__)} for functions in (host, device)
-    )
+    launched, called = ({f for x in functions for f in functions_named(x)} & device for functions in (host, device))
     return {f"{f.__module__.removeprefix(f'{PACKAGE}.')}.{f.__name__}" for f in device - (called - launched)}
-
-
-def _named(code: CodeType, variables: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Triton functions that the code refers to, as global variables or as attributes of modules."""
-    for name in code.co_names:
-        x = variables.get(name)
-        found: list[Any] = (
-            [getattr(x, attribute, None) for attribute in code.co_names] if isinstance(x, ModuleType) else [x]
-        )
-        yield from (y.fn for y in found if _is_triton(y))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _named(constant, variables)
 
 
 def _is_triton(x: Any) -> bool:
@@ -77,23 +53,70 @@ def test_kernels_are_told_from_the_functions_that_they_call(kernels: set[str]) -
     assert not {"merge._slot", "decode.choose.best_of_chunk", "shared.ranges.load_rows"} & kernels
 
 
+@pytest.fixture(scope="module")
+def usages() -> dict[str, Usage]:
+    """Resources by the launch's key, of all that the operator launches today."""
+    from nsa_core.kernels.aot import table
+    from nsa_core.kernels.aot.cases import CASES
+    from nsa_core.kernels.aot.resources import SHARED
+
+    keys, known = table.wanted(CASES, SHARED), table.read(TABLE)
+    new, gone = sorted(keys.keys() - known.keys()), sorted(known.keys() - keys.keys())
+    assert not new, f"kernels, their constants or Triton changed, {len(new)} launches are new: run `make aot`"
+    assert not gone, f"{len(gone)} launches are made no more: run `make aot`"
+    return known
+
+
 @pytest.mark.parametrize("arch", [80, 90])
-def test_every_kernel_fits_the_device(arch: int, kernels: set[str]) -> None:
-    expected = {name for name in kernels if arch == 90 or "_hopper." not in name}
-    assert {word for line in lines(arch) for word in line.split() if "._" in word} == expected
+def test_every_kernel_fits_the_device(arch: int, kernels: set[str], usages: dict[str, Usage]) -> None:
+    on_it = [usage for usage in usages.values() if usage.arch == arch]
+    assert [usage for usage in on_it if not usage.fits] == []
+    assert {usage.kernel for usage in on_it} == {name for name in kernels if arch == 90 or "_hopper." not in name}
 
 
-def test_keys_stay_in_registers_on_hopper() -> None:
+def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage]) -> None:
+    """Those of the lowest keys, which are hashes: other ones whenever kernels change."""
+    from nsa_core.kernels.aot import table
+
+    sample = {key: usages[key] for key in sorted(usages)[:8]}
+    [*found] = table.compiled({key: (usage.case, usage.arch) for key, usage in sample.items()})
+    assert dict(pair for some in found for pair in some.items()) == sample
+
+
+def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of a constant that a called function names changes it; a comment, a docstring or a line do not."""
+    from nsa_core.kernels.aot import sources
+    from nsa_core.kernels.shared import hopper
+    from nsa_core.kernels.span import forward_hopper
+
+    def text() -> str:
+        sources._sources.cache_clear()
+        return str(sources._sources(forward_hopper._all_spans_forward))
+
+    before = text()
+    source = sources.inspect.getsource
+    monkeypatch.setattr(sources.inspect, "getsource", lambda x: "\n\n" + source(x) + "    # more\n")
+    assert text() == before
+    monkeypatch.setattr(hopper, "ROWS", 128)
+    assert text() != before
+
+
+def test_keys_stay_in_registers_on_hopper(usages: dict[str, Usage]) -> None:
     """At head dim 128 k·q reads its keys from registers, as dv and dk read p and ds; else a fifth of products would."""
-    found = [line for line in lines(90) if re.search(r"sm90 32/8 .*_span_backward_kv", line)]
-    shares = [int(held) / int(total) for held, total in re.findall(r"held (\d+)/(\d+)", "\n".join(found))]
-    assert len(shares) == len(found) > 0
+    found = [one for one in usages.values() if one.arch == 90 and one.case.heads == 32 and one.case.kv_heads == 8]
+    shares = [one.held / one.products for one in found if one.kernel.endswith("._span_backward_kv")]
+    assert shares
     assert min(shares) >= 0.5
 
 
 def test_a_group_of_128_heads_fits_a_block_of_hopper() -> None:
     """A tile holds a whole group: with as many stages as smaller groups have, it took 314,368 bytes."""
-    told = check("--arch", "90", "--heads", "128/1", "--kernel", "_selected_backward").stdout
-    shared = [int(found) for found in re.findall(r"_selected_backward +shared +(\d+)", told)]
-    assert shared, told
-    assert max(shared) <= 227 << 10
+    from nsa_core.kernels.aot import table
+    from nsa_core.kernels.aot.cases import CompileCase
+    from nsa_core.kernels.aot.resources import SHARED
+
+    case = CompileCase(128, 1, 128, 128, torch.bfloat16)
+    [*found] = table.compiled(table.wanted([case], [90], "_selected_backward"))
+    shared = [usage.shared for some in found for usage in some.values()]
+    assert shared
+    assert max(shared) <= SHARED[90]

@@ -92,9 +92,9 @@ INSTEAD_OF = {("_selected_forward", "selected"), ("_selected_backward", "selecte
 @pytest.mark.parametrize(("arch", "expected"), [(80, EVERYWHERE), (90, EVERYWHERE - INSTEAD_OF | ON_HOPPER)])
 def test_every_kernel_is_launched_for_its_stage(arch: int, expected: set[tuple[str, str]]) -> None:
     """With shared and separate keys, training and decoding; two kernels of a stage are one in what users see."""
-    from nsa_core.kernels import aot
+    from nsa_core.kernels.aot import cases
 
-    made = aot.launches(aot.CompileCase(8, 2, 128, 128, torch.bfloat16), arch)
+    made = cases.launches(cases.CompileCase(8, 2, 128, 128, torch.bfloat16), arch)
     assert {(one.kernel.__name__, one.stage) for one in made} == expected
 
 

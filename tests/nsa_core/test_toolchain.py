@@ -227,9 +227,9 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
 
 
 def test_capabilities_are_those_that_the_kernels_are_compiled_for() -> None:
-    from nsa_core.kernels import aot
+    from nsa_core.kernels.aot.resources import SHARED
 
-    assert sorted(aot.SHARED) == [10 * major + minor for major, minor in CAPABILITIES]
+    assert sorted(SHARED) == [10 * major + minor for major, minor in CAPABILITIES]
 
 
 def test_amds_gpus_are_not_taken_for_hopper(monkeypatch) -> None:

@@ -173,6 +173,6 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
         return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
     if group > 1 and 128 % group == 0:
-        return Tile(128, 32, 8, 3, registers=128)  # other groups spill more than aot.py allows
+        return Tile(128, 32, 8, 3, registers=128)  # other groups spill more than aot allows
     masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # masks of columns take registers
     return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)

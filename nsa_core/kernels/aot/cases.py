@@ -1,0 +1,98 @@
+"""Heads, head dims and dtypes for which the kernels are compiled, and the launches of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...config import NSAConfig
+from .. import operators
+from ..decode import step
+from ..runtime.launch import Launch, record
+from ..runtime.tiles import assume
+from ..training import cross_entropy, heads, swiglu
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16"}
+DTYPES |= {torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """Heads, head dims and dtype of an operator to compile."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def spill_limit(self) -> int:
+        """Bytes of spills a thread may have: beyond a head dim of 128 two float32 accumulators fill the registers."""
+        return 128 if max(self.dim, self.value_dim) <= 128 else 384
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {DTYPES[self.dtype]}"
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+CASES = (
+    CompileCase(32, 8, 128, 128, _BF16),
+    *(CompileCase(group * 2, 2, dim, dim, _BF16) for dim in (32, 64, 128, 256) for group in (1, 2, 3, 4, 6, 8, 16)),
+    *(CompileCase(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
+    *(CompileCase(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
+)
+
+
+def launches(case: CompileCase, arch: int) -> list[Launch]:
+    """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
+
+    Sequences are short and long, because their pinned tiles differ; keys are separate and shared. None of float32 with
+    head dims beyond 128 before Hopper: no tile fits, and the backend refuses them.
+    """
+    if case.dtype == _FP32 and case.dim > 128 and arch < 90:
+        return []
+    with assume(arch), record() as seen:
+        for tokens in (2048, 65_536):
+            _run_once(case, tokens, shared=True)
+            _run_once(case, tokens, shared=False)
+        step.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
+        _train_once(case)
+    return list({_identity(launch): launch for launch in seen}.values())
+
+
+def _identity(launch: Launch) -> tuple[str, str]:
+    return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
+
+
+def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
+    """Run a forward without gradients, then forward and backward, on meta tensors."""
+
+    def made(heads: int, dim: int) -> Tensor:
+        return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
+
+    call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    q, gates = made(case.heads, case.dim), made(case.heads, 3)
+    given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
+    pairs = given * 2 if shared else [operators.compress(*given[0], call.config), *given[1:]]
+    with torch.no_grad():
+        operators.attend(q, gates, None, pairs, call)
+    out = operators.attend(q, gates, None, pairs, call)
+    torch.autograd.grad(out, [q, gates, *(x for pair in given for x in pair)], torch.empty_like(out))
+
+
+def _train_once(case: CompileCase) -> None:
+    """Run the non-attention kernels of compiled training."""
+
+    def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    width = (case.heads + 6 * case.kv_heads) * case.dim + 3 * case.heads
+    y, bias, angles = made(1, 8, width + -width % 8), made(3 * case.heads), made(8, 1, case.dim // 2, dtype=_FP32)
+    apart = heads.forward(y, bias, angles, angles, case.heads, case.kv_heads)
+    heads.backward(apart, apart[-1], angles, angles, y.shape[-1])
+    halves, logits = made(8, 4608), made(8, 50_304)
+    swiglu.backward(halves, swiglu.forward(halves))
+    cross_entropy.forward(logits, made(8, dtype=torch.int64))

@@ -1,0 +1,128 @@
+# pyright: reportMissingImports=false
+"""Resources of one launch: it is compiled, and registers and spills are read from the cubin."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ..runtime.launch import Launch
+from ..runtime.tma import Tiled
+from .cases import DTYPES, CompileCase
+
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources of a compiled kernel.
+
+    It fits if it takes no more shared memory than a block may have, spills no more than `CompileCase.spill_limit`,
+    ptxas serialized none of its wgmma instructions, and late rescaling votes once for each product.
+
+    Attributes:
+        shared: bytes of shared memory a block.
+        registers, spills: registers, and bytes of spills, a thread.
+        serialized: ptxas could not keep the wgmma instructions asynchronous, and waits after each.
+        products, held: number of wgmma instructions, and of those with the first operand in registers.
+        votes, rescales: number of votes on late rescaling, and of the products that follow one each, if a thread holds
+            the rows that shared/rescale.py assumes.
+    """
+
+    case: CompileCase
+    kernel: str
+    arch: int
+    shared: int
+    registers: int
+    spills: int
+    serialized: bool
+    products: int
+    held: int
+    votes: int
+    rescales: int
+
+    @property
+    def fits(self) -> bool:
+        within = self.shared <= SHARED[self.arch] and self.spills <= self.case.spill_limit
+        return within and not self.serialized and self.votes == self.rescales
+
+    def __str__(self) -> str:
+        line = f"sm{self.arch} {self.case!s:22} {self.kernel:50} shared {self.shared:7} regs {self.registers:4}"
+        line += f" spills {self.spills:5}" + f" held {self.held}/{self.products}" * (self.products > 0)
+        line += f" rescales {self.rescales}/{self.votes}" * (self.votes + self.rescales > 0)
+        return f"{line}{' SERIALIZED' * self.serialized}{'' if self.fits else ' BAD'}"
+
+
+def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[list[object]]]]:
+    """Types by argument, and what Triton's run-time marks: the places of arguments that are multiples of 16."""
+    names = launch.kernel.arg_names
+    types = {name: _type(launch.arguments[name]) if name in launch.arguments else "constexpr" for name in names}
+    places = [i for i, name in enumerate(names) if _divisible(launch.arguments.get(name))]
+    return types, {(i,): [["tt.divisibility", 16]] for i in places}
+
+
+def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
+    """Resources of one launch, compiled as by Triton's run-time."""
+    types, marks = specialized(launch)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, types, dict(launch.constants), marks)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
+    registers, spills = _resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
+    votes, rescales = ptx.count("vote.sync.any"), ptx.count("bra DONE")
+    used = compiled.metadata.shared, registers, spills, _serialized(ptx)
+    return Usage(case, kernel_name(launch), arch, *used, products, held, votes, rescales)
+
+
+def kernel_name(launch: Launch) -> str:
+    """The kernel's name with its module, from the package of the kernels on."""
+    module = launch.kernel.__module__.removeprefix(f"{__package__.rpartition('.')[0]}.")
+    return f"{module}.{launch.kernel.__name__}"
+
+
+def _type(value: object) -> str:
+    if isinstance(value, Tiled):
+        return value.signature
+    if isinstance(value, Tensor):
+        return f"*{DTYPES[value.dtype]}"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def _divisible(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory a thread, read by cuobjdump."""
+    tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
+    text = _told(cubin, tool, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def _serialized(ptx: str) -> bool:
+    if "wgmma.mma_async" not in ptx:
+        return False
+    text = _told(ptx.encode(), get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null")
+    return "wgmma.mma_async instructions are serialized" in text
+
+
+def _told(given: bytes, *command: str) -> str:
+    """Output of the tool `command` for a file with the content `given`."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(given)
+        file.flush()
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
