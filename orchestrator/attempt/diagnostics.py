@@ -17,6 +17,7 @@ import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _TOOL_TIMEOUT_S = 20
+_READS = 4  # of a stack that changes while it is read: seen to fail once in two
 _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 
 
@@ -32,18 +33,31 @@ def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
     return files
 
 
+class UnreadableStackError(Exception):
+    """A process whose stack could not be read; its text is the reason."""
+
+
 def frames(pid: int, most: int = 6) -> list[str]:
-    """Innermost Python frames of a process's main work, read without stopping it; one line with the reason if not.
+    """Innermost Python frames of a process's main work, read without stopping it.
 
     Its main work is the thread that is named as a rank, else the main thread.
+
+    Raises:
+        UnreadableStackError: it has no Python, is gone, is another user's, or changed its stack in each of some reads.
     """
-    code, text = _tool([_py_spy(), "dump", "--nonblocking", "--pid", str(pid)])
+    code, text = 1, ""
+    for _ in range(_READS):
+        code, text = _tool([_py_spy(), "dump", "--nonblocking", "--pid", str(pid)])
+        if code == 0 or not psutil.pid_exists(pid):
+            break
     if code:
-        return [f"not readable: {' '.join(text.split())[:200]}"]
+        raise UnreadableStackError(" ".join(text.split())[:200])
     threads = [block.splitlines() for block in re.split(r"\n(?=Thread )", text)[1:]]
     wanted = (': "rank ', '"MainThread"', f"Thread {pid} ")
     named = [lines for word in wanted for lines in threads if word in f"{lines[0]} "]
-    return [line.strip() for line in named[0][1 : most + 1]] if named else ["no Python"]
+    if not named:
+        raise UnreadableStackError("no Python")
+    return [line.strip() for line in named[0][1 : most + 1]]
 
 
 def request_stacks(worker: psutil.Process) -> None:

@@ -174,8 +174,10 @@ def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tup
             share = process.cpu_percent() / max(1, rank.threads)
             if not rank.gpu:
                 busy[rank.rank] = share
-        stack = " < ".join(diagnostics.frames(rank.pid))
-        notes.append(f"Rank {rank.rank} is in {stack}.")
+        try:
+            notes.append(f"Rank {rank.rank} is in {' < '.join(diagnostics.frames(rank.pid))}.")
+        except diagnostics.UnreadableStackError as err:
+            notes.append(f"Rank {rank.rank}'s stack is not readable: {err}")
     host = topology([rank.gpu for rank in here if rank.gpu] or None)
     ranks = [_with_resident(rank, resident) for rank in found.ranks]
     return replace(found, ranks=ranks, hosts=[host], variables=variables, utilization=busy), notes

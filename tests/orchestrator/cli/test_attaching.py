@@ -16,6 +16,7 @@ from example_databases import HALF, RUN, complete, complete_file, database, half
 
 from jobs._diagnosis.rank_state import Memory, RankState, identity
 from orchestrator import records as rec
+from orchestrator.attempt import diagnostics
 from orchestrator.cli import attaching, commands
 from orchestrator.states import RunState
 from orchestrator.store import Store, queries
@@ -89,12 +90,23 @@ def test_a_live_run_is_seen_from_outside(half_finished: str, nsa: Callable, busy
     assert float(rows[0][4].rstrip(" |")) < 100  # read from the process, not from the series
     assert rows[1][4].rstrip(" |") == "405"
     assert "rank 1 on far-away" in out
-    assert re.search(r"Rank 0 is in (train \(.*busy.py:|not readable: )", out), out
+    assert re.search(r"Rank 0(?: is in train \(.*busy.py:|'s stack is not readable: )", out), out
     assert "slc: chunked" in out
     assert "NCCL_P2P_DISABLE=1: gradients go" in out
     assert "s3cr3t" not in out
     assert "33.3 % longer than the mean" in out
     assert psutil.pid_exists(busy)
+
+
+def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torn = (1, "Error: Failed to get stack traces\n")
+    read = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n    train (busy.py:3)\n')
+    answers = iter([torn, read])
+    monkeypatch.setattr(diagnostics, "_tool", lambda command: next(answers))
+    assert diagnostics.frames(os.getpid()) == ["train (busy.py:3)"]
+    monkeypatch.setattr(diagnostics, "_tool", lambda command: torn)
+    with pytest.raises(diagnostics.UnreadableStackError, match=r"^Error: Failed to get stack traces$"):
+        diagnostics.frames(os.getpid())
 
 
 def test_the_newest_process_of_a_rank_counts(half_finished: str, nsa: Callable) -> None:
