@@ -18,7 +18,7 @@ from jobs._case import PointCase
 from jobs._fields import Unique, implementation_names, torch_dtype
 from jobs._fit import dense_reasons, threads
 from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
-from jobs._peers import Peer, PeerProblem, find_peer, load_peer, peer_names
+from jobs._peers import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
 from jobs._peers.check import check_peer
 from jobs._sweep import LayoutsSpec, Sweep, in_a_case
 from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
@@ -128,7 +128,11 @@ def _reason_against(case: PeerCase, machine: Machine) -> str | None:
         return str(err)
     if (problem := machine.fingerprint.get(_PROBLEM + case.implementation)) is not None:
         return problem
-    return peer.incompatible(case.shape, case.model.nsa, case.torch_dtype, case.device)
+    try:
+        reason = peer.incompatible(case.shape, case.model.nsa, case.torch_dtype, case.device)
+    except (Exception, SystemExit) as err:  # of another distribution: no reason to lose the other points
+        return f"its adapter cannot say whether it computes this ({in_words(err)}); mend or uninstall it"
+    return None if reason is None else str(reason)
 
 
 @dataclass(frozen=True)

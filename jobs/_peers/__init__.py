@@ -134,8 +134,13 @@ def load_peer(name: str) -> tuple[Peer, str]:
     except ModuleNotFoundError as err:
         raise PeerProblem(f"the module {err.name!r} is not installed; {peer.INSTALL}") from err
     except (Exception, SystemExit) as err:
-        first, *_ = str(err).strip().splitlines() or [""]
-        raise PeerProblem(f"it cannot be imported ({type(err).__name__}: {first}); {peer.INSTALL}") from err
+        raise PeerProblem(f"it cannot be imported ({in_words(err)}); {peer.INSTALL}") from err
+
+
+def in_words(err: BaseException) -> str:
+    """Type and first line of an exception."""
+    first, *_ = str(err).strip().splitlines() or [""]
+    return f"{type(err).__name__}: {first}"
 
 
 def _load(entry: EntryPoint) -> tuple[Peer | None, str | None]:
@@ -143,7 +148,7 @@ def _load(entry: EntryPoint) -> tuple[Peer | None, str | None]:
     try:
         peer: Any = entry.load()
     except (Exception, SystemExit) as err:
-        return None, f"cannot be imported ({type(err).__name__}: {err})"
+        return None, f"cannot be imported ({in_words(err)})"
     missing = [part for part in _PARTS if not callable(getattr(peer, part, None))]
     missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
     return (None, f"lacks {', '.join(missing)}") if missing else (cast(Peer, peer), None)

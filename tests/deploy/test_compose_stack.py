@@ -126,7 +126,11 @@ def test_only_who_has_the_token_gets_an_answer_of_ray(stack: Stack) -> None:
 
 def test_a_stopped_job_is_resumed_without_the_volume_of_the_head(stack: Stack, as_owner: Store) -> None:
     """And the dashboard shows it, as a role that can read alone."""
-    settings = ("behaviours=[ok, slow]", "slow_s=15", "resources.workers=1", "isolation=warm")
+    lasting = (
+        "slow_s=15",
+        "deadlines.point_s=90",
+    )  # seen running on a loaded machine, and not out of time when resumed
+    settings = ("behaviours=[ok, slow]", *lasting, "resources.workers=1", "isolation=warm")
     told = submit(stack, "jobs/configs/drill.yaml", *(x for one in settings for x in ("--set", one)), wait=False)
     job = re.search(r"raysubmit_\w+", told)
     assert job is not None

@@ -78,8 +78,9 @@ TOYS = {
     "narrow": NARROW,
     "blocks": OTHER_BLOCKS,
     "unloadable": RIGHT.replace('return "1.0"', "import toy_extension"),
-    "unimportable": "raise OSError('no driver')",
+    "unimportable": "raise OSError('no driver\\nsecond line')",
     "partial": RIGHT.replace("def select(", "def selects("),
+    "undecided": RIGHT.replace('return "its heads', 'raise KeyError("heads")\n    return "its heads'),
 }
 
 
@@ -174,13 +175,16 @@ def test_the_probe_finds_the_peers_where_the_points_run() -> None:
 
 
 def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
-    names = ["unloadable", "unimportable", "partial", "Scalable-Flash-NSA"]
+    names = ["unloadable", "unimportable", "partial", "undecided", "Scalable-Flash-NSA"]
     reasons = {point.axes.implementation: point.skip_reason for point in _spec(*names).points(_here())}
     assert reasons["unloadable"] == "the module 'toy_extension' is not installed; pip install toy"
     assert reasons["unimportable"] == (
         "toy-peers 2.0, which offers it, cannot be imported (OSError: no driver); mend or uninstall toy-peers"
     )
     assert reasons["partial"] == "toy-peers 2.0, which offers it, lacks select; mend or uninstall toy-peers"
+    assert reasons["undecided"] == (
+        "its adapter cannot say whether it computes this (KeyError: 'heads'); mend or uninstall it"
+    )
     assert str(reasons["Scalable-Flash-NSA"]).startswith("the module 'flash_nsa' is not installed; pip install git+")
     (point,) = _spec("right", dtype="float16").points(_here())
     assert point.skip_reason == "its heads are all alike"
