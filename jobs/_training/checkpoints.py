@@ -193,6 +193,7 @@ class Checkpoints:
                 seen = self._written
                 self._beat(CHECKPOINT, seen)
         self._pending = None
+        self._release_stager()
         if (err := saving.future.exception()) is None:
             self._saved(saving)
         else:
@@ -204,17 +205,19 @@ class Checkpoints:
         self.settle()
         if waited and self.report.waits_ms:
             self.report.waits_ms[-1] += 1000 * (time.perf_counter() - begun)
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+        self._release_stager()
 
     def _begin_asynchronous(self, content: dict[str, Any], options: dict[str, Any]) -> Future[Any]:
         cuda = self._device.type == "cuda"
-        if self._stager is None:
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
+        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
         future = state_dict_saver.async_save(content, async_stager=self._stager, **options)
         assert isinstance(future, Future)
         return future
+
+    def _release_stager(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
 
     def _content(self, state: TrainingState, run: Run) -> dict[str, Any]:
         progress = {
