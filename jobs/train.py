@@ -37,7 +37,10 @@ __all__ = ["AXES", "QUANTITIES", "Spec", "TrainingSpec", "measure"]
 AXES = (Axis("ranks", "whole", "ranks"),)
 
 
-_NEWER = ("ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb", "checkpoints", "restarts")
+_NEWER = (
+    *("cuda_graphs", "ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"),
+    *("checkpoints", "restarts"),
+)
 
 
 class TrainingSpec(JobSpec):
@@ -52,6 +55,11 @@ class TrainingSpec(JobSpec):
         default=False,
         description="torch.compile the training step's passes, or fail; the first step then takes a minute or more: "
         "see deadlines.heartbeat_s",
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="replay a compiled training's passes as CUDA graphs: the host's time of short steps goes, and the "
+        "memory of the passes stays taken",
     )
     seq_len: int = Field(ge=2, le=2**27)
     batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
@@ -104,6 +112,23 @@ class TrainingSpec(JobSpec):
                 )
         if self.bucket_mb is not None and self.parallel == "fsdp":
             raise ValueError(f"bucket_mb: {self.bucket_mb:g}: FSDP2 has no buckets; leave it out, or use parallel: ddp")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_can_be(self) -> Self:
+        """Refuse CUDA graphs where PyTorch captures none, or where a replay would overwrite gradients."""
+        reasons = [
+            (not self.compile, "only compiled passes are captured; set compile, or leave it out"),
+            (self.device != "cuda", "a CPU has none; use device: cuda, or leave it out"),
+            (self.parallel == "fsdp", "FSDP2 gathers weights in other places in each step; use parallel: ddp"),
+            (
+                self.layout.accumulation > 1,
+                f"a step's {self.layout.accumulation} passes would overwrite each other's gradients; use micro_batch "
+                f"{self.batch // self.ranks}, or leave it out",
+            ),
+        ]
+        if self.cuda_graphs and (why := next((why for wrong, why in reasons if wrong), None)):
+            raise ValueError(f"cuda_graphs: true: {why}")
         return self
 
     @model_validator(mode="after")
@@ -189,6 +214,7 @@ class TrainingSpec(JobSpec):
         sections = self.model_dump(mode="json", include={"optimizer", "data", "plan"})
         config = {
             **common,
+            **({"cuda_graphs": True} if self.cuda_graphs else {}),
             **sections,
             "model": asdict(model),
             "device": machine.device,
@@ -238,7 +264,8 @@ class TrainingSpec(JobSpec):
     def _ending(self) -> str:
         """End of the points' labels: settings that are not the usual ones."""
         ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
-        return f"{' compiled' if self.compile else ''}{ranks}"
+        compiled = " compiled" if self.compile else ""
+        return f"{compiled}{' graphs' if self.cuda_graphs else ''}{ranks}"
 
     def _does_not_fit(self, needed: int | None, machine: Machine) -> str | None:
         """Reason to skip a point whose ranks need `needed` bytes each: on a CPU they share the host's memory."""
@@ -271,7 +298,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         WrongResult: the attention disagrees with the oracle.
         Diverged: a loss became infinite or NaN.
         Stopped: SIGTERM came before the last step.
-        Ineffective: checkpointing is set but did not happen.
+        Ineffective: checkpointing or CUDA graphs are set but did not happen.
         RankFailed: one of several ranks failed.
         CheckpointError: the checkpoints of earlier attempts cannot be read.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).

@@ -18,7 +18,7 @@ from jobs._live import TRAINING_MEMORY, LiveTraining, memory_mib
 from jobs._training.ahead import in_order, on_its_way
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.checkpoints import Checkpoints
-from jobs._training.errors import Diverged, Ineffective, Stopped, Suspended
+from jobs._training.errors import Diverged, Stopped, Suspended
 from jobs._training.layout import Layout
 from jobs._training.optimizer import OptimizerSpec, learning_rate, new_optimizer
 from jobs._training.parallel import ParallelModel, clip_gradients, local
@@ -80,7 +80,8 @@ class Trainer:
         model = NSATransformer(ModelConfig(**shape)).to(device).train()
         if config["compile"]:
             torch.compiler.reset()  # graphs of an earlier point of this process
-        self._parallel = ParallelModel(model, self.layout, rank, device, compiled=config["compile"])
+        how = {"compiled": config["compile"], "cuda_graphs": config.get("cuda_graphs", False)}
+        self._parallel = ParallelModel(model, self.layout, rank, device, **how)
         batches = corpus.batches(*self.size, config["seed"])
         self.state = TrainingState(model, new_optimizer(model, self.spec, device), batches)
 
@@ -114,7 +115,7 @@ class Trainer:
         Raises:
             Diverged: a loss became infinite or NaN; all ranks raise it at the same step.
             Stopped: `stop` was set before the last step; Suspended if there is a checkpoint to go on from.
-            Ineffective: checkpointing is set but did not happen.
+            Ineffective: as ParallelModel.check_effective.
             MemoryLimit: this rank of a soak holds more memory than its plan allows.
             CheckpointError: the checkpoints of earlier attempts cannot be read, or a soak's piece could save none.
         """
@@ -137,8 +138,8 @@ class Trainer:
         if self._asked and not self._complete():
             raise self._stopped(checkpoints)
         telemetry.stop()
-        if self.model.config.checkpointing and begun < self.state.step and not self.model.checkpointing_effective:
-            raise Ineffective("checkpointing: it was asked for, and the model did not do it")
+        if begun < self.state.step:
+            self._parallel.check_effective()
         if self._complete():
             run.after = self._heldout_loss(heldout, beat)
             if checkpoints is not None and begun < self.state.step:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs._training.compute_clock import ComputeClock
+from jobs._training.errors import Ineffective
 from jobs._training.layout import Layout
-from jobs.measure.memory import tensor_bytes
+from jobs.measure.memory import graph_memory, tensor_bytes
 from nsa_core.model import NSATransformer
 
 
@@ -30,22 +31,32 @@ class ParallelModel:
     Attributes:
         model: the model; under FSDP2 its parameters are sharded.
         rank: the number of this process; `device` is its device.
-        loss_of: the training pass: tokens and targets to the loss of this rank.
+        loss_of: the training pass: tokens and targets to the loss of this rank. PyTorch's DDPOptimizer cuts a compiled
+            one into a graph for each of DDP's buckets, so that sums of gradients overlap the backward pass.
     """
 
     def __init__(
-        self, model: NSATransformer, layout: Layout, rank: int, device: torch.device, *, compiled: bool
+        self,
+        model: NSATransformer,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        *,
+        compiled: bool,
+        cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.layout = layout
         self.rank = rank
         self.clock = ComputeClock(device)
+        self._device, self._cuda_graphs = device, cuda_graphs
         self._ddp: DistributedDataParallel | None = None
         if layout.ranks > 1 and layout.parallel == "fsdp":
             self._shard(device, compiled)
             self.loss_of: Callable[..., Tensor] = model
             return
-        self.loss_of = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        mode: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs else {}
+        self.loss_of = torch.compile(model, fullgraph=True, dynamic=False, **mode) if compiled else model
         if layout.ranks > 1:
             self._ddp = self.loss_of = self._replicate(self.loss_of, device)
 
@@ -55,6 +66,13 @@ class ParallelModel:
         weights = tensor_bytes([local(t) for t in (*self.model.parameters(), *self.model.buffers())])
         buckets = tensor_bytes(list(self.model.parameters())) if self._ddp is not None else 0
         return weights + buckets
+
+    def check_effective(self) -> None:
+        """Raise Ineffective if the model that was trained did not do what was asked for."""
+        if self.model.config.checkpointing and not self.model.checkpointing_effective:
+            raise Ineffective("checkpointing: it was asked for, and the model did not do it")
+        if self._cuda_graphs and not graph_memory(self._device).held:
+            raise Ineffective("cuda_graphs: they were asked for, and PyTorch captured none; the log has its reasons")
 
     def gathering(self, last: bool) -> AbstractContextManager[object]:
         """Context of one micro-batch's passes: only the step's last one sums gradients over the ranks."""

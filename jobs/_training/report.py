@@ -122,6 +122,7 @@ def train_rank(
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "checkpointing": trainer.model.checkpointing_effective,
         "compile": config["compile"],  # in one graph, else the first step would have raised
+        "cuda_graphs": config.get("cuda_graphs", False),
         "launcher": "none",  # run_ranks knows what started several ranks
         **trainer.layout.to_config(),
     }

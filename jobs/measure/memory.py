@@ -21,6 +21,7 @@ from jobs.point import Metric
 from jobs.quantities import PEAK_DRIVER, PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_RSS
 
 _MIB = 2**20
+_GRAPHS = " and the memory of CUDA graphs that it leaves out"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,28 @@ class Peak:
         if self.driver is not None:
             found.append((PEAK_DRIVER, self.driver))
         return [Metric.of(quantity, size / _MIB, method=self.method) for quantity, size in found]
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Bytes of the memory that CUDA graphs were captured in, which stays theirs.
+
+    Attributes:
+        held: all of it.
+        idle: the part that the allocator counts as free, though every replay writes to it.
+    """
+
+    held: int
+    idle: int
+
+
+def graph_memory(device: torch.device) -> GraphMemory:
+    """Memory of the CUDA graphs of this process on `device`."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    here = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    segments = [segment for segment in here if tuple(segment["segment_pool_id"]) != (0, 0)]
+    held = sum(segment["total_size"] for segment in segments)
+    return GraphMemory(held, held - sum(segment["allocated_size"] for segment in segments))
 
 
 def measure_held(call: Callable[[], object], device: torch.device, resident: int) -> int:
@@ -83,7 +106,8 @@ def _peak_cuda(call: Callable[[], object], device: torch.device) -> Peak:
     before = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    allocated = torch.cuda.max_memory_allocated(device)
+    graphs = graph_memory(device)
+    allocated = torch.cuda.max_memory_allocated(device) + graphs.idle
     free, total = torch.cuda.mem_get_info(device)
     summary = torch.cuda.memory_summary(device)
     del result
@@ -92,7 +116,8 @@ def _peak_cuda(call: Callable[[], object], device: torch.device) -> Peak:
         allocated=allocated,
         held=torch.cuda.max_memory_reserved(device),
         driver=total - free,
-        method="CUDA caching allocator, one run: max_memory_allocated minus memory_allocated before it",
+        method=f"CUDA caching allocator, one run: max_memory_allocated{_GRAPHS if graphs.held else ''} minus "
+        "memory_allocated before it",
         files={"memory_summary.txt": summary},
     )
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jobs.point import Machine
+from jobs.train import Spec, measure
 from nsa_core.kernels.runtime.launch import observe
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
@@ -67,3 +69,28 @@ def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
         assert own <= ran if compiled else own.isdisjoint(ran)
     for exact, eager, ours in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 2 * (eager - exact).norm()
+
+
+def test_a_training_by_cuda_graphs_has_the_same_losses_and_its_memory_is_counted():
+    losses, peaks = [], []
+    for graphs in (False, True):
+        spec = Spec.model_validate(
+            {
+                "kind": "train",
+                "name": "graphs",
+                "seq_len": 1024,
+                "batch": 4,
+                "steps": 12,
+                "precision": "bfloat16",
+                "compile": True,
+                "cuda_graphs": graphs,
+                "device": "cuda",
+                "data": {"heldout_batches": 1},
+            }
+        )
+        (point,) = spec.points(Machine("cuda", "card", 2**36))
+        found = {metric.name: metric for metric in measure(point.config, lambda *_: None).metrics}
+        losses.append(found["loss"].samples)
+        peaks.append(found["peak_memory"].value)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert peaks[1] > 0.9 * peaks[0], "activations of a replay count"

@@ -86,6 +86,20 @@ class _AtStep:
             "resources.num_gpus: 1: each of 2 ranks needs its own; use 2, or leave it out",
         ),
         ({"parallel": "fsdp"}, "parallel: 'fsdp': has no effect on one rank; leave it out, or set ranks to 2 or more"),
+        ({"cuda_graphs": True}, "cuda_graphs: true: only compiled passes are captured; set compile, or leave it out"),
+        (
+            {"cuda_graphs": True, "compile": True},
+            "cuda_graphs: true: a CPU has none; use device: cuda, or leave it out",
+        ),
+        (
+            {"cuda_graphs": True, "compile": True, "device": "cuda", "ranks": 2, "parallel": "fsdp"},
+            "cuda_graphs: true: FSDP2 gathers weights in other places in each step; use parallel: ddp",
+        ),
+        (
+            {"cuda_graphs": True, "compile": True, "device": "cuda", "ranks": 2, "micro_batch": 1},
+            "cuda_graphs: true: a step's 4 passes would overwrite each other's gradients; use micro_batch 4, or leave "
+            "it out",
+        ),
         (
             {"ranks": 2, "parallel": "fsdp", "bucket_mb": 10},
             "bucket_mb: 10: FSDP2 has no buckets; leave it out, or use parallel: ddp",
@@ -108,7 +122,9 @@ def test_a_batch_is_divided_over_ranks_and_passes() -> None:
 
 def test_specs_and_points_of_one_rank_are_as_they_were(text: Path) -> None:
     spec = _spec(text)
-    assert not {"ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"} & set(spec.model_dump())
+    assert not {"cuda_graphs", "ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"} & set(
+        spec.model_dump()
+    )
     (point,) = spec.points(CPU)
     assert "ranks" not in point.config
     assert point.axes.more == {}
