@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,6 +49,14 @@ def folder_of_a_new_cluster(settings: Settings) -> Path:
             f"RAY_TMPDIR: '{private}': cannot be made ({err.strerror}); set it to a folder of your own"
         ) from None
     return private / "r"
+
+
+def remove_folder(settings: Settings) -> None:
+    """Remove what a cluster of `nsa up` left: sockets, logs, uploaded code. One that still answers keeps its folder."""
+    private = _private_folder(settings)
+    with suppress(OSError):  # it is not there
+        if _is_own(private) and not local_address(settings):
+            shutil.rmtree(private, ignore_errors=True)
 
 
 def local_address(settings: Settings) -> str | None:
