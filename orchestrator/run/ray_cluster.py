@@ -21,7 +21,7 @@ from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run import ray_token
-from orchestrator.run.aside import interruptibly
+from orchestrator.run.aside import Aside, interruptibly
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.run.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.room import Share, card_types, check_resources
@@ -147,6 +147,11 @@ class RayExecutor:
 
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
+        cancelled = Aside(self._cancel_tasks)
+        if cancelled.done(_CANCEL_S):  # a frozen node gives no task's end
+            cancelled.result()
+
+    def _cancel_tasks(self) -> None:
         import ray
 
         for stream in self._live:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
 from ray_clusters import wait_for
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from orchestrator import journal
 from orchestrator.cli.commands import app
 from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
-from orchestrator.run import driver, ray_folder, waiting
+from orchestrator.run import driver, ray_cluster, ray_folder, waiting
 from orchestrator.run.aside import Aside
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
@@ -257,4 +258,17 @@ def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     clock[0] = 36
     with pytest.raises(ExecutorGone, match="does not answer"):
         watch.look()
+    thaw.set()
+
+
+def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    thaw = threading.Event()
+    monkeypatch.setattr(ray, "cancel", lambda stream: thaw.wait(60))
+    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
+    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
+    executor._live = {"stream": 1}
+    started = time.monotonic()
+    executor.cancel()
+    assert time.monotonic() - started < 2
+    executor._live.clear()
     thaw.set()
