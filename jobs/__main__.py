@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.run.driver import main
+from orchestrator.run.aside import leave
+from orchestrator.run.driver import CANCELLED, main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    leave(code, at_once=code == CANCELLED and "ray" in sys.modules)

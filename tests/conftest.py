@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
+import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -41,6 +45,14 @@ IN_PROCESSES = (
 GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
 
 
+def _ray_folders() -> set[Path]:
+    """Folders of local Ray clusters, whether of fixtures or of `nsa up`."""
+    return set(Path(tempfile.gettempdir()).glob("nsa-ray-*"))
+
+
+_RAY_FOLDERS_BEFORE = _ray_folders()
+
+
 def _group(nodeid: str) -> str | None:
     return next((group[0] for group in GROUPS if nodeid.startswith(group)), None)
 
@@ -55,6 +67,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[share - 1 :: shares]
     if hasattr(config, "workerinput"):  # a worker of xdist
         items.sort(key=lambda item: not (_group(item.nodeid) or item.get_closest_marker("long")))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a Ray cluster's folder was left behind. One that a process names belongs to a session beside this."""
+    if hasattr(session.config, "workerinput"):
+        return
+    deadline = time.monotonic() + 5  # in which that session may end
+    while (left := _left_behind()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if left and (terminal := session.config.pluginmanager.get_plugin("terminalreporter")):
+        terminal.write_line(f"\nleft behind: {', '.join(map(str, sorted(left)))}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _left_behind() -> set[Path]:
+    if not (new := _ray_folders() - _RAY_FOLDERS_BEFORE):
+        return new
+    named = "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return {folder for folder in new if str(folder) not in named}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -106,7 +106,7 @@ def up(
 
 @app.command()
 def down() -> None:
-    """Stop the services that `nsa up` started."""
+    """Stop the services that `nsa up` started, and remove Ray's folder."""
     from orchestrator.cli import services
 
     stopped = services.down(load_settings())

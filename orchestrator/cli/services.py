@@ -24,7 +24,7 @@ import psutil
 from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
 from orchestrator.run import ray_token
-from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address
+from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address, remove_folder
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 
@@ -89,8 +89,10 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
 
 
 def down(settings: Settings) -> list[str]:
-    """Stop the services that `up` started, last first. Returns the names of the stopped ones."""
-    return [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
+    """Stop the services that `up` started, last first, and remove Ray's folder. Returns the names of the stopped."""
+    stopped = [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
+    remove_folder(settings)
+    return stopped
 
 
 def status(settings: Settings) -> list[ServiceStatus]:

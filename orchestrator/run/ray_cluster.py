@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run import ray_token
+from orchestrator.run.aside import Aside, interruptibly
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.run.ray_folder import answers, listens, local_address, on_loopback_alone, own_address
+from orchestrator.run.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.room import Share, card_types, check_resources
 from orchestrator.run.upload import collect
 from orchestrator.run.waiting import ClusterWatch
@@ -34,7 +35,7 @@ _CANCEL_S = 1.5
 _PATIENCE_S = 15.0
 _PROBES = 3
 _CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
-_ANSWER_S = 5.0
+_ANSWER_S = 1.0
 
 
 class RayExecutor:
@@ -52,7 +53,7 @@ class RayExecutor:
         self._spec = spec
         _check_interpreters(spec)
         _connect(spec, settings)
-        self._by_id = _nodes()
+        self._by_id = interruptibly(_nodes)
         self._nodes = list(self._by_id.values())
         check_resources(spec, self._nodes)
         self._type = spec.resources.accelerator_type  # of all points: the one asked for, else the one probed
@@ -71,9 +72,10 @@ class RayExecutor:
         gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        answer = task.options(**_placement(self._share(gpus))).remote(wanted, None if gpus else "")
+        asked = task.options(**_placement(self._share(gpus)))
         try:
             with _gone():
+                answer = interruptibly(lambda: asked.remote(wanted, None if gpus else ""))  # tells the head of the task
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
                     warn(f"waiting for the cluster to have room for a point{_checks(wanted)}")
                 while not ray.wait([answer], timeout=_ANSWER_S)[0]:
@@ -99,7 +101,8 @@ class RayExecutor:
         nodes = [node for node, has in self._by_id.items() if node != checked and share.on(has)]
         task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        answers = [task.options(scheduling_strategy=strategy).remote(wanted) for strategy in there]
+        asked = [task.options(scheduling_strategy=strategy) for strategy in there]
+        answers = interruptibly(lambda: [one.remote(wanted) for one in asked])
         ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S) if answers else ([], [])
         faults = []
         for answer in ready:
@@ -144,6 +147,11 @@ class RayExecutor:
 
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
+        cancelled = Aside(self._cancel_tasks)
+        if cancelled.done(_CANCEL_S):  # a frozen node gives no task's end
+            cancelled.result()
+
+    def _cancel_tasks(self) -> None:
         import ray
 
         for stream in self._live:
@@ -228,6 +236,11 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
             f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
             "correct it, restart the cluster or use --local"
         )
+    if node := frozen_node(address):
+        raise ExecutorError(
+            f"NSA_RAY_ADDRESS: {address!r}: its node on this host (process {node}) answers nothing; restart the "
+            "cluster or use --local"
+        )
     if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
@@ -236,8 +249,16 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
         try:
-            with _own_sigterm():
-                ray.init(address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR)
+            with _own_sigterm() as look_for_it:
+                watch = ClusterWatch(address, lambda: None)
+                interruptibly(  # a cluster that falls silent meanwhile would let no signal through
+                    lambda: ray.init(
+                        address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR
+                    ),
+                    lambda: (look_for_it(), watch.look()),
+                )
+        except ExecutorGone:
+            raise
         except ConnectionError:
             raise ExecutorError(
                 f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
@@ -248,12 +269,21 @@ def _connect(spec: JobSpec, settings: Settings) -> None:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process."""
+def _own_sigterm() -> Iterator[Callable[[], None]]:
+    """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process.
+
+    The function given, to be called meanwhile, raises KeyboardInterrupt if the signal waits; the handler then gets it.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def look() -> None:
+        if signal.SIGTERM in signal.sigpending():
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, handler)  # a thread that was there before would let Ray's have it
+
     try:
-        yield
+        yield look
     finally:
         signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

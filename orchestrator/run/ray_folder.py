@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,6 +51,14 @@ def folder_of_a_new_cluster(settings: Settings) -> Path:
     return private / "r"
 
 
+def remove_folder(settings: Settings) -> None:
+    """Remove what a cluster of `nsa up` left: sockets, logs, uploaded code. One that still answers keeps its folder."""
+    private = _private_folder(settings)
+    with suppress(OSError):  # it is not there
+        if _is_own(private) and not local_address(settings):
+            shutil.rmtree(private, ignore_errors=True)
+
+
 def local_address(settings: Settings) -> str | None:
     """The address of the cluster that `nsa up` started; None if there is none that answers."""
     private = _private_folder(settings)
@@ -65,13 +76,39 @@ def own_address() -> str | None:
 
     Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
     """
-    found: list[tuple[float, str]] = []
+    own = [(raylet.info["create_time"], head) for raylet, head in _raylets() if raylet.info["uids"].real == os.getuid()]
+    return max(own)[1] if own else None
+
+
+def frozen_node(address: str) -> int | None:
+    """The process of the node, on this host, that a driver of the cluster at `address` connects to, if it hangs.
+
+    None also where it cannot be looked at. Ray waits for it in a way that stops all of Python's threads, and after half
+    a minute ends the process.
+    """
+    port = address.rpartition(":")[2]
+    here = [raylet for raylet, head in _raylets() if head.rpartition(":")[2] == port]
+    heads = [raylet for raylet in here if "--head" in raylet.info["cmdline"]]  # Ray's choice; else it takes any
+    silent = [raylet.pid for raylet in heads or here if not _serves(raylet)]
+    return silent[0] if silent and len(silent) == len(heads or here) else None
+
+
+def _raylets() -> Iterator[tuple[psutil.Process, str]]:
+    """Ray's nodes on this host, each with the address of its cluster."""
     for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
-        uids, arguments = process.info["uids"], process.info["cmdline"] or ()
-        if process.info["name"] == "raylet" and uids and uids.real == os.getuid():
-            heads = [argument.removeprefix(_HEAD) for argument in arguments if argument.startswith(_HEAD)]
-            found += [(process.info["create_time"], head) for head in heads]
-    return max(found)[1] if found else None
+        if process.info["name"] == "raylet" and process.info["uids"]:
+            for argument in process.info["cmdline"] or ():
+                if argument.startswith(_HEAD):
+                    yield process, argument.removeprefix(_HEAD)
+
+
+def _serves(process: psutil.Process) -> bool:
+    """Whether a process answers at a port of its own; True where its ports cannot be known."""
+    try:
+        ports = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return True
+    return not ports or answers(f"{ports[0].ip}:{ports[0].port}")
 
 
 def listens(address: str) -> bool:

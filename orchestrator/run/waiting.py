@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from orchestrator.run.aside import Aside
 from orchestrator.run.executor import ExecutorError, ExecutorGone
-from orchestrator.run.ray_folder import listens
+from orchestrator.run.ray_folder import answers
 
 NEVER_S = 600.0
 """Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
@@ -20,28 +21,41 @@ class ClusterWatch:
 
     Args:
         head: its address, "host:port".
-        check: asks the head; raises ExecutorError while no node can run a point.
+        check: asks the head, in another thread; raises ExecutorError while no node can run a point.
     """
 
     def __init__(self, head: str, check: Callable[[], None]) -> None:
         self._head = head
         self._room = RoomWatch(check)
-        self._heard = self._looked = time.monotonic()
+        self._asked: Aside[bool] | None = None
+        self._looked = time.monotonic()
+        self._silent: float | None = None  # since when, if the last question has no answer yet
 
     def look(self) -> None:
-        """Look every 5 s. Raises ExecutorGone once the head was silent for 30 s, or as `RoomWatch.look` does.
+        """Look every 5 s, and wait for nothing: a frozen head takes a question and never answers.
 
-        A head that is silent is asked for nothing: the answer would be waited for until Ray ends this process.
+        Raises ExecutorGone once the head was silent for 30 s, or as `RoomWatch.look` does.
         """
         clock = time.monotonic()
-        if clock - self._looked < _LOOK_S:
+        if self._asked is None:
+            if clock - self._looked >= _LOOK_S:
+                self._looked = clock
+                self._silent = clock if self._silent is None else self._silent
+                self._asked = Aside(self._ask)
             return
-        self._looked = clock
-        if listens(self._head):
-            self._heard = clock
-            self._room.look()
-        elif clock - self._heard > _GONE_S:
+        if self._asked.done():
+            asked, self._asked = self._asked, None
+            if asked.result():
+                self._silent = None
+        if self._silent is not None and clock - self._silent > _GONE_S:
             raise ExecutorGone(f"the Ray cluster went away: its head at {self._head} does not answer")
+
+    def _ask(self) -> bool:
+        """Whether the head answers. One that is silent is asked for no more, as Ray would end this process over it."""
+        if not answers(self._head):
+            return False
+        self._room.look()
+        return True
 
 
 class RoomWatch:

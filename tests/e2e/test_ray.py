@@ -21,6 +21,7 @@ from ray_clusters import Cluster, point_processes, running_cluster, running_node
 
 from orchestrator import journal
 from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
+from orchestrator.run import ray_folder
 from orchestrator.store import Store, StoreError, queries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +161,42 @@ def test_a_probe_that_is_lost_with_its_worker_is_made_again(cluster: Cluster, ho
     worker.kill()
     out, _ = driver.communicate()
     assert driver.returncode == 0, out
+
+
+def test_a_frozen_node_is_found_before_ray_waits_for_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would keep every thread of the driver waiting, and end the process after half a minute."""
+    monkeypatch.setattr(ray_folder, "_REACH_S", 1.0)
+    [node] = [one for one in psutil.process_iter(["name", "cmdline"]) if _is_node(one, cluster)]
+    assert ray_folder.frozen_node(cluster.address) is None
+    node.suspend()
+    try:
+        assert ray_folder.frozen_node(cluster.address) == node.pid
+    finally:
+        node.resume()
+
+
+def test_a_driver_is_stopped_while_ray_connects(cluster: Cluster, home: Path) -> None:
+    """Late: Ray has by then put a handler of its own, which aborts the process, for SIGTERM."""
+    hang = "ray._private.worker._post_init_hooks.append(lambda: (print('connecting', flush=True), time.sleep(60)))"
+    code = f"import runpy, time, ray; {hang}; runpy.run_module('jobs', run_name='__main__')"
+    command = [sys.executable, "-c", code, DRILL, *settings("[ok]")]
+    pipe = subprocess.PIPE
+    env = cluster.env(home) | {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}'}
+    driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "connecting\n"
+    time.sleep(0.3)
+    asked = time.monotonic()
+    driver.terminate()
+    out, err = driver.communicate(timeout=90)
+    assert time.monotonic() - asked < 2
+    assert (driver.returncode, out, err) == (130, "", "")
+    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        assert list(queries.runs(store)["state"]) == ["cancelled"]
+
+
+def _is_node(process: psutil.Process, cluster: Cluster) -> bool:
+    return process.info["name"] == "raylet" and str(cluster.folder) in " ".join(process.info["cmdline"] or ())
 
 
 def test_a_stopped_job_ends_cancelled_and_leaves_no_process(cluster: Cluster, home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -35,7 +36,10 @@ def test_up_answers_and_down_leaves_nothing(settings: Settings) -> None:
     assert [s.healthy for s in up] == [True, True]
     again = services.up(settings, num_cpus=1)
     assert [s.pid for s in again] == [s.pid for s in up]  # a second `up` starts nothing
+    folder = ray_folder.folder_of_a_new_cluster(settings)
+    assert (folder / "ray_current_cluster").exists()
     assert services.down(settings) == ["dashboard", "ray"]
+    assert not folder.parent.exists()
     assert not any(s.healthy or s.pid for s in services.status(settings))
     assert services.down(settings) == []
 
@@ -60,6 +64,18 @@ def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, mo
         services.down(second)
         services.down(settings)
         shutil.rmtree(short, ignore_errors=True)
+
+
+def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
+    """As where the file with its process was lost; the folder of one that is gone goes with the next `down`."""
+    folder = ray_folder.folder_of_a_new_cluster(settings)
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        (folder / "ray_current_cluster").write_text(f"127.0.0.1:{head.getsockname()[1]}")
+        assert services.down(settings) == []
+        assert folder.exists()
+    assert services.down(settings) == []
+    assert not folder.parent.exists()
 
 
 def _address_in_a_job(dashboard: str) -> str:

@@ -6,12 +6,17 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
+from ray_clusters import wait_for
 from typer.testing import CliRunner
 
 from jobs.point import Machine
@@ -19,11 +24,14 @@ from orchestrator import journal
 from orchestrator.cli.commands import app
 from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
-from orchestrator.run import driver, ray_folder, waiting
+from orchestrator.run import driver, ray_cluster, ray_folder, waiting
+from orchestrator.run.aside import Aside
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.waiting import ClusterWatch, RoomWatch
 from orchestrator.store import Store, history, importer, queries
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -129,6 +137,47 @@ def test_a_job_that_is_stopped_while_it_connects_is_cancelled(home, spec, silent
     assert capsys.readouterr().err == ""
 
 
+@contextmanager
+def greeting_head() -> Iterator[tuple[str, Callable[[int], None]]]:
+    """The address of a head that greets its clients (RFC 9113, 3.4), then is frozen, and how to await the nth one."""
+    clients: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):  # it is shut down
+            while client := head.accept()[0]:
+                clients.append(client)
+                client.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{head.getsockname()[1]}", lambda count: wait_for(lambda: len(clients) >= count, 60)
+        finally:
+            head.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for client in clients:
+                client.close()
+
+
+def test_a_head_that_freezes_while_ray_connects_does_not_keep_a_driver(submitted, tmp_path) -> None:
+    """In a process of its own, which must end although Ray's thread in it never does."""
+    with greeting_head() as (address, await_client):
+        env = os.environ | {"NSA_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "RAY_ADDRESS": address}
+        env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray takes loopback for what it is
+        command = [sys.executable, "-m", "jobs", "jobs/configs/drill.yaml"]
+        driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        await_client(3)  # after two of our own: it is Ray's
+        time.sleep(0.3)
+        asked = time.monotonic()
+        driver.terminate()
+        out, err = driver.communicate(timeout=60)
+    assert time.monotonic() - asked < 2
+    assert (driver.returncode, out, err) == (130, b"", b"")
+    assert not list(tmp_path.glob("nsa-upload-*"))
+    assert only_run(tmp_path)["state"] == "cancelled"
+
+
 def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsys, monkeypatch) -> None:
     monkeypatch.setattr(ray_folder, "_REACH_S", 0.2)
     assert driver.main([str(spec("pass"))]) == 2
@@ -178,13 +227,48 @@ def test_what_the_cluster_will_never_have_is_not_waited_for_without_end(monkeypa
 def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
     clock, asked = [0.0], []
+
+    def answered(call: Callable[[], bool]) -> Aside[bool]:
+        made = Aside(call)
+        assert made.done(timeout=60)
+        return made
+
     monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(waiting, "listens", lambda head: clock[0] <= 20)
+    monkeypatch.setattr(waiting, "Aside", answered)
+    monkeypatch.setattr(waiting, "answers", lambda head: clock[0] <= 20)
     watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
-    while clock[0] < 50:
+    while clock[0] < 55:
         clock[0] += 1
         watch.look()
     assert asked == [5, 10, 15, 20]
-    clock[0] = 55
+    clock[0] = 60
     with pytest.raises(ExecutorGone, match=r"its head at 127\.0\.0\.1:1 does not answer"):
         watch.look()
+
+
+def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the question and never answers: a driver that waited would not answer SIGTERM."""
+    clock, thaw = [0.0], threading.Event()
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(waiting, "answers", lambda head: thaw.wait(60))
+    watch = ClusterWatch("127.0.0.1:1", lambda: None)
+    for seconds in (5, 34):
+        clock[0] = seconds
+        watch.look()
+    clock[0] = 36
+    with pytest.raises(ExecutorGone, match="does not answer"):
+        watch.look()
+    thaw.set()
+
+
+def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    thaw = threading.Event()
+    monkeypatch.setattr(ray, "cancel", lambda stream: thaw.wait(60))
+    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
+    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
+    executor._live = {"stream": 1}
+    started = time.monotonic()
+    executor.cancel()
+    assert time.monotonic() - started < 2
+    executor._live.clear()
+    thaw.set()
