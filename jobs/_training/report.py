@@ -116,13 +116,14 @@ def train_rank(
     state = notes.state(trainer.state.step, trainer.route)
     host = topology() if config.get("topology") else None
     beat("memory")
-    peak = measure_peak(trainer.step, device, trainer.resident)
+    graphs = config.get("cuda_graphs", False)
+    peak = measure_peak(trainer.step, device, trainer.resident, cuda_graphs=graphs)
     about = {
         "corpus": {**corpus.about(), **trainer.state.batches.about()},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "checkpointing": trainer.model.checkpointing_effective,
         "compile": config["compile"],  # in one graph, else the first step would have raised
-        "cuda_graphs": config.get("cuda_graphs", False),
+        "cuda_graphs": graphs,
         "launcher": "none",  # run_ranks knows what started several ranks
         **trainer.layout.to_config(),
     }
@@ -130,6 +131,8 @@ def train_rank(
     found = environment(device) | {"training": about}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     history, energy = None if checkpoints is None else checkpoints.report, trainer.energy.energy
+    if graphs:
+        torch.compiler.reset()  # frees their memory, which the process's next point would find taken
     return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, state, energy, history, host)
 
 

@@ -89,25 +89,26 @@ def measure_held(call: Callable[[], object], device: torch.device, resident: int
     return held
 
 
-def measure_peak(call: Callable[[], object], device: torch.device, resident: int) -> Peak:
+def measure_peak(call: Callable[[], object], device: torch.device, resident: int, *, cuda_graphs: bool = False) -> Peak:
     """Run `call` once and measure its peak memory; its result stays alive until the end.
 
     Args:
         resident: bytes of tensors allocated before the call (CPU only: CUDA counts them itself).
+        cuda_graphs: whether the call replays CUDA graphs, so that the memory of this process's graphs is used by it.
     """
     gc.collect()
-    return _peak_cuda(call, device) if device.type == "cuda" else _peak_cpu(call, resident)
+    return _peak_cuda(call, device, cuda_graphs) if device.type == "cuda" else _peak_cpu(call, resident)
 
 
-def _peak_cuda(call: Callable[[], object], device: torch.device) -> Peak:
+def _peak_cuda(call: Callable[[], object], device: torch.device, cuda_graphs: bool) -> Peak:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    graphs = graph_memory(device)
-    allocated = torch.cuda.max_memory_allocated(device) + graphs.idle
+    graphs = graph_memory(device).idle if cuda_graphs else 0
+    allocated = torch.cuda.max_memory_allocated(device) + graphs
     free, total = torch.cuda.mem_get_info(device)
     summary = torch.cuda.memory_summary(device)
     del result
@@ -116,7 +117,7 @@ def _peak_cuda(call: Callable[[], object], device: torch.device) -> Peak:
         allocated=allocated,
         held=torch.cuda.max_memory_reserved(device),
         driver=total - free,
-        method=f"CUDA caching allocator, one run: max_memory_allocated{_GRAPHS if graphs.held else ''} minus "
+        method=f"CUDA caching allocator, one run: max_memory_allocated{_GRAPHS if cuda_graphs else ''} minus "
         "memory_allocated before it",
         files={"memory_summary.txt": summary},
     )

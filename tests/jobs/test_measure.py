@@ -13,7 +13,7 @@ from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.machine import probe
-from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.measure.stats import summarize
 from jobs.quantities import TIME
 from nsa_core import NSAConfig
@@ -65,6 +65,18 @@ def test_peak_memory_is_exact_and_counts_neither_inputs_nor_what_was_freed_befor
     assert peak.extra == 3 * 2**20
     assert peak.allocated == 4 * 2**20
     assert {m.name: m.value for m in peak.metrics()}["peak_extra_memory"] == 3.0
+
+
+def test_memory_of_cuda_graphs_is_that_of_their_pools_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"device": 1, "segment_pool_id": (0, 3), "total_size": 100, "allocated_size": 30},
+        {"device": 1, "segment_pool_id": (0, 3), "total_size": 20, "allocated_size": 0},
+        {"device": 1, "segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 1},
+        {"device": 0, "segment_pool_id": (0, 3), "total_size": 5000, "allocated_size": 2},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    found = graph_memory(torch.device("cuda", 1))
+    assert (found.held, found.idle) == (120, 90)
 
 
 def test_memory_of_autograd_counts_saved_tensors_and_gradients() -> None:

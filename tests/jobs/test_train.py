@@ -15,14 +15,19 @@ from trainings import small
 
 from jobs._data.byte_corpus import load_corpus
 from jobs._training import loop
+from jobs._training import parallel as parallel_model
 from jobs._training.ahead import in_order
-from jobs._training.errors import Diverged
+from jobs._training.errors import Diverged, Ineffective
+from jobs._training.layout import Layout
 from jobs._training.optimizer import OptimizerSpec, learning_rate
+from jobs._training.parallel import ParallelModel
 from jobs.measure import check, energy
 from jobs.measure.check import WrongResult
+from jobs.measure.memory import GraphMemory
 from jobs.point import Machine, Measurement, Point
 from jobs.train import Spec, measure
 from nsa_core.backends import chunked
+from nsa_core.model import PRESETS, NSATransformer
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -88,6 +93,19 @@ def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> Non
     assert plain.environment["training"]["checkpointing"] is False
     assert saving.environment["training"]["checkpointing"] is True
     assert _values(saving)["peak_memory"] < 0.9 * _values(plain)["peak_memory"]
+
+
+def test_cuda_graphs_that_were_not_captured_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
+    model = NSATransformer(PRESETS["tiny"])
+    parallel = ParallelModel(model, Layout(1), 0, torch.device("cpu"), compiled=True, cuda_graphs=True)
+    assert asked == [{"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}]
+    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=0, idle=0))
+    with pytest.raises(Ineffective, match="cuda_graphs"):
+        parallel.check_effective()
+    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=2, idle=1))
+    parallel.check_effective()
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
