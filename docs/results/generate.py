@@ -134,8 +134,7 @@ def _durations(runs: list[dict[str, Any]]) -> str:
     rows.writerow(["name", "kind", "spec_hash", "gpu", "gpus", "points", "minutes", "run_id", "commit"])
     for run in runs:
         if run["state"] == "done" and run["gpu"]:
-            gpus = max(1, int(run["spec"].get("resources", {}).get("num_gpus") or 1))
-            sizes = [run["gpu"], gpus, run["points"], f"{tables.minutes(run):.1f}"]
+            sizes = [run["gpu"], tables.gpus(run), run["points"], f"{tables.minutes(run):.1f}"]
             rows.writerow([run["name"], run["kind"], run["spec_hash"], *sizes, run["run_id"], run["git_commit"]])
     return text.getvalue()
 

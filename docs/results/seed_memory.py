@@ -19,6 +19,7 @@ from seed_evidence import (
 )
 from tables import commits, table
 
+from jobs._training.layout import Layout
 from jobs.plain_text import for_file
 
 SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK)
@@ -88,7 +89,7 @@ def _load(e: Evidence) -> str:
         if not config:
             rows.append([f"`{spec.file}`", spec.not_measured, "", "", ""])
             continue
-        ranks = config.get("ranks", 1)
+        ranks = Layout.from_config(config).ranks
         batch, length = config["batch"], config["seq_len"]
         told = [f"{ranks}", f"{batch}", f"{length:,}", f"{batch * length:,}"]
         rows.append([f"`{spec.file}`", *told])
@@ -224,7 +225,8 @@ def _distributed(e: Evidence) -> str:
     told = e.environment(DIAGNOSE, **_NSA).get("training", {})
     if not config:
         return f"Ranks: {DIAGNOSE.not_measured}."
-    rows = [["ranks", f"{config.get('ranks', 1)}"], ["parallel", f"{config.get('parallel', 'none: one rank')}"]]
+    layout = Layout.from_config(config)
+    rows = [["ranks", f"{layout.ranks}"], ["parallel", layout.parallel if layout.ranks > 1 else "none: one rank"]]
     return table(["what", "here"], [*rows, ["launcher", f"{told.get('launcher', 'none')}"]])
 
 

@@ -41,6 +41,7 @@ def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
         "growth": _growth(store, runs),
         "branches": _branches(benches),
         "training": _training(store, runs),
+        "ranks": _ranks(store, runs),
         "decoding": _decoding(store, runs),
     }
 
@@ -53,6 +54,11 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def minutes(run: Mapping[str, Any]) -> float:
     """Minutes from a run's beginning to its end."""
     return (run["ended_at"] - run["created_at"]).total_seconds() / 60
+
+
+def gpus(run: Mapping[str, Any]) -> int:
+    """GPUs of a run's point."""
+    return max(1, int(run["spec"].get("resources", {}).get("num_gpus") or 1))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -76,7 +82,8 @@ def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         states = queries.points(store, run["run_id"])["state"].value_counts(sort=False)
         points = ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda item: -item[1]))
         as_job = "Ray job" if run["submission_id"] else "`--local`"
-        return [run["run_id"], spec_of(run), run["gpu"] or "CPU", as_job, points, f"{minutes(run):.1f}", commits([run])]
+        device = f"{gpus(run)} × {run['gpu']}" if run["gpu"] and gpus(run) > 1 else run["gpu"] or "CPU"
+        return [run["run_id"], spec_of(run), device, as_job, points, f"{minutes(run):.1f}", commits([run])]
 
     return table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
 
@@ -88,7 +95,8 @@ def _ran_in_short(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         own = [run for run in runs if (run["git_commit"], run["host"]) == (commit, host)]
         with_card = [run for run in own if run["gpu"]] or own
         cards = ", ".join(dict.fromkeys(run["gpu"] or "CPU" for run in with_card))
-        where = f"one {cards} ({_versions(store, with_card[0])}), commit {commits(own)}"
+        many = " or ".join({1: "one", 2: "two"}.get(n, str(n)) for n in sorted({gpus(run) for run in own}))
+        where = f"{many} {cards} ({_versions(store, with_card[0])}), commit {commits(own)}"
         as_jobs = ", as Ray jobs" if all(run["submission_id"] for run in own) else ""
         rows.append([where, f"{_specs(own)}{as_jobs}"])
     return table(["where", "what"], rows)
@@ -227,6 +235,29 @@ def _training(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         columns += ["NSA, mJ/tok", "dense, mJ/tok"]
         rows = [[*row, *more] for row, more in zip(rows, energies, strict=True)]
     return table(columns, rows)
+
+
+def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """Training by NSA on one GPU and on two: one row a run, those of one GPU first."""
+    rows = []
+    for run in sorted((run for run in runs if run["name"] == "train-2gpu"), key=gpus):
+        frame = queries.measurements(store, run_ids=[run["run_id"]])
+        frame = frame[frame["implementation"] == "triton"]
+        values = dict(zip(frame["metric"], frame["value"], strict=True))
+        busy, uneven = values.get("rank_utilization"), values.get("rank_imbalance")
+        rows.append(
+            [
+                f"{gpus(run)}",
+                f"{int(frame['batch'].iloc[0]) // gpus(run)}",
+                number(values["time"]),
+                rate(values["throughput"]),
+                "" if busy is None else f"{busy:.1f} %",
+                "" if uneven is None else f"{uneven:.2f} %",
+                f"{1000 * values['energy_per_token']:.3g}",
+            ]
+        )
+    busiest = "least busy GPU"
+    return table(["GPUs", "sequences a GPU", "step, ms", "tok/s", busiest, "imbalance", "mJ/tok"], rows)
 
 
 def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:

@@ -113,6 +113,8 @@ def _environment(content: dict[str, Any], hosts: dict[str, str]) -> dict[str, An
 def _nested(value: Any, hosts: dict[str, str]) -> Any:
     if isinstance(value, dict):
         return {name: _nested(each, hosts) for name, each in value.items()}
+    if isinstance(value, list):  # the hosts of several ranks
+        return [_nested(each, hosts) for each in value]
     return _text(value, hosts) if isinstance(value, str) else value
 
 
