@@ -115,6 +115,14 @@ class Run:
             return next((points["phase"].iloc[0] for points in found if len(points)), None)
         return None
 
+    def stored(self) -> dict[tuple[str, int], int]:
+        """The last step of each series by name and rank that the database has."""
+        (record,) = [record for record in self.records() if isinstance(record, RunRecord)]
+        with Store.open(f"sqlite:///{self.home / 'nsa.db'}", create=False) as store:
+            (point,) = queries.points(store, record.run_id)["point_id"]
+            found = queries.series(store, point).groupby(["name", "rank"])["step"].max()
+        return {(str(name), int(rank)): int(step) for (name, rank), step in found.items()}
+
     def until_trained(self, cluster: Cluster, ranks: int = 2) -> list[psutil.Process]:
         """Wait for the first samples of a loss. Returns the processes of the ranks."""
 
@@ -246,6 +254,7 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         run = _start(cluster, tmp_path / "home", spec, *changes)
         _, rank = run.until_trained(cluster)
         saved = run.until_checkpoint()
+        _grows(run)
         rank.kill()
         wait_for(lambda: bool(_warnings(run)), 60)
         run.until_checkpoint(after=run.newest())
@@ -260,6 +269,14 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         assert len(run.outcomes()) == 1
         assert run.newest() > saved
         _nothing_is_left(cluster)
+
+
+def _grows(run: Run) -> None:
+    """Wait until the database has more of each live series than now, of both ranks."""
+    live = {("loss", 0), ("throughput", 0), ("training_memory", 1), ("cpu_utilization", 0), ("cpu_utilization", 1)}
+    wait_for(lambda: live <= run.stored().keys(), 60, lambda: str(run.stored()))
+    before = run.stored()
+    wait_for(lambda: all(run.stored()[each] > before[each] for each in live), 60, lambda: f"{before}, {run.stored()}")
 
 
 def _warnings(run: Run) -> list[str]:
