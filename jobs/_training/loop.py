@@ -133,8 +133,9 @@ class Trainer:
             until = self.steps if checkpoints is None else checkpoints.next_stop(self.state.step)
             self._train(until, run, live, beat, stop, telemetry)
             if checkpoints is not None and not self._complete():
-                loss = self._heldout_loss(heldout, beat) if checkpoints.wants_loss and not self._asked else None
-                self._save(checkpoints, run, live, loss)
+                with telemetry.paused():
+                    loss = self._heldout_loss(heldout, beat) if checkpoints.wants_loss and not self._asked else None
+                    self._save(checkpoints, run, live, loss)
         if self._asked and not self._complete():
             raise self._stopped(checkpoints)
         telemetry.stop()

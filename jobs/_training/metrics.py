@@ -132,7 +132,7 @@ def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
     busy = [report.utilization for report in reports if report.utilization is not None]
     if len(busy) == len(reports):
         shares = [fmean(metric.samples) for metric in busy]
-        method = "NVML utilisation of each rank's GPU, mean over the steady steps; value: the least busy rank's"
+        method = "NVML utilisation of each rank's GPU in steady steps, checkpoints left out; value: the least busy's"
         metrics.append(Metric.of(RANK_UTILIZATION, min(shares), tuple(shares), method))
     return metrics
 

@@ -6,7 +6,8 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count, pairwise
@@ -77,6 +78,7 @@ class Telemetry:
         self._read = -1  # number of the last look that `readings` has told of
         self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
         self._stop = threading.Event()
+        self._paused = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -92,6 +94,15 @@ class Telemetry:
         if not self._samples:
             return TelemetrySummary((), f"No GPU telemetry: {self._problem or 'no sample was taken'}.\n")
         return summarise_samples(list(self._samples), self._problem)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no samples within the block, which does something else than what is measured."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     @property
     def samples(self) -> list[Sample]:
@@ -120,7 +131,8 @@ class Telemetry:
                 devices = {gpu: nvml.handle(gpu) for gpu in self._gpu_ids}
                 for number in count():
                     now = time.monotonic() - begin
-                    self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
+                    if not self._paused:
+                        self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
                     if len(self._samples) > self._most * len(devices):
                         self._samples = _halved(self._samples)  # another list: `readings` may be reading the old one
                         self._period_s *= 2

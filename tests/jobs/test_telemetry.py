@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pynvml
 import pytest
+from ray_clusters import wait_for
 
 from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module
@@ -50,6 +51,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
+
+
+def test_a_pause_takes_no_samples(driver: None) -> None:
+    telemetry = Telemetry(["0"], period_s=0.005)
+    with telemetry.paused():
+        telemetry.start()
+        time.sleep(0.05)
+        assert telemetry.samples == []
+    wait_for(lambda: bool(telemetry.samples), 10)
+    telemetry.stop()
 
 
 @pytest.mark.parametrize("gpu", ["0", "GPU-1234"])
