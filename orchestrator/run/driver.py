@@ -25,7 +25,7 @@ from jobs.point import Machine, Point
 from jobs.quantities import Quantities, Role
 from jobs.spec import JobSpec, SpecError
 from orchestrator import provenance, summary, terminal
-from orchestrator.database_url import StoreError, hide_password
+from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
 from orchestrator.errors import UserError
 from orchestrator.journal import NAME, Journal, JournalFull
 from orchestrator.records import EventRecord, PointRecord, RunRecord
@@ -97,7 +97,7 @@ def _run(order: Order) -> int:
             if order.resumed:
                 resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
         except UserError as err:
-            if job and store is not None:
+            if job and store is not None and not isinstance(err, StoreUnavailable):
                 _refuse_resume(order, store, err)
             raise
         run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
