@@ -120,7 +120,10 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
             st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
     if points.empty:
-        st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
+        if live:
+            st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
+        else:
+            st.caption("It ended before its first point.")
         return
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
     chosen = grids.points(

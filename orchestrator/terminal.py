@@ -32,12 +32,16 @@ def warn(text: object) -> None:
 
 
 def complain(error: Exception) -> None:
-    """Print an error's lines, each a mistake, on standard error; of very many the first ones and their number."""
-    lines = str(error).split("\n")
-    for line in lines[:_MISTAKES]:
+    """Print an error's `mistakes` on standard error, each in a line."""
+    for line in mistakes(error):
         warn(f"error: {line}")
-    if len(lines) > _MISTAKES:
-        warn(f"error: and {len(lines) - _MISTAKES:,} more mistakes; mend these first")
+
+
+def mistakes(error: Exception) -> list[str]:
+    """An error's lines, each a mistake; of very many the first ones and their number."""
+    lines = str(error).split("\n")
+    left = len(lines) - _MISTAKES
+    return [*lines[:_MISTAKES], *([f"and {left:,} more mistakes; mend these first"] if left > 0 else [])]
 
 
 class PlainConsole(Console):

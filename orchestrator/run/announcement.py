@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from orchestrator import terminal
 from orchestrator.database_url import StoreUnavailable
-from orchestrator.records import EventRecord, RunEndRecord, RunRecord
+from orchestrator.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.states import RunState
 
 if TYPE_CHECKING:
@@ -36,8 +37,19 @@ def announced(store: Store | None, run: RunRecord) -> Iterator[None]:
 def never_began(store: Store, run: RunRecord, err: BaseException) -> None:
     """Store that an announced run failed before its first point, or was stopped."""
     failed = isinstance(err, Exception)
-    state, reason = (RunState.FAILED, str(err)) if failed else (RunState.CANCELLED, "stopped while it waited")
-    message = f"ended before its first point: {reason}"
-    event = EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message)
+    reason = "\n".join(terminal.mistakes(err)) if failed else "stopped while it waited"
+    state = RunState.FAILED if failed else RunState.CANCELLED
     with suppress(StoreUnavailable):
-        store.apply_many([event, RunEndRecord(run_id=run.run_id, state=state, reason=reason)])
+        store.apply_many(_end(run, state, reason))
+
+
+def failed_at_once(store: Store, run: RunRecord, err: Exception) -> None:
+    """Store a run that was never announced, because its job was refused. Raises StoreError, StoreUnavailable."""
+    begun = run.model_copy(update={"state": RunState.PENDING})
+    store.apply_many([begun, *_end(run, RunState.FAILED, "\n".join(terminal.mistakes(err)))])
+
+
+def _end(run: RunRecord, state: RunState, reason: str) -> list[Record]:
+    level = "error" if state is RunState.FAILED else "info"
+    event = EventRecord(run_id=run.run_id, level=level, message=f"ended before its first point: {reason}")
+    return [event, RunEndRecord(run_id=run.run_id, state=state, reason=reason)]

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,18 +25,19 @@ from jobs.point import Machine, Point
 from jobs.quantities import Quantities, Role
 from jobs.spec import JobSpec, SpecError
 from orchestrator import provenance, summary, terminal
-from orchestrator.database_url import StoreError, hide_password
+from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
 from orchestrator.errors import UserError
 from orchestrator.journal import NAME, Journal, JournalFull
 from orchestrator.records import EventRecord, PointRecord, RunRecord
 from orchestrator.run import plan, resume
-from orchestrator.run.announcement import announced, never_began
+from orchestrator.run.announcement import announced, failed_at_once, never_began
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.order import Order, read_order
 from orchestrator.run.progress import LogWatcher, watcher
 from orchestrator.run.recorder import Recorder
+from orchestrator.run.refusal import record_refusal
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -52,6 +53,7 @@ _CANCEL_S = 0.8  # the same when cancelled: Ray kills a stopped job after three 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a spec and return the exit code. Mistakes go to stderr, one a line: `error: field: value: fix`."""
     terminal.prepare()
+    order = None
     try:
         order = read_order(argv)
         if not order.dry_run:
@@ -61,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except (UserError, SpecError, StoreError) as err:
         terminal.complain(err)
+        if order is None:
+            record_refusal(argv, err)
         return BAD_INPUT
     except ExecutorGone as gone:  # before the first point; later it is the run's state
         terminal.warn(f"error: {gone}; submit the job again")
@@ -86,11 +90,16 @@ def _run(order: Order) -> int:
         # A resumed run's journal is locked before the probe, which may wait long, even for another driver of the run:
         # what the journal says must still hold when we write to it. A new run makes no file before the probe.
         # The claim guards a run whose journal is on another disk, or gone.
-        if store is not None:
-            stack.enter_context(store.claim(order.run_id))
-        resumed = None
-        if order.resumed:
-            resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
+        try:
+            if store is not None:
+                stack.enter_context(store.claim(order.run_id))
+            resumed = None
+            if order.resumed:
+                resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
+        except UserError as err:
+            if job and store is not None and not isinstance(err, StoreUnavailable):
+                _refuse_resume(order, store, err)
+            raise
         run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
         with announced(store if job else None, run):
             executor = executor or _executor(order)
@@ -104,6 +113,13 @@ def _run(order: Order) -> int:
                 todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
+
+
+def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
+    """Store a job that may not go on with a run as a failed run of its own: the other may be measured just now."""
+    apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
+    with suppress(StoreError):
+        failed_at_once(store, _run_record(apart), err)
 
 
 def _tell(line: str) -> None:

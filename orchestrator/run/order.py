@@ -71,7 +71,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
     Raises:
         UserError: one line for each mistake: field, value, fix. All mistakes are found at once.
     """
-    args = _arguments(argv)
+    args = parse_arguments(argv)
     mistakes: list[str] = []
 
     @contextmanager
@@ -124,7 +124,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"arguments: {message}; see python -m jobs --help")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of `python -m jobs`, their values not looked at. Raises UserError."""
     parser = _Parser(prog="python -m jobs", description="Measure the points of a spec and store the results.")
     parser.add_argument("spec", nargs="?", type=Path, help="YAML spec; may be left out with --resume")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the spec")

@@ -48,6 +48,8 @@ def begun(run_id: str, settings: Settings) -> RunRecord:
         raise _unknown(run_id, settings, latest)
     if stored.origin is not Origin.MEASURED:
         raise PlanError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
+    if not stored.spec:
+        raise PlanError(f"--resume: {run_id!r}: its order was refused, it has nothing to go on with; submit a new run")
     return stored
 
 

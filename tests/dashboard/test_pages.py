@@ -52,6 +52,7 @@ def test_a_run_that_waits_or_never_began_is_shown(database: str):
     said = text(show("runs", run=run_id))
     assert "failed" in said
     assert "no node has 8 GPUs" in said
+    assert "It ended before its first point." in said
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -95,7 +95,14 @@ def outcomes(home: Path) -> list[OutcomeRecord]:
 
 
 def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) -> None:
+    typo = _submit(cluster, home, DRILL, "--set", "lenghts=[1]")  # beside the sweep, which it must not disturb
+    refused = subprocess.Popen(typo, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     done = submit(cluster, home, DRILL, *settings("[ok, crash, hang, oom, raise, skip, ok]", "resources.workers=2"))
+    log = refused.communicate(timeout=60)[0].decode()
+    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        [failed] = queries.runs(store, state="failed").to_dict("records")
+    assert "lenghts" in failed["reason"]
+    assert failed["submission_id"] in log
     assert "exit code 1" in done.stdout + done.stderr, done.stdout + done.stderr
     row, points = stored(home)
     assert list(points["state"]) == ["ok", "crash", "hang", "oom", "error", "skipped", "ok"]

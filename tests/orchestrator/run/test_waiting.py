@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from jobs.point import Machine
 from orchestrator import journal
+from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
@@ -69,17 +70,19 @@ def fail(err: BaseException) -> None:
     raise err
 
 
-def test_a_job_that_waits_for_room_is_a_pending_run(home, spec, waits, tmp_path) -> None:
+def test_a_job_that_waits_for_room_is_a_pending_run(home, spec, waits, tmp_path, monkeypatch) -> None:
     seen = []
+    monkeypatch.setattr(submission, "log", lambda settings, job: f"the log of {job}")
 
     def look() -> None:
-        seen.append((only_run(home), nsa("runs"), nsa("status"), nsa("show", "last")))
+        seen.append((only_run(home), nsa("runs"), nsa("status"), nsa("show", "last"), nsa("logs", "last")))
 
     waits(look)
     assert driver.main([str(spec("pass", "pass")), "--local"]) == 0
-    [(run, runs, status, shown)] = seen
+    [(run, runs, status, shown, log)] = seen
     assert (run["state"], run["submission_id"], run["points"]) == ("pending", "raysubmit_1", 0)
     assert all("pending" in text and run["run_id"] in text for text in (runs, status, shown))
+    assert log == "the log of raysubmit_1"
     now = only_run(home)
     assert (now["state"], now["points"], now["created_at"]) == ("done", 2, run["created_at"])
     path = home / "artifacts" / run["run_id"] / journal.NAME

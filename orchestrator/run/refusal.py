@@ -1,0 +1,83 @@
+"""A Ray job whose order is refused: a failed run of its own, so that who submitted it finds it and why."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jobs.kinds import kinds
+from jobs.yaml_text import MOST_CHARACTERS, YamlError, read_yaml
+from orchestrator import provenance
+from orchestrator.errors import UserError
+from orchestrator.records import RunRecord
+from orchestrator.run import plan
+from orchestrator.run.announcement import failed_at_once
+from orchestrator.run.order import parse_arguments
+from orchestrator.settings import Settings, load_settings
+
+UNKNOWN = "unknown"
+"""The kind of a refused run whose spec names none that exists."""
+
+_ODD = re.compile(r"[^A-Za-z0-9_.-]+")
+_NAME_LENGTH = 80  # of a spec's name
+
+
+def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
+    """Store that this process's Ray job was refused. Nothing happens outside of a job, for a dry run, and where the
+    database cannot be used: the error is in the job's log in any case."""
+    job = provenance.submission_id()
+    if job is None:
+        return
+    spec = resumed = None
+    with suppress(UserError):  # the arguments themselves are wrong
+        args = parse_arguments(argv)
+        if args.dry_run:
+            return
+        spec, resumed = args.spec, args.resume
+    with suppress(UserError, ModuleNotFoundError):  # wrong settings, a database that is away, no SQLAlchemy
+        from orchestrator.store import Store
+
+        settings = load_settings()
+        with Store.open(settings.database) as store:
+            failed_at_once(store, _run_record(job, settings, spec, resumed), err)
+
+
+def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:
+    """A run of no valid spec: it has an empty one, which `--resume` refuses."""
+    said = {} if spec is None else _read(spec)
+    name, kind = said.get("name"), said.get("kind")
+    if not isinstance(name, str) or not name:
+        name = spec.stem if spec else "resume" if resumed else "job"
+    name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
+    run_id = plan.new_run_id(name)
+    git = provenance.git_state()
+    return RunRecord(
+        run_id=run_id,
+        name=name,
+        kind=kind if isinstance(kind, str) and kind in kinds() else UNKNOWN,
+        spec={},
+        spec_hash="",
+        git_commit=git.commit,
+        git_branch=git.branch,
+        git_dirty=git.dirty,
+        code_hash=provenance.code_hash(),
+        submission_id=job,
+        host=socket.gethostname(),
+        artifacts=str(settings.artifacts_dir / run_id),
+        artifact_store=settings.artifact_store_url,
+        quantities=(),
+    )
+
+
+def _read(spec: Path) -> dict[str, Any]:
+    """The content of a spec's file as far as it can be read, not validated."""
+    try:
+        with spec.open(encoding="utf-8") as file:
+            data = read_yaml(file.read(MOST_CHARACTERS + 1))
+    except (OSError, YamlError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
