@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, refuse_unusable, threads
+from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.axes import Axis
 from jobs.measure.clock import synchronize
@@ -53,6 +54,11 @@ class Spec(JobSpec):
     )
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     nsa: NSA | None = Field(default=None, description="None: the preset's")
+
+    @model_validator(mode="after")
+    def _each_field_acts(self) -> Self:
+        refuse_idle(self, self.nsa, self.implementations, self.precision)
+        return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """A point for each implementation, batch and checkpointing.
