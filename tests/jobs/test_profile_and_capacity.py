@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jobs import capacity, profile
 from jobs.capacity import NothingFits, search
+from jobs.measure import profiler
 from jobs.point import Machine, Measurement, Point
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -29,21 +34,83 @@ def _travelled(point: Point) -> dict[str, Any]:
     return json.loads(json.dumps(point.config))
 
 
-def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
+def _profile() -> Measurement:
     timing = {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1}
     data: dict[str, Any] = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
     spec = profile.Spec.model_validate(
         data | {"passes": ["forward+backward"], "lengths": [64], "timing": timing},
     )
     (point,) = spec.points(CPU)
-    result = profile.measure(_travelled(point), _quiet)
+    return profile.measure(_travelled(point), _quiet)
+
+
+def _column(table: str, title: str) -> list[float]:
+    """A column of a profiler's table, in microseconds or bytes."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    titles = next(row for row in rows if row[0] == "Name")
+    cells = [row[titles.index(title)] for row in rows if len(row) == len(titles) and row[0][0] not in "-N"]
+    units = {"us": 1, "ms": 1e3, "s": 1e6, "b": 1, "B": 1, "Kb": 2**10, "KB": 2**10, "Mb": 2**20, "MB": 2**20}
+    found = [re.fullmatch(r"(-?[\d.]+) ?(\w+)", cell) for cell in cells]
+    return [float(match[1]) * units[match[2]] for match in found if match]
+
+
+def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
+    result = _profile()
     values = _values(result)
     assert values["busy_time"] > 0
     assert {"range_cmp", "range_slc", "range_win"} <= set(values)
-    assert "aten::" in str(result.files["by_time.txt"])
+    assert "synchronizations" not in values  # of a CPU
+    for name, title in (("by_time.txt", "Self CPU"), ("by_memory.txt", "Self CPU Mem")):
+        column = _column(str(result.files[name]), title)
+        assert len(column) >= 20
+        assert column == sorted(column, reverse=True)
+        assert column[0] > column[-1]
     trace = Path(result.files["trace.json.gz"])
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"nsa_core.cmp", "nsa_core.slc", "nsa_core.win"} <= names
+
+
+class _NoCard:
+    """Stands for torch.cuda: holds the debug mode of synchronisation."""
+
+    def __init__(self) -> None:
+        self.mode: int | str = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+
+
+def test_waits_for_the_device_are_counted_by_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = _NoCard()
+    card.install(monkeypatch)
+
+    def call() -> None:
+        assert card.mode == "warn"
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # as PyTorch says it
+        warnings.warn("something else", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    first = call.__code__.co_firstlineno
+    waits = profiler._waits(call, torch.device("cuda"))
+    assert waits == {f"{__file__}:{first + 3}": 3, f"{__file__}:{first + 5}": 1}
+    assert card.mode == 0
+
+    def broken() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        profiler._waits(broken, torch.device("cuda"))
+    assert card.mode == 0
+
+
+def test_the_metric_is_the_sum_of_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = profiler.profile_call
+    waits = {"a.py:1": 3, "b.py:2": 1}
+    monkeypatch.setattr(profile, "profile_call", lambda *args: replace(real(*args), synchronizations=waits))
+    assert _values(_profile())["synchronizations"] == 4
 
 
 @pytest.mark.parametrize("guess", range(5))
