@@ -13,13 +13,13 @@ RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),$(call in_env,NSA_RAY_DASHBOARD),htt
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench results wheel up down test test-chaos test-gpu aot lint format check clean
+.PHONY: help env demo bench results wheel up down test test-thorough test-chaos test-gpu aot lint format check clean
 
 # Fails on a host without a usable GPU, before anything is started, and says what does not fit.
 NEED_GPU = $(BIN)/python -m jobs.measure.driver
 
 help:  ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 env: $(DEV)  ## make the environment in .venv; with an NVIDIA driver, of the versions that ran on GPUs
 
@@ -76,6 +76,9 @@ down:  ## stop what demo, bench or up started
 # Two processes for two cores; tests/conftest.py says what stays together and what comes first.
 test: env  ## the whole test suite (CPU), in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
+test-thorough: env  ## bad input of any sort: 10,000 specs, tables, journals and settings
+	$(BIN)/python -m pytest tests/test_bad_input.py --hypothesis-profile=thorough --timeout 0
 
 # The same seed has the same faults: make test-chaos SEED=7 MINUTES=10
 test-chaos: env  ## two sweeps while drivers, nodes, Postgres and the disk fail, as SEED says, for MINUTES

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, implementation_names, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._nsa_effect import refuse_idle
 from jobs._training.optimizer import OptimizerSpec, new_optimizer
 from jobs.measure.check import Agreement, check_model
 from jobs.point import Axes, Machine, Point
@@ -39,6 +40,11 @@ class PassSpec(JobSpec):
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
     nsa: NSA | None = Field(default=None, description="None: the preset's")
+
+    @model_validator(mode="after")
+    def _each_field_acts(self) -> Self:
+        refuse_idle(self, self.nsa, self.implementations, self.precision)
+        return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the whole grid, shortest lengths first.

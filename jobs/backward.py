@@ -32,6 +32,7 @@ from jobs._fields import (
     torch_dtype,
 )
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads, window_reasons
+from jobs._nsa_effect import ALL, refuse_idle
 from jobs._pass import agree, model_axes, predicted
 from jobs.axes import Axis
 from jobs.measure.clock import TimingPlan, measure_time
@@ -61,7 +62,6 @@ AXES = (
     Axis("anomaly", "text", "anomaly mode"),
 )
 
-ALL = "all"
 MODELS: Mapping[str, ModelConfig] = {
     **PRESETS,
     # The seeds' small model: they give its width alone.
@@ -135,6 +135,7 @@ class Spec(JobSpec):
                 raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
         if self.nsa is not None and self.nsa.compress == "mlp":
             self._check_learned(self.nsa.cmp_block)
+        refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
         sizes = [size for case in self.cases for size in product(case.layers, case.lengths)]
         drill = self.drill
         if drill and not any(n >= drill.hang_in_layer and length >= drill.from_length for n, length in sizes):

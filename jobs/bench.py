@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jobs._fields import Implementations
+from jobs._nsa_effect import refuse_idle
 from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, agree, attention_call, measure_operator
 from jobs._sweep import LayoutsSpec, in_a_case
 from jobs.measure.environment import environment
@@ -35,6 +36,11 @@ class Spec(LayoutsSpec):
     profiles: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=5, description="calls to profile for the stages of each fullest pass, by Triton on a GPU; 0: none"
     )
+
+    @model_validator(mode="after")
+    def _each_field_acts(self) -> Self:
+        refuse_idle(self, self.nsa, self.implementations, self.dtype)
+        return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Timed points, shortest lengths first, then stage points in the same order.

@@ -31,6 +31,7 @@ from jobs._fields import (
     torch_dtype,
 )
 from jobs._fit import backend_reasons, threads, window_reasons
+from jobs._nsa_effect import ALL, refuse_idle
 from jobs.axes import Axis
 from jobs.measure.check import Agreement, HeadShape, attend, check_attention, make_inputs
 from jobs.measure.clock import measure_time
@@ -47,8 +48,6 @@ from nsa_core.routes import Branch
 
 QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (Axis("branch", "text", "branch"),)
-
-ALL = "all"
 
 
 class Spec(JobSpec):
@@ -72,6 +71,7 @@ class Spec(JobSpec):
         for name in self.backends:
             if not any(computes(name, branch) for branch in self.branches):
                 raise ValueError(f"backends: {name!r}: computes the window alone; add win to branches, or leave it out")
+        refuse_idle(self, self.nsa, self.backends, self.dtype, self.branches)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -1,7 +1,8 @@
 """The longest sequence that a model trains on within a card's memory: as predicted, and as measured.
 
 A point is one implementation, batch and checkpointing. Lengths are tried from the predicted one, upwards until one runs
-out of memory or downwards until one fits, so that the next longer one is shown to fail.
+out of memory or downwards until one fits, so that the next longer one is shown to fail. With a plan the longest one is
+looked for, too, that trains as fast as the plan needs.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from statistics import median
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, refuse_unusable, threads
+from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.axes import Axis
 from jobs.measure.clock import synchronize
@@ -26,15 +29,23 @@ from jobs.measure.exhaustion import ran_out_of_memory
 from jobs.measure.memory import Peak, measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, Better, Quantity, Role
+from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
 from jobs.spec import JobSpec
+from jobs.training_plan import TrainingPlan
 from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
 LONGEST_PREDICTED = Quantity("longest_predicted", "token", "Longest sequence predicted to fit", role=Role.HEADLINE)
+LONGEST_IN_PLAN = Quantity(
+    "longest_in_plan", "token", "Longest sequence that fits and meets the plan", "longest in plan", Better.HIGHER,
+    Role.HEADLINE,
+)  # fmt: skip
 SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
-QUANTITIES = (LONGEST, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
+QUANTITIES = (
+    *(LONGEST, LONGEST_IN_PLAN, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, THROUGHPUT_NEEDED),
+    *(*MEMORY, *AGREEMENT, *TELEMETRY),
+)
 AXES = (Axis("checkpointing", "text", "checkpointing"),)
 
 _STEPS = 3  # timed at the longest length
@@ -53,6 +64,20 @@ class Spec(JobSpec):
     )
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     nsa: NSA | None = Field(default=None, description="None: the preset's")
+    plan: TrainingPlan | None = Field(default=None, description="a long run, for which slower lengths do not count")
+
+    @model_validator(mode="after")
+    def _each_field_acts(self) -> Self:
+        refuse_idle(self, self.nsa, self.implementations, self.precision)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a plan that there is not: specs from before it existed stay equal."""
+        data = super()._without_defaults(handler)
+        if self.plan is None:
+            data.pop("plan", None)
+        return data
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """A point for each implementation, batch and checkpointing.
@@ -83,6 +108,7 @@ class Spec(JobSpec):
             "device": machine.device,
             "seed": self.seed,
             "threads": threads(self, machine),
+            **({} if self.plan is None else {"plan": self.plan.model_dump(mode="json")}),
         }
         return Point(
             kind="capacity",
@@ -94,11 +120,31 @@ class Spec(JobSpec):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One length that fits: its peak, the route, and the time of steps [ms]."""
+    """One length that fits: its peak, the route, and the throughput of steps [tok/s]."""
 
     peak: Peak
     route: Mapping[str, str]
-    samples_ms: tuple[float, ...]
+    per_second: tuple[float, ...]
+
+
+class _Trials:
+    """The lengths of a point by their place, each tried once; None: memory ran out."""
+
+    def __init__(self, config: Mapping[str, Any], beat: Beat) -> None:
+        self._config, self._beat = config, beat
+        self._lengths: Sequence[int] = config["lengths"]
+        self._found: dict[int, _Trial | None] = {}
+
+    def __getitem__(self, place: int) -> _Trial | None:
+        if place not in self._found:
+            self._beat(f"S={self._lengths[place]}", len(self._found), len(self._lengths))
+            self._found[place] = _try({**self._config, "seq_len": self._lengths[place]})
+        return self._found[place]
+
+    def rate(self, place: int) -> float:
+        """Throughput [tok/s]; 0 if memory ran out."""
+        trial = self[place]
+        return median(trial.per_second) if trial is not None else 0.0
 
 
 class NothingFits(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -116,22 +162,15 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     agreement = agree(config)
     lengths: list[int] = config["lengths"]
     guess = _predicted_place(config)
-    tried: dict[int, _Trial | None] = {}
-
-    def fits(place: int) -> bool:
-        beat(f"S={lengths[place]}", len(tried), len(lengths))
-        tried[place] = _try({**config, "seq_len": lengths[place]})
-        return tried[place] is not None
-
-    longest = search(fits, len(lengths), 0 if guess is None else guess)
+    trials = _Trials(config, beat)
+    longest = search(lambda place: trials[place] is not None, len(lengths), 0 if guess is None else guess)
     if longest is None:
         raise NothingFits(f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones")
-    found = tried[longest]
+    found = trials[longest]
     assert found is not None, "it fits"
-    tokens = config["batch"] * lengths[longest]
     metrics = [
         Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, two steps of training"),
-        summarize(THROUGHPUT, [1000 * tokens / ms for ms in found.samples_ms], "steps at the longest length"),
+        summarize(THROUGHPUT, found.per_second, "steps at the longest length"),
         *found.peak.metrics(),
         *agreement.metrics(),
     ]
@@ -139,8 +178,29 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         metrics.append(Metric.of(LONGEST_PREDICTED, lengths[guess], method="nsa_core.memory"))
     if longest + 1 < len(lengths):
         metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
+    if "plan" in config:
+        metrics += _within_plan(TrainingPlan.model_validate(config["plan"]), trials, lengths[: longest + 1], beat)
     device = torch.device(config["device"])
     return Measurement(tuple(metrics), found.route, environment(device), found.peak.files)
+
+
+def _within_plan(plan: TrainingPlan, trials: _Trials, lengths: Sequence[int], beat: Beat) -> list[Metric]:
+    """Throughput that the plan needs, and the longest of these lengths that has it, of which the last fits.
+
+    A warning says that none has it.
+    """
+    needed = Metric.of(THROUGHPUT_NEEDED, plan.needed, method="planned tokens over planned hours")
+    places = range(len(lengths) - 1, -1, -1)
+    for place in places:
+        if (rate := trials.rate(place)) >= plan.needed:
+            method = f"median of steps: {rate:,.0f} tok/s, of which the plan needs {plan.needed:,.0f}"
+            return [needed, Metric.of(LONGEST_IN_PLAN, lengths[place], method=method)]
+    fastest = max(places, key=trials.rate)
+    reporter(beat).warn(
+        f"plan: no length that fits trains at the {plan.needed:,.0f} tok/s that it needs; the fastest, "
+        f"S={lengths[fastest]}, at {trials.rate(fastest):,.0f}"
+    )
+    return [needed]
 
 
 def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
@@ -188,4 +248,5 @@ def _train(config: Mapping[str, Any]) -> _Trial:
         trial.run()
         synchronize(trial.device)
         samples.append(1000 * (time.perf_counter() - start))
-    return _Trial(peak, route, tuple(samples))
+    tokens = config["batch"] * config["seq_len"]
+    return _Trial(peak, route, tuple(1000 * tokens / ms for ms in samples))

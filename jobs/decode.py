@@ -31,6 +31,7 @@ from jobs._fields import (
     torch_dtype,
 )
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._nsa_effect import refuse_idle
 from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
@@ -75,6 +76,7 @@ class Spec(JobSpec):
         if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
             fix = "is learned by a layer; use mean, or workload: model"
             raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")
+        refuse_idle(self, self.nsa, self.implementations, None)
         return self
 
     @property

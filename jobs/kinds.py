@@ -23,6 +23,8 @@ from jobs.quantities import check_quantities
 
 GROUP = "nsa_bench.jobs"
 
+_INSTEAD = {"backends": "kind: branches with 'backends: [...]'"}  # of names that are no kind, but may be taken for one
+
 
 class KindError(LookupError):
     """Unknown or unusable kind; the message gives the reason."""
@@ -67,7 +69,8 @@ def kind_module(name: str) -> ModuleType:
             return entry.load()
         package, version = distribution(entry)
         raise KindError(f"{name!r}, offered by {package} {version}, {problem}; mend or uninstall {package}")
-    raise KindError(f"{shown(name)} is no job kind; use one of {', '.join(sorted(kinds()))}")
+    fix = _INSTEAD.get(name, f"one of {', '.join(sorted(kinds()))}")
+    raise KindError(f"{shown(name)} is no job kind; use {fix}")
 
 
 def own_axes(module: ModuleType) -> tuple[Axis, ...]:

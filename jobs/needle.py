@@ -21,6 +21,7 @@ from jobs._diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
 from jobs._live import LOSS, SERIES
+from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, model_of_preset
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate
@@ -104,6 +105,7 @@ class Spec(JobSpec):
                 f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the {self.steps} "
                 f"steps; use at most {self.steps - 1}"
             )
+        refuse_idle(self, self.nsa, self.implementations, self.precision)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

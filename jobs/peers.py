@@ -17,6 +17,7 @@ from torch import Tensor
 from jobs._case import PointCase
 from jobs._fields import Unique, implementation_names, torch_dtype
 from jobs._fit import dense_reasons, threads
+from jobs._nsa_effect import refuse_idle
 from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
 from jobs._peers import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
 from jobs._peers.check import check_peer
@@ -25,6 +26,7 @@ from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
 from jobs.point import Beat, Machine, Measurement, Point
 from jobs.quantities import TELEMETRY
 from jobs.spec import SpecError
+from nsa_core import NSAConfig
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
@@ -50,6 +52,15 @@ def _known(names: list[str]) -> list[str]:
     return names
 
 
+def _as_implementation(name: str, nsa: NSAConfig) -> str:
+    """An implementation that the same fields of NSAConfig act on as on a peer: all but slots, or none."""
+    try:
+        dense = find_peer(name).semantics(nsa) is None
+    except Exception:  # of an adapter from outside; its points tell
+        return "reference"
+    return "dense" if dense else "reference"
+
+
 class Spec(LayoutsSpec):
     """Head layouts x lengths x passes x peers, and implementations of this project beside them."""
 
@@ -71,6 +82,9 @@ class Spec(LayoutsSpec):
         for name in self.peers:
             if name in self.implementations:
                 raise ValueError(f"implementations: {name!r}: is among the peers, too; name it once")
+        if self.nsa is not None:
+            peers = [_as_implementation(name, self.nsa) for name in self.peers]
+            refuse_idle(self, self.nsa, [*peers, *self.implementations], self.dtype)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -157,6 +157,7 @@ def _check_types(quantity: object) -> None:
 
 TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)
 THROUGHPUT = Quantity("throughput", "tok/s", "Throughput", "throughput", Better.HIGHER, Role.HEADLINE, Plot.RATE)
+THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
 ENERGY = Quantity("energy_per_token", "J/tok", "Energy per token", "energy", Better.LOWER, Role.HEADLINE)
 PEAK_EXTRA_MEMORY = Quantity(
     "peak_extra_memory", "MiB", "Peak memory beyond inputs", "extra memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH

@@ -24,6 +24,7 @@ from jobs._fields import (
     Preset,
     TimingSpec,
 )
+from jobs._nsa_effect import refuse_idle
 from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, measure_operator
 from jobs._sweep import Sweep
 from jobs.measure.check import DENSE_KERNELS
@@ -75,6 +76,7 @@ class Spec(JobSpec):
             raise ValueError(
                 f"nsa.compress: {self.nsa.compress!r}: is learned by a layer; use mean, or workload: model"
             )
+        refuse_idle(self, self.nsa, self.implementations, self.dtype)
         return self
 
     @property

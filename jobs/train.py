@@ -17,6 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from jobs._data.spec import DataSpec
 from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, threads
+from jobs._nsa_effect import refuse_idle
 from jobs._training.checkpoints import CheckpointSpec
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate, implementation
@@ -104,7 +105,7 @@ class TrainingSpec(JobSpec):
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
-        """Refuse settings of several ranks that would change nothing."""
+        """Refuse settings of several ranks, and fields of nsa, that would change nothing."""
         for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None)):
             if self.ranks == 1 and (value := getattr(self, name)) != usual:
                 raise ValueError(
@@ -112,6 +113,8 @@ class TrainingSpec(JobSpec):
                 )
         if self.bucket_mb is not None and self.parallel == "fsdp":
             raise ValueError(f"bucket_mb: {self.bucket_mb:g}: FSDP2 has no buckets; leave it out, or use parallel: ddp")
+        names = [self.backend if attention == "nsa" else attention for attention in self.attention]
+        refuse_idle(self, self.nsa, names, self.precision)
         return self
 
     @model_validator(mode="after")

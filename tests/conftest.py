@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-settings.register_profile("thorough", max_examples=2_500)  # pytest --hypothesis-profile=thorough
+settings.register_profile("thorough", max_examples=2_500)  # make test-thorough: of four properties
 
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")

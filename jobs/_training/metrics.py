@@ -34,6 +34,7 @@ from jobs.quantities import (
     MEMORY,
     TELEMETRY,
     THROUGHPUT,
+    THROUGHPUT_NEEDED,
     TIME,
     Better,
     Quantity,
@@ -45,7 +46,6 @@ from nsa_core.model import ModelConfig
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
 MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
 PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
-THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
 RANK_UTILIZATION = Quantity(
     "rank_utilization", "%", "Utilisation of the least busy rank", "least busy rank", Better.HIGHER, Role.HEADLINE
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_DRIVER = """
@@ -58,6 +60,24 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
     address, port = expected
     assert f"job submit --address {address} " in done.stdout
     assert f"Dashboard: http://127.0.0.1:{port} " in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_ten_thousand_cases_of_bad_input_are_a_target() -> None:
+    """Of the properties of the file, each with the examples of the profile."""
+    command = ["make", "--dry-run", "test-thorough", "DEV="]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "pytest tests/test_bad_input.py --hypothesis-profile=thorough" in done.stdout
+    properties = (ROOT / "tests" / "test_bad_input.py").read_text().count("\n@given(")
+    assert properties * settings.get_profile("thorough").max_examples == 10_000
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_the_list_of_commands_has_every_target_of_contributing() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    listed = dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
+    named = re.findall(r"^make (\S+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert {"test", "test-thorough"} <= {*named} <= {*listed}
 
 
 def _make(target: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

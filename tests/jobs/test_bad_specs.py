@@ -42,6 +42,11 @@ MISTAKES = [
         {"kind": "point"},
         r"kind: 'point' is no job kind; use one of backward, .*drill, .*scaling, soak, toolchain, train",
     ),
+    (
+        SCALING,
+        {"kind": "backends"},
+        r"kind: 'backends' is no job kind; use kind: branches with 'backends: \[\.\.\.\]'$",
+    ),
     (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from jobs._nsa_effect import ACTS_ON
 from jobs.branches import Spec, measure
 from jobs.measure import isolation
 from jobs.measure.check import HeadShape, WrongResult
@@ -20,6 +21,11 @@ from nsa_core.routes import Branch
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 SMALL = {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16}
+
+
+def _of(*branches: str) -> dict[str, int]:
+    """The sizes that act on some of the branches; on others they are refused."""
+    return {name: size for name, size in SMALL.items() if {*ACTS_ON[name]} & {*branches} or "all" in branches}
 
 
 def _spec(**changes: Any) -> Spec:
@@ -42,7 +48,7 @@ def _measure(point: Point) -> Measurement:
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win", "all"])
 @pytest.mark.parametrize("backend", ["chunked", "gather", "packed"])
 def test_a_branch_is_measured_by_itself(backend: str, branch: str) -> None:
-    (point,) = _spec(branches=[branch], backends=[backend], passes=["forward+backward"]).points(CPU)
+    (point,) = _spec(branches=[branch], nsa=_of(branch), backends=[backend], passes=["forward+backward"]).points(CPU)
     result = _measure(point)
     computed = set(result.route) - {"select"}
     assert computed == (set(BRANCHES) if branch == "all" else {branch})
@@ -91,4 +97,4 @@ def test_a_backend_of_the_window_alone_has_points_there_alone() -> None:
         _spec(backends=["flash"], branches=["cmp", "slc"])
     for name in ("triton", "flash"):
         with pytest.raises(SpecError, match=f"backends: '{name}': "):
-            _spec(backends=[name]).points(CPU)
+            _spec(backends=[name], nsa=_of("win")).points(CPU)

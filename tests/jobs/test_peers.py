@@ -254,7 +254,11 @@ def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
     ("names", "changes", "message"),
     [
         (["nowhere"], {}, r"^peers: .*'nowhere' is no peer; use flash-linear-attention, native-"),
-        (["dense-pytorch"], {"window_kernel": "flash-attn-4"}, r"^window_kernel: 'flash-attn-4': .*; use auto$"),
+        (
+            ["dense-pytorch"],
+            {"window_kernel": "flash-attn-4", "nsa": None},
+            r"^window_kernel: 'flash-attn-4': .*; use auto$",
+        ),
         (["dense-pytorch"], {"lengths": [48]}, r"^lengths: 48: use a divisor of tokens = 128"),
         (["dense-pytorch"], {"error_factor": 100}, r"^error_factor: 100"),
     ],

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from supervised import Ended, supervised
 
 from jobs import capacity, profile
 from jobs.capacity import NothingFits, search
+from jobs.measure import profiler
 from jobs.point import Machine, Measurement, Point
+from orchestrator.messages import Conditions
+from orchestrator.states import PointState
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -29,21 +38,83 @@ def _travelled(point: Point) -> dict[str, Any]:
     return json.loads(json.dumps(point.config))
 
 
-def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
+def _profile() -> Measurement:
     timing = {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1}
     data: dict[str, Any] = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
     spec = profile.Spec.model_validate(
         data | {"passes": ["forward+backward"], "lengths": [64], "timing": timing},
     )
     (point,) = spec.points(CPU)
-    result = profile.measure(_travelled(point), _quiet)
+    return profile.measure(_travelled(point), _quiet)
+
+
+def _column(table: str, title: str) -> list[float]:
+    """A column of a profiler's table, in microseconds or bytes."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    titles = next(row for row in rows if row[0] == "Name")
+    cells = [row[titles.index(title)] for row in rows if len(row) == len(titles) and row[0][0] not in "-N"]
+    units = {"us": 1, "ms": 1e3, "s": 1e6, "b": 1, "B": 1, "Kb": 2**10, "KB": 2**10, "Mb": 2**20, "MB": 2**20}
+    found = [re.fullmatch(r"(-?[\d.]+) ?(\w+)", cell) for cell in cells]
+    return [float(match[1]) * units[match[2]] for match in found if match]
+
+
+def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
+    result = _profile()
     values = _values(result)
     assert values["busy_time"] > 0
     assert {"range_cmp", "range_slc", "range_win"} <= set(values)
-    assert "aten::" in str(result.files["by_time.txt"])
+    assert "synchronizations" not in values  # of a CPU
+    for name, title in (("by_time.txt", "Self CPU"), ("by_memory.txt", "Self CPU Mem")):
+        column = _column(str(result.files[name]), title)
+        assert len(column) >= 20
+        assert column == sorted(column, reverse=True)
+        assert column[0] > column[-1]
     trace = Path(result.files["trace.json.gz"])
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"nsa_core.cmp", "nsa_core.slc", "nsa_core.win"} <= names
+
+
+class _NoCard:
+    """Stands for torch.cuda: holds the debug mode of synchronisation."""
+
+    def __init__(self) -> None:
+        self.mode: int | str = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+
+
+def test_waits_for_the_device_are_counted_by_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = _NoCard()
+    card.install(monkeypatch)
+
+    def call() -> None:
+        assert card.mode == "warn"
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # as PyTorch says it
+        warnings.warn("something else", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    first = call.__code__.co_firstlineno
+    waits = profiler._waits(call, torch.device("cuda"))
+    assert waits == {f"{__file__}:{first + 3}": 3, f"{__file__}:{first + 5}": 1}
+    assert card.mode == 0
+
+    def broken() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        profiler._waits(broken, torch.device("cuda"))
+    assert card.mode == 0
+
+
+def test_the_metric_is_the_sum_of_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = profiler.profile_call
+    waits = {"a.py:1": 3, "b.py:2": 1}
+    monkeypatch.setattr(profile, "profile_call", lambda *args: replace(real(*args), synchronizations=waits))
+    assert _values(_profile())["synchronizations"] == 4
 
 
 @pytest.mark.parametrize("guess", range(5))
@@ -81,6 +152,60 @@ def test_capacity_shows_the_next_longer_one_fail(monkeypatch: pytest.MonkeyPatch
     assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 128, 128)
     assert found["throughput"] > 0
     assert found["peak_memory"] > 0
+
+
+def test_capacity_stops_at_a_limit_that_is_enforced(tmp_path: Path) -> None:
+    """Measured in a child with 256 MiB: the masks of 2,048 tokens do not fit, those of 64 do, as predicted."""
+    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["naive"]}
+    spec = capacity.Spec.model_validate(data | {"lengths": [64, 2048], "checkpointing": [False], "memory_gib": 0.25})
+    conditions = Conditions("cpu", spec.deadlines, memory_bytes=2**28)  # as of the spec's run
+    (ended,) = [u for u in supervised(spec.points(CPU), conditions, tmp_path) if isinstance(u, Ended)]
+    assert ended.outcome.state == PointState.OK, ended.outcome.reason
+    found = {metric.name: metric.value for metric in ended.outcome.metrics}
+    assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 64, 2048)
+    assert 0 < found["peak_memory"] < 256
+
+
+PLAN = {"steps": 1000, "tokens_per_step": 3600, "hours": 1.0}  # needs 1,000 tok/s
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({32: 3000, 64: 2000, 128: 1000}, 128),  # all fit and are fast enough
+        ({32: 3000, 64: 2000, 128: 999}, 64),
+        ({32: 3000, 64: 999}, 32),  # 128 does not fit
+        ({32: 998, 64: 999, 128: 997}, None),
+    ],
+)
+def test_a_length_too_slow_for_the_plan_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float], expected: int | None
+) -> None:
+    real = capacity._train
+
+    def paced(config: Any) -> Any:
+        if config["seq_len"] not in rates:
+            raise MemoryError
+        return replace(real(config), per_second=(1.0, rates[config["seq_len"]], 9000.0))
+
+    warned: list[str] = []
+    monkeypatch.setattr(capacity, "reporter", lambda beat: SimpleNamespace(warn=warned.append))
+    found = _capacity(monkeypatch, paced, plan=PLAN)
+    assert found["longest"] == max(rates)
+    assert found["throughput_needed"] == pytest.approx(1000)
+    assert found.get("longest_in_plan") == expected
+    slow = "plan: no length that fits trains at the 1,000 tok/s that it needs; the fastest, S=64, at 999"
+    assert warned == ([] if expected else [slow])
+
+
+def test_a_plan_is_a_part_of_a_point_only_where_there_is_one() -> None:
+    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense"]}
+    without, planned = (capacity.Spec.model_validate(data | {"lengths": [32]} | more) for more in ({}, {"plan": PLAN}))
+    assert "plan" not in without.model_dump(mode="json") | dict(without.points(CPU)[0].config)
+    assert capacity.Spec.model_validate(planned.model_dump(mode="json")) == planned
+    assert without.points(CPU)[0].key("code", CPU) != planned.points(CPU)[0].key("code", CPU)
+    with pytest.raises(ValueError, match="contradicts 1,000 steps of 3,600 tokens"):
+        capacity.Spec.model_validate(data | {"lengths": [32], "plan": PLAN | {"tokens_per_second": 50}})
 
 
 def test_capacity_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
