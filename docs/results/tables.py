@@ -241,14 +241,13 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
     """Training by NSA on one GPU and on two: one row a run, those of one GPU first."""
     rows = []
     for run in sorted((run for run in runs if run["name"] == "train-2gpu"), key=gpus):
-        frame = queries.measurements(store, run_ids=[run["run_id"]])
-        frame = frame[frame["implementation"] == "triton"]
-        values = dict(zip(frame["metric"], frame["value"], strict=True))
+        found = queries.measurements(store, run_ids=[run["run_id"]]).to_dict("records")
+        values = {row["metric"]: row["value"] for row in found if row["implementation"] == "triton"}
         busy, uneven = values.get("rank_utilization"), values.get("rank_imbalance")
         rows.append(
             [
                 f"{gpus(run)}",
-                f"{int(frame['batch'].iloc[0]) // gpus(run)}",
+                f"{run['spec']['batch'] // gpus(run)}",
                 number(values["time"]),
                 rate(values["throughput"]),
                 "" if busy is None else f"{busy:.1f} %",
