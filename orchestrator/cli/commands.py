@@ -273,13 +273,13 @@ def diagnose(
     if attach is None:
         if point is not None:
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
-        print(attaching.this_host())
+        say(attaching.this_host())
         return
     from orchestrator.cli.lookup import find_run
 
     with _store() as store:
         for text in attaching.attach(store, find_run(store, attach), point, seconds):
-            print(text)
+            say(text)
 
 
 @app.command()
