@@ -12,8 +12,8 @@ from orchestrator.store import Store
 
 ENDED, GOING = "20201121-100000-hostile-ab12", "20201121-110000-hostile-cd34"
 TEXT = "![x](http://evil.invalid/x.png) <img src='http://evil.invalid/y'> [z](http://evil.invalid) :red[r] = ` `` odd"
-SHORT = "[z](//evil.invalid)"
-LIVE = re.compile(r"(?<!\\)(?:!\[x|\[z\]|<img|:red\[r)")
+SHORT = "<i>[z](//x.invalid)"
+LIVE = re.compile(r"(?<!\\)(?:!\[x|\[z\]|<i|:red\[r)")
 """A mark of TEXT or SHORT on which Markdown or HTML would act."""
 
 _AT = datetime(2020, 11, 21, 10, tzinfo=UTC)
