@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from jobs.quantities import TIME
 from orchestrator import records as rec
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store
@@ -36,7 +38,10 @@ def store_hostile_runs(url: str) -> None:
 def _run(run_id: str) -> list[rec.Record]:
     told = dict.fromkeys(("name", "source", "host", "git_branch", "artifacts", "artifact_store"), TEXT)
     begun = {"git_commit": SHORT, "git_dirty": True, "code_hash": SHORT, "submission_id": TEXT, "spec": {TEXT: TEXT}}
-    return [rec.RunRecord(run_id=run_id, at=_AT, kind="scaling", spec_hash=SHORT, **told, **begun)]
+    titled = replace(TIME, title=TEXT, short=TEXT)
+    return [
+        rec.RunRecord(run_id=run_id, at=_AT, kind="scaling", spec_hash=SHORT, quantities=(titled,), **told, **begun)
+    ]
 
 
 def _started(point_id: str) -> list[rec.Record]:
@@ -54,10 +59,8 @@ def _started(point_id: str) -> list[rec.Record]:
 
 def _ok(point_id: str) -> list[rec.Record]:
     point = {"run_id": ENDED, "at": _AT, "point_id": point_id, "attempt": 1}
-    metrics = [
-        rec.MetricData(name=name, unit=SHORT, value=1.5, samples=(1.0, 1.5, 2.0), method=TEXT)
-        for name in ("time", SHORT)
-    ]
+    measured = {"value": 1.5, "samples": (1.0, 1.5, 2.0), "method": TEXT}
+    metrics = [rec.MetricData(name=name, unit=unit, **measured) for name, unit in (("time", "ms"), (SHORT, SHORT))]
     environment = {"gpu": {"name": TEXT}, "host": TEXT, TEXT: TEXT}
     series = {"steps": (1, 2), "times": (_AT.timestamp(),) * 2, "values": (1.0, 2.0)}
     return [
