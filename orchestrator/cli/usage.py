@@ -12,9 +12,8 @@ from typer.core import TyperGroup
 from jobs.plain_text import in_a_line, shown
 from orchestrator.errors import UserError
 
-_UsageError = typer.BadParameter.__mro__[1]  # of click, which newer versions of Typer have a copy of
+_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of Typer have a copy of
 _VALUE = 200  # characters
-
 
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
