@@ -179,7 +179,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     environment, config, files = _tabs(names, first)
     with environment:
         if point["environment"]:
-            _table({name: _cell(value) for name, value in point["environment"].items()})
+            _table({parts.plain(name): _cell(value) for name, value in point["environment"].items()})
         else:
             st.caption("No environment was noted.")
     with config:

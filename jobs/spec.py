@@ -27,7 +27,7 @@ from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.plain_text import shown
 from jobs.point import Machine, Point
 from jobs.validation import describe
-from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, YamlError, read_yaml
+from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, TooLargeError, YamlError, read_yaml
 
 __all__ = [
     "Deadlines",
@@ -198,6 +198,8 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         raise SpecError(f"spec: {_name(path)} cannot be read ({err.strerror}); give the path of a YAML file") from None
     except RepeatedKeyError as err:
         raise SpecError(str(err)) from None
+    except TooLargeError as err:
+        raise SpecError(f"spec: {_name(path)} {err}") from None
     except (YamlError, UnicodeDecodeError) as err:
         raise SpecError(f"spec: {_name(path)} is not YAML ({err}); mend its syntax") from None
     if not isinstance(data, dict):
@@ -259,5 +261,7 @@ def _override(data: dict[str, Any], item: str) -> None:
         node[last] = read_yaml(text)
     except RepeatedKeyError as err:
         raise SpecError(str(err)) from None
+    except TooLargeError as err:
+        raise SpecError(f"--set: {shown(item)}: {err}") from None
     except YamlError:
         raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

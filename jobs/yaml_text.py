@@ -18,6 +18,10 @@ class YamlError(ValueError):
     """A text that is not YAML; the message says why, in one line."""
 
 
+class TooLargeError(YamlError):
+    """A document with more characters, values or levels than are read. One line: what is too much, and the fix."""
+
+
 class RepeatedKeyError(YamlError):
     """A mapping with two values for one key. One line: key, lines, fix."""
 
@@ -37,7 +41,7 @@ class _Loader(yaml.SafeLoader):
             parts = inner if isinstance(node, yaml.CollectionNode) else []
             self._sizes[node] = 1 + sum(self._sizes.get(part, MOST_VALUES) for part in parts)
         if self._sizes[node] > MOST_VALUES:
-            raise YamlError(f"with its aliases it holds more than {MOST_VALUES:,} values")
+            raise TooLargeError(f"holds more than {MOST_VALUES:,} values with its aliases; write fewer")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -62,16 +66,16 @@ def read_yaml(text: str) -> Any:
     """The content of a YAML document.
 
     Raises:
-        YamlError: it is not YAML, is longer than MOST_CHARACTERS, holds more than MOST_VALUES or what has no value (the
-            date 2001-99-99), or is nested too deep to read.
+        YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
+        TooLargeError: it is longer than MOST_CHARACTERS, holds more than MOST_VALUES, or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
     if len(text) > MOST_CHARACTERS:
-        raise YamlError(f"it has more than {MOST_CHARACTERS:,} characters")
+        raise TooLargeError(f"has more than {MOST_CHARACTERS:,} characters; shorten its texts")
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise YamlError("it is nested too deep") from None
+        raise TooLargeError("is nested too deep; write fewer brackets within each other") from None
     except YamlError:
         raise
     except (yaml.YAMLError, ValueError) as err:  # a ValueError: a date or number that does not exist

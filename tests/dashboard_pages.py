@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
@@ -35,3 +38,32 @@ def text(app: AppTest) -> str:
     said = [str(element.value) for kind in kinds for element in kind]
     tables = [table.value.to_csv() for table in (*app.table, *app.dataframe)]
     return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+_AS_IT_IS = ("arrow_data_frame", "code", "json", "vega_lite_chart", "arrow_vega_lite_chart", "image", "imgs")
+_PLAIN = dict.fromkeys(("selectbox", "multiselect"), ("options", "raw_value", "raw_values"))
+_CODE = re.compile(r"(?<!\\)`[^`]*`")
+
+
+def markdown(app: AppTest) -> list[str]:
+    """All text of the page that Streamlit takes for Markdown, without its code: labels and cells of tables, too."""
+    return [_CODE.sub("", text) for text in _texts(app._tree)]
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if node.type == "table":
+        for name, cells in node.value.items():
+            yield from map(str, (name, *cells))
+    elif node.type not in _AS_IT_IS and (proto := getattr(node, "proto", None)) is not None:
+        yield from _strings(proto, but=("id", "query_string", *_PLAIN.get(node.type, ())))
+    for child in getattr(node, "children", {}).values():
+        yield from _texts(child)
+
+
+def _strings(message: Any, but: tuple[str, ...]) -> Iterator[str]:
+    for field, value in message.ListFields():
+        for each in value if field.is_repeated else [value]:
+            if isinstance(each, str) and field.name not in but:
+                yield each
+            elif hasattr(each, "ListFields"):
+                yield from _strings(each, but)

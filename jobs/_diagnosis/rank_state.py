@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import psutil
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch.cuda import nccl
 
 from jobs._live import memory_mib
@@ -23,6 +25,7 @@ BOOT, LOADER, FIRST_STEP, NOW = "boot", "loader", "step_1", "now"
 PHASES = {BOOT: "at boot", LOADER: "after the loader", FIRST_STEP: "at step 1", NOW: "now"}
 """Moments at which a rank's memory is noted, and their words."""
 
+_CORES = re.compile(r"(\d{1,6}(-\d{1,6})?(,(?=\d)|$))*")
 _PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "ray")
 
 
@@ -54,6 +57,8 @@ class RankState:
         memory: by phase (PHASES).
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     rank: int
     ranks: int
     step: int
@@ -75,11 +80,15 @@ class RankState:
     def from_json(cls, text: str) -> RankState | None:
         """The state in a file's text; None if it is torn, or was written by other code."""
         try:
-            data: dict[str, Any] = json.loads(text)
-            data["memory"] = {phase: Memory(**sizes) for phase, sizes in data["memory"].items()}
-            return cls(**data) if {entry.name for entry in fields(cls)} == set(data) else None
-        except (ValueError, TypeError, KeyError, AttributeError):
+            state = _STATE.validate_json(text)
+        except ValidationError:
             return None
+        numbers = (state.rank, state.ranks, state.step, state.pid, state.threads)
+        sound = all(0 <= number < 2**63 for number in numbers) and _CORES.fullmatch(state.cores)
+        return state if sound else None
+
+
+_STATE = TypeAdapter(RankState)
 
 
 def file_name(rank: int, process: int) -> str:

@@ -1,4 +1,4 @@
-"""A diagnosis as text (Markdown)."""
+"""A diagnosis as text (Markdown), in which names of hosts, versions and values of variables are text alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jobs._diagnosis.advice import Advice, Diagnosis
 from jobs._diagnosis.rank_state import PHASES, Memory, RankState
 from jobs.measure.topology import Topology
+from jobs.plain_text import for_file
 
 
 def describe(found: Diagnosis, advice: Sequence[Advice]) -> str:
@@ -20,8 +21,9 @@ def describe(found: Diagnosis, advice: Sequence[Advice]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Lines of a Markdown table."""
-    for line in (columns, ["---"] * len(columns), *rows):
+    """Lines of a Markdown table, whose cells are text alone."""
+    cells = ([for_file(cell) for cell in row] for row in rows)
+    for line in (columns, ["---"] * len(columns), *cells):
         yield f"| {' | '.join(line)} |"
 
 
@@ -30,7 +32,7 @@ def _warnings(advice: Sequence[Advice]) -> Iterator[str]:
     if not advice:
         yield "none"
     for each in advice:
-        yield f"- {each.what}; {each.fix}"
+        yield f"- {for_file(f'{each.what}; {each.fix}')}"
 
 
 def _memory(ranks: Sequence[RankState]) -> Iterator[str]:
@@ -54,7 +56,7 @@ def _ranks(found: Diagnosis) -> Iterator[str]:
     if found.imbalance is not None:
         yield f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean."
     versions = {f"{name} {version}": 0 for rank in found.ranks for name, version in rank.versions.items()}
-    yield f"\nVersions: {', '.join(versions) or 'unknown'}"
+    yield f"\nVersions: {for_file(', '.join(versions)) or 'unknown'}"
 
 
 def _rank(found: Diagnosis, rank: RankState) -> list[str]:
@@ -66,27 +68,31 @@ def _rank(found: Diagnosis, rank: RankState) -> list[str]:
 
 
 def _host(host: Topology) -> Iterator[str]:
-    yield f"## Host {host.host}\n"
-    yield f"- {host.cpu}, cores {host.cores or 'unknown'}, {host.memory_mib:,.0f} MiB of memory left"
+    yield f"## Host {for_file(host.host)}\n"
+    yield from (f"- {for_file(fact)}" for fact in _facts(host))
+
+
+def _facts(host: Topology) -> Iterator[str]:
+    yield f"{host.cpu}, cores {host.cores or 'unknown'}, {host.memory_mib:,.0f} MiB of memory left"
     nodes = "; ".join(f"node {node}: cores {cores}" for node, cores in host.numa.items())
-    yield f"- NUMA: {nodes or 'unknown'}"
+    yield f"NUMA: {nodes or 'unknown'}"
     if host.problem:
-        yield f"- no GPUs: {host.problem}"
+        yield f"no GPUs: {host.problem}"
     elif not host.gpus:
-        yield "- no GPU is visible"
+        yield "no GPU is visible"
     else:
-        yield f"- driver {host.driver or 'unknown'}"
+        yield f"driver {host.driver or 'unknown'}"
     for gpu in host.gpus:
         node = "unknown" if gpu.numa is None else str(gpu.numa)
         used = "unknown" if gpu.used_mib is None else f"{gpu.used_mib:,.0f} of {gpu.memory_mib or 0:,.0f} MiB used"
-        yield f"- GPU {gpu.id}: {gpu.name}, {gpu.uuid}, NUMA node {node}, {used}"
+        yield f"GPU {gpu.id}: {gpu.name}, {gpu.uuid}, NUMA node {node}, {used}"
     names = {gpu.uuid: gpu.id for gpu in host.gpus}
     for (a, b), way in host.links.items():
-        yield f"- GPU {names[a]} to GPU {names[b]}: {way}"
+        yield f"GPU {names[a]} to GPU {names[b]}: {way}"
 
 
 def _variables(found: Diagnosis) -> Iterator[str]:
     yield "## Environment variables\n"
-    yield from (f"- {name}={value}" for name, value in sorted(found.variables.items()))
+    yield from (f"- {for_file(f'{name}={value}')}" for name, value in sorted(found.variables.items()))
     if not found.variables:
         yield "none of PyTorch, CUDA, NCCL or their libraries is set"

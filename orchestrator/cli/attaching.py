@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
+from jobs.plain_text import for_file
 from orchestrator.attempt import diagnostics
 from orchestrator.errors import UserError
 from orchestrator.states import Origin, PointState, RunState
@@ -31,6 +32,7 @@ _STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
 _RECENT = timedelta(seconds=60)
 _SILENT_S = 60.0  # without progress, after which it is told
 _SHOWN = ("loss", "throughput", "training_memory", "rank_compute_time", "gpu_utilization", "gpu_memory_used")
+_NOTE = 4_000  # characters of a note: six frames of a stack
 _LOWEST = 19  # priority of a process that others go before
 
 
@@ -106,8 +108,9 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     )
     found, notes = _seen(found, seconds)
     advice = [*_silence(row), *advise(found)]
-    head = f"# {row['run_id']}, point {int(row['number'])}: {row['label']}\n\n{_progress(row, recent)}\n"
-    return "\n".join([head, *(f"{note}\n" for note in notes), describe(found, advice)])
+    title = for_file(f"{row['run_id']}, point {int(row['number'])}: {row['label']}")
+    head = f"# {title}\n\n{_progress(row, recent)}\n"
+    return "\n".join([head, *(f"{for_file(note, _NOTE)}\n" for note in notes), describe(found, advice)])
 
 
 def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
@@ -215,7 +218,7 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> str:
         if not mine.empty:
             values = [f"{value:.5g}" for _, value in sorted(_last(mine).items())]
             lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
-    return "\n".join(lines)
+    return "\n".join(map(for_file, lines))
 
 
 def _last(rows: pd.DataFrame) -> dict[int, float]:

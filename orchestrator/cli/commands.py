@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from orchestrator import terminal
 from orchestrator.cli import deciding
+from orchestrator.cli.usage import Commands, Format, Overrides, Run, Runs
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.states import Origin, RunState
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="nsa",
+    cls=Commands,
     help="Benchmarks of Native Sparse Attention: submit jobs, follow them, and judge their results.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -30,23 +31,6 @@ app = typer.Typer(
 db = typer.Typer(help="The results database.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
-]
-Runs = Annotated[
-    list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
-]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
-
-
-class Format(StrEnum):
-    """The formats of a report."""
-
-    MD = "md"
-    HTML = "html"
-    CSV = "csv"
-    JSON = "json"
-
 
 def main() -> None:
     """The `nsa` command. Exit codes: 0 done, 1 failed or NO-GO, 2 bad input, 3 UNKNOWN (gate)."""
@@ -54,7 +38,7 @@ def main() -> None:
 
     terminal.prepare()
     try:
-        app()
+        app(prog_name="nsa")
     except (UserError, SpecError) as err:
         terminal.complain(err)
         sys.exit(2)
@@ -273,13 +257,13 @@ def diagnose(
     if attach is None:
         if point is not None:
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
-        print(attaching.this_host())
+        say(attaching.this_host())
         return
     from orchestrator.cli.lookup import find_run
 
     with _store() as store:
         for text in attaching.attach(store, find_run(store, attach), point, seconds):
-            print(text)
+            say(text)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from pydantic import Field, StrictInt, ValidationError, model_validator
 from jobs.axes import AXES
 from jobs.training_plan import TrainingPlan
 from jobs.validation import describe
-from jobs.yaml_text import RepeatedKeyError, YamlError, read_yaml
+from jobs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_yaml
 from orchestrator.errors import UserError
 from orchestrator.gates.filters import ANY, Strict, Where
 from orchestrator.gates.hardware import Hardware
@@ -286,6 +286,8 @@ def load_gates(path: Path | None = None) -> Gates:
         raise GatesError(f"gates: '{path}' cannot be read ({err.strerror}); give the path of a YAML file") from None
     except RepeatedKeyError as err:
         raise GatesError(str(err)) from None
+    except TooLargeError as err:
+        raise GatesError(f"gates: '{path}' {err}") from None
     except (YamlError, UnicodeDecodeError) as err:
         raise GatesError(f"gates: '{path}' is not YAML ({err}); mend its syntax") from None
     if not isinstance(data, dict):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Literal
 
 import pytest
 from free_ports import free_ports
+from hostile_run import ENDED, store_hostile_runs
 from playwright.sync_api import Browser, Error, Page, Playwright, ViewportSize, expect, sync_playwright
 
 from orchestrator import records as rec
@@ -152,7 +154,11 @@ def test_every_page_shows_real_results(page: Page, address: str):
     expect(page.get_by_text("NO-GO").first).to_be_visible()
     expect(table(page, "Naive contrast").get_by_role("row")).to_have_count(6)  # header, verdict and four rules
     expect(page.get_by_text("UNKNOWN").first).to_be_visible()
-    expect(page.get_by_test_id("stDataFrame").locator("canvas").first).to_be_visible()
+    grid = page.get_by_test_id("stDataFrame").first
+    expect(grid.locator("canvas").first).to_be_visible()
+    grid.hover()
+    expect(page.get_by_test_id("stElementToolbar").get_by_role("button", name="Search").first).to_be_visible()
+    expect(page.get_by_role("button", name="Download as CSV")).to_have_count(0)  # its cells may be formulas
 
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Scaling").click()
     settled(page, "Scaling")
@@ -371,3 +377,26 @@ def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, fol
     assert Path(download.value.path()).read_bytes() == content
     files.filter(has_text="stdout.txt").locator("summary").click()
     expect(files.filter(has_text="stdout.txt")).to_contain_text("Not in the artifact store of this dashboard")
+
+
+def test_hostile_text_fetches_nothing_and_links_nowhere(page: Page, address: str, folder: Path):
+    store_hostile_runs(f"sqlite:///{folder / 'nsa.db'}")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for path in (
+        "",
+        "runs",
+        f"runs?run={ENDED}",
+        f"runs?point={ENDED}/0",
+        f"runs?point={ENDED}/1",
+        f"scaling?run={ENDED}",
+    ):
+        page.goto(f"{address}/{path}")
+        expect(page.get_by_role("heading", level=1).first).to_be_visible()
+        expect(page.get_by_test_id("stApp")).to_have_attribute("data-test-script-state", "notRunning")
+        expect(page.get_by_test_id("stException")).to_have_count(0)
+        if "run?" in path or "point" in path:
+            for shown in (page.get_by_test_id("stTable").last, page.get_by_role("heading", level=1)):
+                expect(shown).to_contain_text("evil.invalid")
+        expect(page.locator("[src*='.invalid'], [href*='.invalid']:not([href*='runs?'])")).to_have_count(0)
+    assert {urllib.parse.urlsplit(url).hostname for url in asked} <= {"127.0.0.1", None}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import streamlit as st
-from dashboard_pages import asked, check, show, text
+from dashboard_pages import asked, check, markdown, show, text
+from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
 from dashboard import data
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
@@ -279,3 +280,21 @@ def test_a_hostile_path_in_the_database_is_not_downloaded(complete: str, path: s
 def test_a_file_that_is_not_here_says_where_the_run_kept_it(complete: str):
     with pytest.raises(ArtifactError, match=r"is not in the artifact store .*; the run kept it in s3://b/p \(node n\)"):
         data.artifact("r/0000/1/a.txt", 1, "", "s3://b/p (node n)")
+
+
+@pytest.mark.parametrize(
+    ("page", "query"),
+    [
+        ("overview", {"why-linear-scaling": "CPU"}),
+        ("runs", {}),
+        *(("runs", {"run": run}) for run in (ENDED, GOING)),
+        *(("runs", {"point": point}) for point in (f"{ENDED}/0", f"{ENDED}/1", f"{GOING}/0")),
+        ("scaling", {"run": ENDED}),
+    ],
+)
+def test_hostile_text_is_text(database: str, page: str, query: dict[str, str]):
+    store_hostile_runs(database)
+    app = show(page, **query)
+    said = markdown(app)
+    assert not [text for text in said if LIVE.search(text)]
+    assert "evil.invalid" in "".join(said) + text(app)  # it is shown

@@ -144,8 +144,9 @@ def test_up_serves_the_installed_dashboard_with_its_settings(user: User) -> None
     script = next(part for part in command if part.endswith("dashboard/app.py"))
     assert Path(script).is_relative_to(user.venv)
     ask = f"from streamlit import config; config._main_script_path = {script!r}; "  # as `streamlit run` does
-    ask += "print(config.get_option('client.toolbarMode'), config.get_option('theme.light.primaryColor'))"
-    assert user.run("python", "-c", ask).stdout == "minimal #0072B2\n"
+    options = ("client.toolbarMode", "client.disableDataExport", "theme.light.primaryColor")
+    ask += f"print(*map(config.get_option, {options}))"
+    assert user.run("python", "-c", ask).stdout == "minimal True #0072B2\n"
 
 
 def test_submit_sends_the_spec_and_the_data_that_it_names(user: User) -> None:

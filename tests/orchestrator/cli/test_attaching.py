@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -124,6 +126,48 @@ def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_fini
     assert code == 0
     assert "has not done its first step" in out
     assert re.search(r"no progress for 3\d\d s, last in phase 'corpus'; see `nsa logs", out)
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31m![x](http://evil.example/x.png) <img src=x> [y](http://evil.example) ` a|b"
+
+
+def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished: str, nsa: Callable) -> None:
+    state = replace(_state(0, 1, "gone", HOSTILE), gpu="", route={"slc": HOSTILE}, versions={"torch": HOSTILE})
+    _store(half_finished, [state])
+    code, out, _ = nsa("--attach", HALF)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "x1b]0;owned" in out
+    assert out.count("\\<img src=x>") == out.count("<img") >= 4  # row, note, versions and the warning about them
+    assert not re.search(r"(?<!\\)\]\(http", out)
+    row = next(line for line in out.splitlines() if line.startswith("| 0 |") and "owned" in line)
+    assert len(re.findall(r"(?<!\\)\|", row)) == 9
+
+
+def test_what_a_host_says_of_itself_does_not_act_on_a_terminal(nsa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG_FILE", HOSTILE)
+    code, out, _ = nsa()
+    assert code == 0
+    assert "\x1b" not in out
+    assert "- NCCL_DEBUG_FILE=" in out
+    assert not re.search(r"(?<!\\)\]\(http", out)
+
+
+SOUND = {"rank": 0, "ranks": 1, "step": 1, "host": "h", "pid": 1, "process": "", "device": "cpu", "gpu": ""} | {
+    "cores": "0-3,8", "threads": 1, "route": {}, "versions": {}, "memory": {}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rank", []), ("pid", -1), ("threads", 2**63), ("host", 3), ("cores", "a-b"), ("cores", "0-99999999999")),
+        *(("versions", [1]), ("memory", {"boot": {"resident": "x"}}), ("memory", {"boot": 3}), ("more", 1)),
+    ],
+)
+def test_a_state_of_wrong_values_is_passed_over(name: str, value: object) -> None:
+    assert RankState.from_json(json.dumps(SOUND)) is not None
+    assert RankState.from_json(json.dumps(SOUND | {name: value})) is None
 
 
 @pytest.mark.parametrize("text", ["{", '{"rank": 0}', "[1]", "null"])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hostile_run import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 
 import orchestrator
 from jobs import decode
+from jobs.quantities import TIME
 from orchestrator.records import MetricData
 from orchestrator.report import ReportError, report, write_report
 from orchestrator.report.series import labels
@@ -128,6 +133,56 @@ def test_a_failures_text_is_escaped(sqlite_store: Store, sweep):
     text = report(sqlite_store, [RUN])
     assert "\\<img src=x> [link\\](http://\N{WORD JOINER}x) a\\*b\\*c `raw *` x <= 3 |" in text
     assert "<img" not in report(sqlite_store, [RUN], format="html")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5])
+def test_values_of_zero_and_below_are_reported_without_a_fit(sqlite_store: Store, sweep, tmp_path: Path, value: float):
+    sqlite_store.apply_many(
+        record.model_copy(
+            update={"metrics": tuple(m.model_copy(update={"value": value, "samples": ()}) for m in record.metrics)}
+        )
+        if record.type == "outcome"
+        else record
+        for record in sweep(RUN)
+    )
+    text = write_report(sqlite_store, [RUN], tmp_path / "a.md")[0].read_text()
+    assert f"| 4,096 | 1 | time | {value:g} (" in text
+    assert "None." in text.partition("## Scaling")[2].partition("## Results")[0]
+    assert "<svg" not in report(sqlite_store, [RUN], format="html")  # the axes are logarithmic
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and what they lead to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.targets += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "style", "onload")
+        ]
+
+
+def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, tmp_path: Path):
+    store_hostile_runs(f"sqlite:///{sqlite_store.engine.url.database}")
+    drawn = with_axes(sweep(RUN), implementation=SHORT, env=TEXT)  # its name is in the charts' legends
+    titled = replace(TIME, title=TEXT, short=TEXT)
+    sqlite_store.apply_many([drawn[0].model_copy(update={"quantities": (titled,)}), *drawn[1:]])
+    runs = [ENDED, GOING, RUN]
+    markdown, *_ = (file.read_text() for file in write_report(sqlite_store, runs, tmp_path / "a.md")[:1])
+    said = re.sub(r"(?<!\\)`[^`]*`|^!\[[^\[\]]*\]\(a-[a-z-]+\.png\)$", "", markdown, flags=re.MULTILINE)
+    assert not re.search(r"(?<!\\)\]\(|(?<!\\)<[A-Za-z/]|http://(?!\N{WORD JOINER})|(?<!\\)``", said)
+    page = report(sqlite_store, runs, format="html")
+    tags = Tags(page)
+    assert "svg" in tags.names
+    assert not tags.names & {"a", "img", "script", "iframe", "image", "object", "i"}
+    assert not [target for target in tags.targets if ".invalid" in target]
+    for text in (markdown, page):
+        assert text.count("evil.invalid") > 20  # it is shown
 
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
