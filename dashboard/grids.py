@@ -1,8 +1,8 @@
-"""Clickable grids of runs and points."""
+"""Clickable grids of runs and points, and the button that downloads rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -165,3 +165,15 @@ def _clicked(
     )
     cells = event["selection"]["cells"]
     return ids[cells[0][0]] if cells and cells[0][0] < len(ids) else None
+
+
+def rows_button(load: Callable[[], str], name: str) -> None:
+    """Draw the button that downloads rows as CSV without formulas; `load` makes the text once it is pressed."""
+    st.download_button(
+        "Rows as CSV",
+        data=load,
+        file_name=f"{name}.csv",
+        mime="text/csv",
+        icon=":material/download:",
+        on_click="ignore",
+    )

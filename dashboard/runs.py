@@ -82,14 +82,7 @@ def _run_page(store: Store, run_id: str) -> None:
     live = run["state"] in (RunState.RUNNING, RunState.PENDING)
     st.fragment(_run_now, run_every=data.LIVE_SECONDS if live else None)(store, run_id, live)
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.download_button(
-            "Rows as CSV",
-            data=lambda: data.csv(store, [run_id]),
-            file_name=f"{run_id}.csv",
-            mime="text/csv",
-            icon=":material/download:",
-            on_click="ignore",
-        )
+        grids.rows_button(lambda: data.csv(store, [run_id]), run_id)
         st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
     provenance, spec, events = _tabs(["Provenance", "Spec", "Events"], "Provenance")
     with provenance:

@@ -80,7 +80,7 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
         _draw(panels[2:], fits)
     _unfinished(choice.select(states))
     if not rows.empty:
-        _rows(rows)
+        _rows(store, choice.run_ids, rows)
 
 
 def _chosen(choice: Choice, shares: Sequence[BranchShares]) -> list[BranchShares]:
@@ -197,9 +197,10 @@ def _unfinished(states: pd.DataFrame) -> None:
     _open_point(grids.unfinished(missing, key="unfinished"))
 
 
-def _rows(rows: pd.DataFrame) -> None:
+def _rows(store: Store, run_ids: Sequence[str], rows: pd.DataFrame) -> None:
     with st.expander(f"The {len(rows)} numbers behind the charts", icon=":material/table:"):
-        st.caption("Click a row to open the point.")
+        st.caption("Click a row to open the point. The file has all rows of the chosen runs, whatever the filters.")
+        grids.rows_button(lambda: data.csv(store, list(run_ids)), "scaling")
         _open_point(grids.numbers(rows, key="numbers"))
 
 

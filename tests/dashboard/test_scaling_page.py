@@ -27,6 +27,7 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
     ours = ["Memory, measured", "Time, measured", "Fitted exponents", "Throughput, measured"]
     assert titles == [*ours, "Memory, reported"]
     assert len(app.get("vega_lite_chart")) == 6
+    assert [button.label for button in app.get("download_button")] == ["Rows as CSV"]
     fits = _fits(app)
     ours = fits[fits["Origin"].str.contains("measured")].set_index(["Quantity", "Implementation"])
     assert ours["Exponent"]["Peak memory beyond inputs", "naive"] == pytest.approx(2, abs=0.05)
