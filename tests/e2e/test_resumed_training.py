@@ -100,9 +100,31 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     assert outcomes[-1].state is PointState.OK
     assert list(metrics["resumed_step"].samples)[-1] == cancelled
     assert len(metrics["resumed_step"].samples) == 3
-    loaded = load_spec(spec)
+    assert metrics["loss"].samples == _uninterrupted(spec), "bit by bit"
+
+
+def test_two_ranks_go_on_after_one_of_them_is_killed(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    driver = _start(home, str(spec), "--set", "ranks=2", "--set", "steps=100", "--set", "resources.num_cpus=2")
+    _until(lambda: _newest(home) >= 10, driver)
+    descendants(psutil.Process(_worker(driver).pid), "spawn_main")[-1].kill()
+    assert driver.wait(200) == 0, driver.communicate()[0]
+    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+    records = list(journal.read(path))
+    (outcome,) = [record for record in records if isinstance(record, OutcomeRecord)]
+    assert (outcome.state, outcome.attempt) == (PointState.OK, 1)
+    (event,) = [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
+    assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in event.message
+    metrics: dict[str, MetricData] = {metric.name: metric for metric in outcome.metrics}
+    assert metrics["resumed_step"].value >= 10
+    losses = _uninterrupted(spec, "steps=100")
+    assert metrics["loss"].samples == pytest.approx(losses, rel=1e-4), "those of one rank, but for the order of sums"
+
+
+def _uninterrupted(spec: Path, *changes: str) -> tuple[float, ...]:
+    """Losses of the same training on one rank, in this process and without checkpoints."""
+    loaded = load_spec(spec, changes)
     assert isinstance(loaded, Spec)
     config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
     alone = measure(json.loads(json.dumps({**config, "checkpoints": None})), lambda *_: None)
-    losses = next(metric.samples for metric in alone.metrics if metric.name == "loss")
-    assert metrics["loss"].samples == losses, "bit by bit"
+    return next(metric.samples for metric in alone.metrics if metric.name == "loss")
