@@ -105,7 +105,8 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         f"{parts.code(run['run_id'])}"
     )
     if run["reason"]:
-        st.warning(parts.plain(run["reason"]), icon=":material/info:")
+        mistakes = map(parts.plain, run["reason"].splitlines())  # of a refused job: one a line
+        st.warning("\n\n".join(mistakes), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
     for point in points.loc[points["state"] == "running"].to_dict("records"):

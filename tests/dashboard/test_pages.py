@@ -47,12 +47,12 @@ def test_a_run_that_waits_or_never_began_is_shown(database: str):
         said = text(show("runs", run=run_id))
         assert "pending" in said
         assert "No point has been planned yet." in said
-        store.apply(RunEndRecord(run_id=run_id, state=RunState.FAILED, reason="no node has 8 GPUs"))
+        store.apply(RunEndRecord(run_id=run_id, state=RunState.FAILED, reason="no node has 8 GPUs\nnor 9"))
     assert "No results yet" not in text(show("overview"))
     st.cache_data.clear()
     said = text(show("runs", run=run_id))
     assert "failed" in said
-    assert "no node has 8 GPUs" in said
+    assert "no node has 8 GPUs\n\nnor 9" in said
     assert "It ended before its first point." in said
 
 
