@@ -101,7 +101,7 @@ def _is_set(nsa: NSAConfig, name: str) -> bool:
 
 
 def _removable(nsa: NSAConfig, idle: list[str]) -> list[str]:
-    """Those of the idle fields that can be left out: the sizes of others may need some of them."""
+    """Idle fields that can be left out; the sizes of others may need some of them."""
     return idle if _without(nsa, idle) else [name for name in idle if _without(nsa, [name])]
 
 

@@ -64,7 +64,7 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_ten_thousand_cases_of_bad_input_are_a_target() -> None:
-    """Of the properties of the file, each with the examples of the profile."""
+    """The properties of the file, each with the examples of the profile."""
     command = ["make", "--dry-run", "test-thorough", "DEV="]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "pytest tests/test_bad_input.py --hypothesis-profile=thorough" in done.stdout
