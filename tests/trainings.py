@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,11 @@ class Keeping:
 def by_name(result: Measurement) -> dict[str, Metric]:
     """The metrics of a result by their names."""
     return {metric.name: metric for metric in result.metrics}
+
+
+def of_the_kill(warnings: Sequence[str]) -> str:
+    """The only warning of ranks that start again; a checkpoint that the kill interrupted may be told of, too."""
+    (kill,) = [warning for warning in warnings if "; restart " in warning]
+    others = [warning for warning in warnings if warning != kill]
+    assert all("checkpoint of step " in warning and " was not saved: " in warning for warning in others), others
+    return kill

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
-from trainings import write_text
+from trainings import of_the_kill, write_text
 
 from jobs.point import Machine
 from jobs.spec import load_spec
@@ -263,7 +263,7 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         end = run.ended(1)
         assert end.state == "cancelled"
         assert "go on from the checkpoint of step" in str(end.reason)
-        (warning,) = _warnings(run)
+        warning = of_the_kill(_warnings(run))
         assert "of 2 died on node" in warning
         assert "restart 1 of 1 of all ranks from the last checkpoint" in warning
         assert len(run.outcomes()) == 1

@@ -21,7 +21,7 @@ import torch
 from processes import descendants
 from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint.state_dict_loader import load
-from trainings import Keeping, by_name, small
+from trainings import Keeping, by_name, of_the_kill, small
 
 from jobs._training.checkpoint_folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs._training.checkpoint_io import Reader
@@ -137,7 +137,7 @@ def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_p
     whole = _train(text, Watching(None), steps=40, checkpoints=None)
     watching = Watching(tmp_path, at=12, act=kill)
     resumed = _train(text, watching, **changes)
-    (warning,) = watching.warnings
+    warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     assert by_name(resumed)["resumed_step"].value in range(10, 40, 5)
     assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from processes import descendants
-from trainings import Keeping, by_name, small
+from trainings import Keeping, by_name, of_the_kill, small
 
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.errors import MemoryLimit
@@ -212,7 +212,7 @@ def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_
 
     watching = Watching(tmp_path, at=7, act=kill)
     result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5}, ranks=2)
-    (warning,) = watching.warnings
+    warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     found = by_name(result)
     assert (found["pieces"].value, found["interruptions"].value) == (1, 1)
