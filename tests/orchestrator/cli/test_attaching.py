@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -166,7 +166,9 @@ SOUND = {"rank": 0, "ranks": 1, "step": 1, "host": "h", "pid": 1, "process": "",
     ],
 )
 def test_a_state_of_wrong_values_is_passed_over(name: str, value: object) -> None:
-    assert RankState.from_json(json.dumps(SOUND)) is not None
+    sound = RankState.from_json(json.dumps(SOUND))
+    assert sound is not None
+    assert asdict(sound) == SOUND
     assert RankState.from_json(json.dumps(SOUND | {name: value})) is None
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import commands
 from orchestrator.cli.planning import Node
 from orchestrator.gates.decisions import decisions
 from orchestrator.gates.rules import DEFAULT_GATES, load_gates
@@ -21,18 +20,11 @@ H200 = "NVIDIA H200"
 
 
 @pytest.fixture
-def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
-    """A command's exit code, stdout and stderr."""
+def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
+    """As run_nsa, in an empty home and without a cluster."""
     monkeypatch.setenv("NSA_HOME", str(tmp_path))
     monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["nsa", *args])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        return int(ended.value.code or 0), *capfd.readouterr()
-
-    return call
+    return run_nsa
 
 
 @pytest.fixture

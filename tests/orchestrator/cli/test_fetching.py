@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.artifacts import ArtifactStore, Source
-from orchestrator.cli import commands, doctor
+from orchestrator.cli import doctor
 from orchestrator.records import ArtifactData, ArtifactRecord, OutcomeRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState
@@ -28,16 +28,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
-    """Runs a command and returns its exit code, stdout and stderr."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["nsa", *args])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        return int(ended.value.code or 0), *capfd.readouterr()
-
-    return call
+def nsa(home: Path, run_nsa: Nsa) -> Nsa:
+    """As run_nsa, in the test's home."""
+    return run_nsa
 
 
 def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(

@@ -8,23 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import commands
-
 Nsa = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
-    """The command's exit code, stdout and stderr."""
+def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
+    """As run_nsa, in an empty home."""
     monkeypatch.setenv("NSA_HOME", str(tmp_path))
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["nsa", *args])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        return int(ended.value.code or 0), *capfd.readouterr()
-
-    return call
+    return run_nsa
 
 
 MISUSED = [
