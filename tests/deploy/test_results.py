@@ -20,6 +20,7 @@ RESULTS = ROOT / "docs" / "results"
 JOURNALS = sorted((RESULTS / "data").glob("*.jsonl.gz"))
 SCALING = next(path for path in JOURNALS if "scaling" in path.name)
 DRILL = next(path for path in JOURNALS if "drill" in path.name)
+RANKS = next(path for path in JOURNALS if "train-2gpu" in path.name)
 
 Lines = list[dict[str, Any]]
 
@@ -106,6 +107,8 @@ def as_measured(records: Lines) -> Lines:
                 found["variables"] |= {"CUDA_HOME": "/usr/local/cuda", "NSA_HOME": "/tmp/home"}
                 if "gpu" in found:
                     found["gpu"]["uuid"] = card
+                if hosts := found.get("training", {}).get("hosts"):
+                    found["training"]["hosts"] = [host] * len(hosts)
                 if record["reason"]:
                     record["reason"] = f"{record['reason']} at /srv/a/b.py on {host}. gpu7 is 192.0.2.7, {card}"
     content = {"name": "stderr.txt", "path": "r/0000/1/stderr.txt", "size": 1, "sha256": "0", "content": f"on {host}"}
@@ -114,7 +117,7 @@ def as_measured(records: Lines) -> Lines:
     return records
 
 
-@pytest.mark.parametrize("path", [SCALING, DRILL], ids=["scaling", "drill"])
+@pytest.mark.parametrize("path", [SCALING, DRILL, RANKS], ids=["scaling", "drill", "ranks"])
 def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_path: Path) -> None:
     plain, private = tmp_path / "plain", tmp_path / "private"
     done = [take_in(path, plain), take_in(written(tmp_path / "x.jsonl", as_measured(lines(path))), private)]
