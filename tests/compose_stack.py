@@ -50,8 +50,8 @@ def _own_network(command: list[str], folder: Path) -> list[str]:
     any_port = ["dashboard-agent-listen-port", "min-worker-port", "max-worker-port"]
     options = ["--node-ip-address=127.0.0.1", "--object-store-memory=100000000", *(f"--{name}=0" for name in any_port)]
     if "--head" in command:
-        options += [f"--temp-dir={folder / 'r'}", f"--ray-client-server-port={free_ports(1)[0]}"]
-    return options
+        return [*options, f"--temp-dir={folder / 'r'}", f"--ray-client-server-port={free_ports(1)[0]}"]
+    return [*options, f"--temp-dir={folder / 'w'}"]  # as containers have: a node unpacks a job's sources anew
 
 
 @dataclass

@@ -66,8 +66,9 @@ def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
 def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variables: str) -> Iterator[None]:
     """One more node of a cluster, on this host, with options of `ray start` and environment variables."""
     before = _living_nodes(cluster)
+    place = cluster.folder / name  # of its own: a node unpacks a job's sources anew, though the job runs from them
     command = ["ray", "start", "--block", f"--address={cluster.address}", f"--num-cpus={cpus}", *options]
-    command += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+    command += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1", f"--temp-dir={place}"]
     command += [f"--{port}={number}" for port, number in zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)]
     log = cluster.folder / f"{name}.log"
     with log.open("w") as out:

@@ -43,7 +43,8 @@ class Nodes:
 
     def join(self, name: str) -> None:
         """Start a node of the present head."""
-        self._start(name, f"--address={self.cluster.address}")
+        place = self.cluster.folder / name  # of its own: a node unpacks a job's sources anew, though the job runs there
+        self._start(name, f"--address={self.cluster.address}", f"--temp-dir={place}")
 
     def kill_raylet(self, pick: float) -> str:
         """Kill the raylet of a node other than the head; return the node's name."""
