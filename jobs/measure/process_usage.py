@@ -26,15 +26,15 @@ class ProcessUsage:
         self._processes = processes
         self._cores = cores
         self._number = 0
-        self._at = time.monotonic()
         self._seconds, _ = _usage(processes())
+        self._at = time.monotonic()  # once the processes are found, which takes its time where there are many
 
     def readings(self) -> list[Reading]:
         """Utilisation since the last reading, and the present resident memory; none once the processes are gone."""
-        clock = time.monotonic()
-        if clock - self._at < _LEAST_S or not (tree := self._processes()):
+        if time.monotonic() - self._at < _LEAST_S or not (tree := self._processes()):
             return []
         seconds, resident = _usage(tree)
+        clock = time.monotonic()
         share = 100 * max(0.0, seconds - self._seconds) / (clock - self._at) / self._cores
         self._at, self._seconds, self._number = clock, seconds, self._number + 1
         return [Reading(0, self._number, time.time(), {CPU_UTILIZATION: share, RESIDENT_MEMORY: resident / 2**20})]

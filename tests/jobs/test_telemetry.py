@@ -200,12 +200,24 @@ def test_usage_of_a_process_tree_counts_its_children() -> None:
         root = psutil.Process(child.pid)
         return [root, *root.children(recursive=True)]
 
+    def now() -> tuple[float, float]:
+        """The time, and the processor seconds of the children alone."""
+        used = [process.cpu_times() for process in tree()[1:]]
+        return time.monotonic(), sum(times.user + times.system for times in used)
+
     try:
+        wait_for(lambda: len(tree()) == 2, 20)
+        earliest = now()
         usage = ProcessUsage(tree, cores=2)
         assert usage.readings() == [], "too soon to tell"
+        begun = now()
         time.sleep(1)
+        ending = now()
         [reading] = usage.readings()
-        assert 5 < reading.values[CPU_UTILIZATION] < 60, "one core of two, where others may be busy, too"
+        latest = now()
+        least = 100 * (ending[1] - begun[1]) / (latest[0] - earliest[0]) / 2
+        most = 100 * (latest[1] - earliest[1]) / (ending[0] - begun[0]) / 2
+        assert 0 < least <= reading.values[CPU_UTILIZATION] <= most + 2  # the parent used a little
         assert 5 < reading.values[RESIDENT_MEMORY] < 500
     finally:
         for process in tree():
