@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .cache import DenseCache, NSACache
 from .config import NSAConfig
+from .embedding import TokenEmbedding
 from .errors import InputError
 from .functional import BRANCHES
 from .layer import DenseAttention, NativeSparseAttention, check_branches, check_heads
@@ -149,7 +150,7 @@ class NSATransformer(nn.Module):
         super().__init__()
         self.config = config
         self.checkpointing_effective = False
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = TokenEmbedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
