@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -304,6 +305,19 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
         if isinstance(r, ArtifactRecord) and "recorder" in r.artifact.name
     )
     assert not any(process.is_running() for process in ranks)
+    _nothing_is_left(cluster)
+
+
+def test_a_loss_that_is_not_a_number_fails_the_point_and_starts_nothing_again(
+    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
+) -> None:
+    wild = "optimizer={warmup_steps: 0, learning_rate: 1.0e+30, grad_clip: 1.0e+30}"
+    run = _start(cluster, tmp_path / "home", spec, wild, "checkpoints={every: 20}", "restarts=1")
+    end = run.ended(1)
+    assert end.state == "error"
+    assert re.fullmatch(r"Diverged: loss (nan|inf) at step \d+; lower optimizer\.learning_rate", str(end.reason))
+    assert len(run.outcomes()) == 1
+    assert _warnings(run) == []
     _nothing_is_left(cluster)
 
 
