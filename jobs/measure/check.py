@@ -276,8 +276,9 @@ def attend_to(
 
 
 def _error(x: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to the oracle's largest value; infinite if a number is not finite."""
     largest = exact.abs().max().item()
-    difference = (x.double() - exact).abs().max().item()
+    difference = (x.double() - exact).abs().nan_to_num(torch.inf, torch.inf).max().item()
     return difference / largest if largest > 0 else difference
 
 

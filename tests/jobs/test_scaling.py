@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -198,6 +199,16 @@ def test_a_wrong_gradient_is_found_though_the_output_is_right(monkeypatch: pytes
     measure(forward.config, _quiet)
     with pytest.raises(WrongResult, match="gradient of k"):
         measure(both.config, _quiet)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_wrong_though_the_output_is_right(bad: float) -> None:
+    truth = {"output": torch.ones(3, dtype=torch.float64), "gradient of q": torch.ones(3, dtype=torch.float64)}
+    right = {name: x.float() for name, x in truth.items()}
+    got = right | {"gradient of q": torch.tensor([1.0, bad, 1.0])}
+    for eager in (right, got):
+        with pytest.raises(WrongResult, match="gradient of q is off by inf"):
+            check.judge(got, eager, truth, torch.float32, "case", "name")
 
 
 def test_a_wrong_selection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
