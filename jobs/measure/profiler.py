@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nsa_core.routes import RANGE
@@ -59,13 +61,26 @@ def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
     }
     if waits is not None:
         files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
-    total = sum(getattr(row, f"self_{side}_time_total") for row in rows)
-    ranges = {
-        row.key.removeprefix(RANGE): getattr(row, f"{side}_time_total") / 1000
-        for row in rows
-        if row.key.startswith(RANGE)
-    }
-    return Profile(total / 1000, ranges, waits, files)
+    return Profile(busy_ms(rows, cuda), ranges_ms(rows, cuda), waits, files)
+
+
+def busy_ms(rows: Sequence[Any], cuda: bool) -> float:
+    """Time of all kernels, or on a CPU the operations' own time.
+
+    A kernel's time is in two rows, its own and that of the operation that launched it. A range has a row for the
+    device, too, over all kernels in it.
+    """
+    if not cuda:
+        return sum(row.self_cpu_time_total for row in rows) / 1000
+    kernels = (row for row in rows if row.device_type != DeviceType.CPU and not row.is_user_annotation)
+    return sum(row.self_device_time_total for row in kernels) / 1000
+
+
+def ranges_ms(rows: Sequence[Any], cuda: bool) -> dict[str, float]:
+    """Time of each of `routes.profiled`'s ranges: of the kernels launched in it, or on a CPU of its operations."""
+    ranges = [row for row in rows if row.key.startswith(RANGE) and row.device_type == DeviceType.CPU]
+    times = [row.device_time_total if cuda else row.cpu_time_total for row in ranges]
+    return {row.key.removeprefix(RANGE): time / 1000 for row, time in zip(ranges, times, strict=True)}
 
 
 def _waits(call: Callable[[], object], device: torch.device) -> Counter[str]:

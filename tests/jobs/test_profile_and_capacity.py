@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from supervised import Ended, supervised
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from jobs import capacity, profile
 from jobs.capacity import NothingFits, search
@@ -72,6 +74,25 @@ def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
     trace = Path(result.files["trace.json.gz"])
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"nsa_core.cmp", "nsa_core.slc", "nsa_core.win"} <= names
+
+
+def _event(name: str, start: int, end: int, device: DeviceType, *, is_range: bool = False) -> FunctionEvent:
+    times: Any = {"start_us": start, "end_us": end, "use_device": "cuda", "device_type": device, "stack": []}
+    return FunctionEvent(id=start, name=name, thread=0, is_user_annotation=is_range, **times)
+
+
+def test_a_kernel_counts_once_though_a_profile_of_a_gpu_has_it_in_several_rows() -> None:
+    """PyTorch's own summary of a kernel of 30 µs, its operation, and a range around both on host and GPU."""
+    name, cpu, cuda = "nsa_core.win", DeviceType.CPU, DeviceType.CUDA
+    host, operation = _event(name, 0, 100, cpu, is_range=True), _event("aten::mm", 10, 20, cpu)
+    operation.append_kernel("gemm", 0, 30)
+    host.append_cpu_child(operation)
+    device = [_event("gemm", 50, 80, cuda), _event(name, 45, 95, cuda, is_range=True)]
+    events = EventList([host, operation, *device], use_device="cuda")
+    events._tree_built = True
+    rows = events.key_averages()
+    assert profiler.busy_ms(rows, cuda=True) == pytest.approx(0.03)
+    assert profiler.ranges_ms(rows, cuda=True) == {"win": pytest.approx(0.03)}
 
 
 class _NoCard:
