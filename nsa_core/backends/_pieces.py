@@ -41,18 +41,18 @@ class ChunkedBranch:
 
     Attributes:
         pieces: (selected blocks or None, for the backward?) -> pieces that cover every query once.
-        unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it.
+        unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it. 0: spans alone are read.
     """
 
     pieces: Callable[[Tensor | None, bool], Iterator[Piece]]
-    unit: int = 1
+    unit: int = 0
 
     def heads_first(self, x: Tensor) -> Tensor:
         """x [B,T,H,D] as [B·H,T,D], T padded with zeros; a view where possible."""
-        missing = -x.shape[1] % self.unit
+        missing = -x.shape[1] % max(1, self.unit)
         x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
         x = x.transpose(1, 2).flatten(0, 1)
-        return x.contiguous() if self.unit > 1 else x
+        return x.contiguous() if self.unit else x
 
     def read(self, x: Tensor, piece: Piece) -> Tensor:
         """Keys of the piece [X,L,D], or [X·C,L,D] when gathered, in the dtype of products."""

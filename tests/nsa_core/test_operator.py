@@ -264,8 +264,9 @@ def test_fewer_queries_than_keys_are_the_last_positions(backend, make_case, conf
     assert_close(dense_attention(*last[:3], window=9), dense_attention(*case.leaves[:3], window=9)[:, -rows:])
 
 
-def test_non_contiguous_operands(backend, make_case, config):
-    case = make_case(90, heads=4, kv_heads=4)
+@pytest.mark.parametrize("sizes", [{}, {"cmp_block": 1, "cmp_stride": 1, "slc_block": 1}], ids=["blocks", "tokens"])
+def test_non_contiguous_operands(backend, make_case, config, sizes):
+    case, config = make_case(90, heads=4, kv_heads=4), NSAConfig(**vars(config) | sizes)
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in case.leaves]
     joint = torch.stack([case.q, case.k, case.v], 2).detach()
     expected = nsa_attention(*case.leaves, config, backend=backend)
