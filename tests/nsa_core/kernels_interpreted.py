@@ -34,6 +34,7 @@ OTHERS = {
     "a window over the initial blocks": NSAConfig(8, 4, 8, slc_count=6, init_blocks=2, window=61),
     "no local blocks and a wide window": NSAConfig(8, 4, 16, slc_count=3, local_blocks=0, window=40),
     "a window within what is causal": NSAConfig(8, 4, 16, slc_count=6, window=37),
+    "the widest window of 32 bits": NSAConfig(**SMALL | {"window": 2**31 - 1}),
 }
 
 

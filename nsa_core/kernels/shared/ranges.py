@@ -21,13 +21,15 @@ from ...config import NSAConfig
 # Sets of shared keys, in the order of merge.prepare's stats.
 SLC_ALONE, WIN_ALONE, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NEVER = tl.constexpr(0x7FFFFFFF)
+_WIDEST = 1 << 30  # window; a key's position and a wider one, which sees all keys, too, may not add up in 32 bits
 
 
 def sizes(config: NSAConfig) -> dict[str, int]:
     """Constants of the kernels, in tokens: rows before CAUSAL select all, later ones the INIT first and LOCAL last."""
     init, local, causal = (n * config.slc_block for n in (config.init_blocks, config.local_blocks, config.slc_count))
+    window = min(config.window, _WIDEST)
     compressed = dict(BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
-    return compressed | dict(WINDOW=config.window, ALIGN=config.slc_block, LOCAL=local, INIT=init, CAUSAL=causal)
+    return compressed | dict(WINDOW=window, ALIGN=config.slc_block, LOCAL=local, INIT=init, CAUSAL=causal)
 
 
 @triton.jit
