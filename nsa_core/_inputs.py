@@ -143,6 +143,13 @@ def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **t
         raise InputError("config", type(config).__name__, "give an NSAConfig, e.g. NSAConfig(window=512)")
 
 
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q and a scale > 0 that give the same scores: kernels take the largest score, or mask, before they scale."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
     """(start, end) of every packed sequence, empty ones included. Reads cu_seqlens once; raises InputError."""
     fix = bounds_fix(total)

@@ -195,11 +195,11 @@ def dense_attention(
     _inputs.check_types(NSAConfig(), q=q, k=k, v=v, optional={})
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
     operands.check(NSAConfig(), cu_seqlens is not None)
-    factor = _scale(scale, q)
+    queries, factor = _inputs.positive(operands.q, _scale(scale, q))
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
-            return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window, backend)
-        return dense.packed(operands.q, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
+            return dense.attention(queries, operands.keys[0], operands.values[0], factor, window, backend)
+        return dense.packed(queries, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
 
 
 def _attend(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._inputs import positive
 from ..errors import BackendError
 from ..routes import note
 from . import _providers
@@ -34,6 +35,7 @@ def window(
         BackendError: no kernel takes the head dims.
     """
     provider = kernel or _fastest(q.device, q.dtype, _providers.common_width(q, v))
+    q, scale = positive(q, scale)
     note("win", provider)
     out = _providers.attend(provider, q, k, v, scale, window)
     return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)

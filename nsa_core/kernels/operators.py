@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from .._inputs import positive
 from ..config import NSAConfig, Slots
 from ..routes import Branch
 from . import attention
@@ -47,7 +48,7 @@ def attend(
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(call.branches))
-    q, scale = _positive(q, call.scale)
+    q, scale = positive(q, call.scale)
     call = replace(call, scale=scale, shared=_shares(pairs, call), keeps=_has_gradient(q, gates, pairs))
     pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
@@ -66,7 +67,7 @@ def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]; not differentiable."""
-    q, scale = _positive(q, scale)
+    q, scale = positive(q, scale)
     return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
 
 
@@ -84,13 +85,6 @@ def _shares(pairs: Sequence[tuple[Tensor, Tensor]], call: Call) -> bool:
         return False
     (k_slc, v_slc), (k_win, v_win) = pairs[-2:]
     return k_slc is k_win and v_slc is v_win
-
-
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and a scale > 0 that give the same scores: the kernels take the largest score before they scale it."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _has_gradient(q: Tensor, gates: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:

@@ -112,19 +112,16 @@ def test_recomputation_gives_the_same_gradients(make_case, config, reentrant):
     assert all(torch.equal(x, y) for x, y in zip(plain, again, strict=True))
 
 
-def test_dense_gradients(make_case):
+@pytest.mark.parametrize("scale", [None, -0.5, 0.0])
+@pytest.mark.parametrize("window", [None, 7])
+def test_dense_gradients(make_case, window, scale):
     case = make_case(60, 6, 2, 16, 24)
-    exact = case.to(torch.float64)
-    config = NSAConfig(window=60)
+    exact, config = case.to(torch.float64), NSAConfig(window=window or 60)
+    oracle = {"branches": ("win",), "backend": "reference", "scale": scale}
     ones = torch.ones_like(exact.gates)
-    for window in (None, 7):
-        config = NSAConfig(window=window or 60)
-        actual = gradients(case.leaves[:3], lambda w=window: dense_attention(case.q, case.k, case.v, window=w))
-        expected = gradients(
-            exact.leaves[:3],
-            lambda c=config: nsa_attention(*exact.leaves[:3], ones, c, branches=("win",), backend="reference"),
-        )
-        assert all(relative_error(got, want) < 1e-5 for got, want in zip(actual, expected, strict=True))
+    actual = gradients(case.leaves[:3], lambda: dense_attention(case.q, case.k, case.v, window=window, scale=scale))
+    expected = gradients(exact.leaves[:3], lambda: nsa_attention(*exact.leaves[:3], ones, config, **oracle))
+    assert all(relative_error(got, want) < 1e-5 for got, want in zip(actual, expected, strict=True))
 
 
 def peak_bytes(run) -> int:
