@@ -15,6 +15,7 @@ from .config import NSAConfig
 from .errors import InputError
 
 Triple = tuple[Tensor, Tensor, Tensor]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,10 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
 def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
     """(start, end) of every packed sequence, empty ones included. Reads cu_seqlens once; raises InputError."""
     fix = bounds_fix(total)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if not isinstance(cu_seqlens, Tensor):
         raise InputError("cu_seqlens", type(cu_seqlens).__name__, fix)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError("cu_seqlens", _text(cu_seqlens), fix)
     bounds = cu_seqlens.flatten().tolist()
     ascending = len(bounds) > 1 and all(a <= b for a, b in pairwise(bounds))
     if cu_seqlens.dim() != 1 or not ascending or bounds[0] != 0 or bounds[-1] != total:
@@ -169,12 +172,12 @@ def bounds_fix(total: int) -> str:
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:
-    """Raise InputError unless x is a floating-point [B,S,H,D], or [total,H,D] when packed."""
+    """Raise InputError unless x is a [B,S,H,D], or [total,H,D] when packed, in one of _DTYPES."""
     layout = "[total, heads, dim] with cu_seqlens" if packed else "[batch, tokens, heads, dim] without cu_seqlens"
     if x.dim() != (3 if packed else 4) or 0 in x.shape:
         raise InputError(name, _text(x), f"give a tensor without empty axes, {layout}")
-    if not x.is_floating_point():
-        raise InputError(name, _text(x), "give a floating-point tensor")
+    if x.dtype not in _DTYPES:
+        raise InputError(name, _text(x), "give bfloat16, float16, float32 or float64")
 
 
 def _text(x: Tensor) -> str:
@@ -230,5 +233,5 @@ def check_tokens(name: str, x: Tensor, tokens: int) -> None:
 
 def _check_gates(gates: Tensor, q: Tensor) -> None:
     wanted = [*q.shape[:-1], 3]
-    if list(gates.shape) != wanted or not gates.is_floating_point() or gates.device != q.device:
+    if list(gates.shape) != wanted or gates.dtype not in _DTYPES or gates.device != q.device:
         raise InputError("gates", _text(gates), f"give {wanted}, floating point, on {q.device}")

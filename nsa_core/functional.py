@@ -190,7 +190,7 @@ def dense_attention(
         InputError: shapes, dtypes, devices, window or cu_seqlens that do not fit.
         BackendError: a kernel that is unknown, or cannot compute this here.
     """
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
     _inputs.check_types(NSAConfig(), q=q, k=k, v=v, optional={})
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()

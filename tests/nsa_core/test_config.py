@@ -100,6 +100,8 @@ def test_wrong_operands_are_named(name):
         ({"v": tuple(torch.randn(1, 20, 2, dim) for dim in (8, 4, 8))}, "v"),
         ({"q": torch.ones(1, 20, 4, 8, dtype=torch.int64)}, "q"),
         ({"q": torch.randn(1, 0, 4, 8)}, "q"),
+        ({"q": torch.randn(1, 20, 4, 8).to(torch.float8_e5m2)}, "q"),
+        ({"gates": torch.rand(1, 20, 4, 3).to(torch.float8_e5m2)}, "gates"),
         ({"branches": ()}, "branches"),
         ({"branches": ("win", "win")}, "branches"),
         ({"backend": {"slc": "chunked"}, "branches": ("win",)}, r"backend\['slc'\]"),
@@ -128,8 +130,11 @@ def test_more_wrong_operands_are_named(change, field):
 
 def test_other_operators_name_wrong_operands_too():
     q, k, v, _ = tensors()
-    with pytest.raises(InputError, match=r"^window: 0: "):
-        dense_attention(q, k, v, window=0)
+    for window in (0, True):
+        with pytest.raises(InputError, match=rf"^window: {window}: "):
+            dense_attention(q, k, v, window=window)
+    with pytest.raises(InputError, match=r"^cu_seqlens: \[2\] int16 on cpu: give an int32 tensor that ascends"):
+        dense_attention(q[0], k[0], v[0], cu_seqlens=torch.tensor([0, 20], dtype=torch.int16))
     with pytest.raises(InputError, match=r"^v: NoneType: give a tensor"):
         dense_attention(q, k, None)
     with pytest.raises(InputError, match=r"^config: dict: give an NSAConfig"):
