@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from jobs.measure.isolation import trace_branch
 from jobs.point import Machine, Measurement, Point
 from jobs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
+from nsa_core.backends import triton
 from nsa_core.functional import BRANCHES
+from nsa_core.kernels.runtime.launch import record
 from nsa_core.routes import Branch
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -69,6 +72,29 @@ def test_a_branch_that_runs_another_one_is_an_error(monkeypatch: pytest.MonkeyPa
     settings = "chunked", NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
     with pytest.raises(WrongResult, match=r"branch win alone also ran for other branches: keys of cmp, keys of slc"):
         trace_branch("win", *settings, backward=False)
+
+
+def _stages(branch: Branch) -> list[str]:
+    """Stages of the kernels' launches, forward and backward, of a branch by itself; nothing runs."""
+
+    def made(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, 2048, heads, dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    q, gates, pairs = made(4, 64), made(4, 1), {name: (made(2, 64), made(2, 64)) for name in BRANCHES}
+    with record() as launches:
+        out = triton.attend(q, pairs, (None, None), gates, NSAConfig(), (branch,), 0, 0.125)
+        torch.autograd.grad(out, [q, *pairs[branch]], torch.empty_like(out))
+    return [launch.stage for launch in launches]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_that_launches_kernels_of_another_one_is_an_error(branch: Branch) -> None:
+    isolation._refuse_foreign(branch, "triton", set(), _stages(branch))
+    others = {*BRANCHES} - {branch} - ({"cmp"} if branch == "slc" else set())  # the selection scores compressed keys
+    for other in others:
+        with pytest.raises(WrongResult, match=f"branch {branch} alone also ran for other branches"):
+            isolation._refuse_foreign(branch, "triton", set(), _stages(other))
 
 
 @pytest.mark.parametrize("backend", ["gather", "packed"])
