@@ -100,6 +100,15 @@ def test_gradients_of_packed_sequences_and_of_the_last_rows(make_case, config):
         assert relative_error(got, want) < 1e-12
 
 
+def test_autocast_around_the_backward_changes_no_bit_and_float64_stays(make_case, config):
+    case = make_case(70)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = nsa_attention(*case.leaves, config, backend="chunked")
+        within = torch.autograd.grad(out.sum(), case.leaves, retain_graph=True)
+        assert nsa_attention(*case.to(torch.float64).leaves, config).dtype == torch.float64
+    assert all(map(torch.equal, within, torch.autograd.grad(out.sum(), case.leaves)))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_the_same_gradients(make_case, config, reentrant):
     case = make_case(130)
