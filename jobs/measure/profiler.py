@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nsa_core.routes import RANGE
