@@ -35,7 +35,8 @@ class LiveTraining:
         self._tokens = tokens
         self._device = device
         self._rank = rank
-        self._steps = deque([(time.perf_counter(), 0)])  # end and number of the steps of the last second
+        self._begun = time.perf_counter()
+        self._steps: deque[tuple[float, int]] = deque()  # end and number of the steps of the last second
         self._memory = 0.0  # MiB, as last looked at
         self._looked = -_WINDOW_S
 
@@ -44,6 +45,8 @@ class LiveTraining:
         clock = time.perf_counter()
         if clock - self._looked >= _WINDOW_S:
             self._looked, self._memory = clock, memory_mib(self._device)
+        if not self._steps:
+            self._steps.append((self._begun, step - 1))  # a resumed training begins at any step
         self._steps.append((clock, step))
         while len(self._steps) > 2 and clock - self._steps[1][0] >= _WINDOW_S:
             self._steps.popleft()

@@ -72,12 +72,13 @@ def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: p
     assert ("train", STEPS - 1, STEPS) in report.beats
 
 
-def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("done", [0, 88])
+def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
     clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
     monkeypatch.setattr("jobs._live.time.perf_counter", lambda: next(clock))
     report = Report()
     live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
-    for step in range(1, 25):
+    for step in range(done + 1, done + 25):
         live.step(step, 1.0, 1.0, 1.0)
     speeds = [values["throughput"] for _, values in report.samples]
     assert speeds[:8] == pytest.approx([400] * 8)
