@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from orchestrator.cli.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -64,3 +69,18 @@ def test_files_that_are_named_exist(page: str) -> None:
     files = [path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).rglob("*.py")]
     for named in re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text()):
         assert any(f"/{file}".endswith(f"/{named}") for file in files), named
+
+
+@pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_have_the_options_that_are_named(page: Path) -> None:
+    """The changelog tells of commands of its time. A command that is only mentioned has no arguments."""
+    for line in re.findall(r"^(?:\$ )?(nsa .+)$|`(nsa \w+ [^`]+)`", page.read_text(), re.MULTILINE):
+        words = shlex.split("".join(line), comments=True)
+        if any(word.startswith("[") or ";" in word for word in words):  # a synopsis; more than one command
+            continue
+        command: Any = typer.main.get_command(app)
+        name = words.pop(0)
+        while words and words[0] in getattr(command, "commands", ()):
+            name = words.pop(0)
+            command = command.commands[name]
+        command.make_context(name, words)
