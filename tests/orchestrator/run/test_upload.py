@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ray._private.runtime_env.packaging import get_uri_for_directory
 
 from jobs.spec import load_spec
 from orchestrator.provenance import code_hash
 from orchestrator.run import upload
 from orchestrator.run.upload import UploadError, collect
 
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = "kind: train\nname: small\nseq_len: 16\nsteps: 20\n"
 Train = Callable[[str], upload.Upload]
 
@@ -147,3 +149,14 @@ def test_an_upload_beyond_the_limit_names_the_largest_file_and_the_fix(train: Tr
         file.truncate(upload.LIMIT)
     with pytest.raises(UploadError, match=r"the largest 'corpus/large.bin': at most 100 MiB .* absolute path in the s"):
         train("corpus")
+
+
+def test_a_log_that_grows_in_the_checkout_does_not_change_what_ray_sends(tmp_path: Path) -> None:
+    """`make demo | tee demo.log`: Ray reads the folder twice, and fails where its content has changed between."""
+    (tmp_path / ".rayignore").write_text((ROOT / ".rayignore").read_text())
+    (tmp_path / "spec.yaml").write_text(TRAIN)
+    before = get_uri_for_directory(str(tmp_path), include_gitignore=True)
+    (tmp_path / "demo.log").write_text("run 1: ok")
+    assert get_uri_for_directory(str(tmp_path), include_gitignore=True) == before
+    (tmp_path / "corpus.txt").write_text("sent")
+    assert get_uri_for_directory(str(tmp_path), include_gitignore=True) != before
