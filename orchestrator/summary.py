@@ -88,7 +88,7 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     if shown.empty:
         return
     units = dict(zip(shown["metric"], shown["unit"], strict=True))
-    table = _table("Results", "point", *(escape(f"{name} ({units[name]})") for name in names))
+    table = _table("Results", "point", *(escape(f"{name} ({units[name]})".removesuffix(" (1)")) for name in names))
     for label, rows in shown.groupby("label", sort=False):
         values = dict(zip(rows["metric"], rows["value"], strict=True))
         table.add_row(_cell(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))

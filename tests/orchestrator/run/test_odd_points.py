@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 from pathlib import Path
+
+import pandas as pd
 
 from orchestrator import journal
 from orchestrator.journal import Journal, JournalFull
-from orchestrator.records import OutcomeRecord, StartRecord
+from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.run import driver
 from orchestrator.run.progress import watcher
 from orchestrator.states import PointState
 from orchestrator.store import Store, importer, queries
+from orchestrator.summary import print_results
+from orchestrator.terminal import PlainConsole
 
 RETURNS = "import jobs.snippet as s, jobs.point as p; s.Measurement = lambda *a: p.Measurement"
 ODD = {
@@ -112,3 +118,13 @@ def test_a_terminal_that_lacks_a_character_shows_its_code() -> None:
         watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.ERROR, reason="日本"))
     out.seek(0)
     assert r"\xe9: \u65e5\u672c" in out.read()
+
+
+def test_a_plain_number_has_no_unit(capsys) -> None:
+    metrics = tuple(MetricData(name=name, unit=unit, value=1.0) for name, unit in (("a", "1"), ("b", "ms")))
+    with watcher({"r/0": "p"}, 0, ["a", "b"], sys.stdout) as watching:
+        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.OK, metrics=metrics))
+    assert "p: a 1, b 1 ms" in capsys.readouterr().out
+    rows = [{"metric": one.name, "unit": one.unit, "value": 1.0, "label": "p"} for one in metrics]
+    print_results(pd.DataFrame(rows), ["a", "b"], PlainConsole(file=sys.stdout))
+    assert re.search(r"point +a +b \(ms\)", capsys.readouterr().out)
