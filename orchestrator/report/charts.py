@@ -8,6 +8,7 @@ lengths on which it rests; points at other lengths are paler.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,9 +53,8 @@ def scaling_chart(
     if not points:
         raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
     lines = _lines(points, fit_rows(fits))
-    _name(points, lines)
+    dashes = _name(points, lines)
     ordered = list({point["series"]: point for point in sorted(points, key=_order)}.values())
-    dashes = {point["key"]: list(dash) for point, dash in zip(ordered, series.dashes(ordered), strict=True)}
     x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
     color, shape = _looks(ordered)
     interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
@@ -79,20 +79,20 @@ def _looks(ordered: list[Row]) -> tuple[alt.Color, alt.Shape]:
 
 
 def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
-    """Chart of all timed repeats in order, to show drift, outliers and warm-up."""
-    frame = pd.DataFrame({"repeat": range(1, len(samples) + 1), "value": list(samples)})
+    """Chart of all samples in order, to show drift, outliers and warm-up."""
+    frame = pd.DataFrame({"sample": range(1, len(samples) + 1), "value": list(samples)})
     return (
         alt.Chart(frame)
         .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
         .encode(
             x=alt.X(
-                "repeat:Q",
-                title="repeat",
+                "sample:Q",
+                title="sample",
                 scale=alt.Scale(zero=False, nice=False),
                 axis=alt.Axis(tickMinStep=1, format="d", grid=False),
             ),
             y=alt.Y("value:Q", title=unit, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
-            tooltip=["repeat:Q", alt.Tooltip("value:Q", format=",.4~g", title=unit)],
+            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=unit)],
         )
         .properties(height=height)
     )
@@ -158,12 +158,21 @@ def _geometric(first: float, last: float) -> list[float]:
     return [first * (last / first) ** (step / _CURVE_STEPS) for step in range(_CURVE_STEPS + 1)]
 
 
-def _name(points: list[Row], lines: list[Row]) -> None:
-    """Set the legend name of points and lines: the label of the series and its law."""
+def _name(points: list[Row], lines: list[Row]) -> dict[str, tuple[int, ...]]:
+    """Set the legend name of points and lines: label, dashes if its look is not its own, law. Returns the dashes."""
     names = series.labels(points, Quantities())
     laws = {line["key"]: f"  ~ {line['law']}" for line in lines}
+    for point in points:
+        point["series"] = names[point["key"]]
+    ordered = {point["key"]: point for point in sorted(points, key=_order)}
+    dashes = dict(zip(ordered, series.dashes(list(ordered.values())), strict=True))
+    looks = {key: series.look(point["implementation"]) for key, point in ordered.items()}
+    shared = Counter(looks.values())
     for row in (*points, *lines):
-        row["series"] = names[row["key"]] + laws.get(row["key"], "")
+        key = row["key"]
+        sign = f"  {series.DASHES[dashes[key]]}".rstrip() if shared[looks[key]] > 1 else ""
+        row["series"] = names[key] + sign + laws.get(key, "")
+    return dashes
 
 
 def _order(point: Row) -> tuple[str, str, str]:
@@ -265,7 +274,7 @@ def _within(anchor: float, slope: float, ratio: float, low: float, high: float) 
 
 
 def _fit_lines(
-    points: list[Row], lines: list[Row], dashes: dict[str, list[int]], x: alt.X, y: alt.Y, color: alt.Color
+    points: list[Row], lines: list[Row], dashes: dict[str, tuple[int, ...]], x: alt.X, y: alt.Y, color: alt.Color
 ) -> list[alt.Chart]:
     """Fitted curves, thin lines through the points of series without one, and paler ones through points left out."""
     fitted = {line["key"]: line["seq_len"] for line in reversed(lines)}  # their first lengths
@@ -275,14 +284,15 @@ def _fit_lines(
             [point for point in points if point["seq_len"] <= fitted.get(point["key"], 0)],
             {"strokeWidth": 1, "opacity": _PALE},
         ),
+        (lines, {"strokeWidth": 2.5}),
     ]
-    for dash in sorted({tuple(dash) for dash in dashes.values()}):
-        own = [line for line in lines if tuple(dashes[line["key"]]) == dash]
-        drawn.append((own, {"strokeWidth": 2.5, "strokeDash": list(dash)} if dash[1] else {"strokeWidth": 2.5}))
     return [
-        alt.Chart(pd.DataFrame(rows)).mark_line(**style).encode(x=x, y=y, color=color, detail="key:N")
+        alt.Chart(pd.DataFrame(own))
+        .mark_line(**style, strokeDash=list(dash) if dash[1] else alt.Undefined)
+        .encode(x=x, y=y, color=color, detail="key:N")
         for rows, style in drawn
-        if rows
+        for dash in sorted(set(dashes.values()))
+        if (own := [row for row in rows if dashes[row["key"]] == dash])
     ]
 
 

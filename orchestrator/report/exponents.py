@@ -35,7 +35,7 @@ def exponent_chart(
     domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
     title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
     x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
-    axis = alt.Axis(labelLimit=320, ticks=False, domain=False)
+    axis = alt.Axis(labelLimit=320, ticks=False, domain=False, labelFlush=False)
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
     marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
@@ -83,7 +83,7 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
     ]
     frame = pd.DataFrame(points)
     title = f"local exponent of {quantities.of(rows[0]['metric']).legend}"
-    shown = [min(-0.2, *frame["exponent"]), max(2.3, *frame["exponent"])]
+    shown = [min(0, *frame["exponent"]) - 0.2, max(2.1, *frame["exponent"]) + 0.2]  # no mark is cut
     y = alt.Y("exponent:Q", title=title, scale=alt.Scale(domain=shown, nice=False), axis=alt.Axis(grid=False))
     lengths = [length for row in rows for slope in row["local"] for length in (slope.low, slope.high)]
     x = length_axis(lengths)

@@ -24,7 +24,8 @@ PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK = "#6E7BF2", "#77B05A", "#00687F", "#
 GREY = "#8a8f98"
 OTHER_COLORS = (PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK)  # of names that are not listed below
 MARKS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼", "cross": "✚"}
-DASHES = ((1, 0), (7, 4), (2, 3), (9, 3, 2, 3))  # of a look's first, second, ... series in a chart
+# Of a look's first, second, ... series in a chart, with the sign in the legend.
+DASHES = {(1, 0): "", (7, 4): "– –", (2, 3): "· · ·", (9, 3, 2, 3): "– ·"}
 
 
 class Look(NamedTuple):
@@ -107,7 +108,7 @@ def dashes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     for row in rows:
         kind = look(row["implementation"]), row["origin"] == "reported"
         place = seen[kind] % (len(DASHES) - kind[1])
-        found.append(DASHES[place + kind[1]])
+        found.append(list(DASHES)[place + kind[1]])
         seen[kind] += 1
     return found
 

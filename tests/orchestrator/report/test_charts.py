@@ -96,8 +96,16 @@ def test_series_are_named_by_their_distinguishing_coordinates(rows: pd.DataFrame
     chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
     assert series(charts.scaling_chart(chosen, [], SHARED.of("time"))) == [
         "chunked · forward",
-        "chunked · forward+backward",
+        "chunked · forward+backward  – –",
     ]
+
+
+def test_series_of_one_look_have_dashes_of_their_own_also_without_a_fit(rows: pd.DataFrame):
+    chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
+    chart = charts.scaling_chart(chosen, [], SHARED.of("throughput"))
+    assert series(chart) == ["chunked · forward", "chunked · forward+backward  – –"]
+    lines = [leaf["mark"] for leaf in _leaves(chart.to_dict()) if leaf["mark"]["type"] == "line"]
+    assert [mark.get("strokeDash") for mark in lines[1:]] == [None, [7, 4]]  # after the guides
 
 
 def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
@@ -162,7 +170,7 @@ def test_the_exponent_chart_renders(rows: pd.DataFrame):
 
 
 def test_the_samples_chart_renders():
-    assert "repeat" in vl_convert.vegalite_to_svg(charts.samples_chart([3.0, 3.1, 2.9], "ms").to_json())
+    assert "sample" in vl_convert.vegalite_to_svg(charts.samples_chart([3.0, 3.1, 2.9], "ms").to_json())
 
 
 def test_nothing_to_draw_is_an_error(rows: pd.DataFrame):
@@ -219,3 +227,14 @@ def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame)
     assert naive["2K to 4K"] == pytest.approx(2, abs=0.1)
     with pytest.raises(ValueError, match="none to draw"):
         exponents.local_chart(local([]), SHARED)
+
+
+@pytest.mark.parametrize("more", [-3.0, 0.0, 3.0])
+def test_no_local_exponent_is_on_the_edge_where_its_mark_would_be_cut(rows: pd.DataFrame, more: float):
+    frame = local(scaling_fits(measured(rows)))
+    moved = [[replace(slope, exponent=slope.exponent + more) for slope in slopes] for slopes in frame["local"]]
+    chart = exponents.local_chart(frame.assign(local=moved), SHARED).to_dict()
+    low, high = next(layer["y"]["scale"]["domain"] for layer in _encodings(chart) if "y" in layer)
+    shown = [row["exponent"] for rows in chart["datasets"].values() for row in rows if "range" in row]
+    assert low + 0.1 < min(shown)
+    assert max(shown) < high - 0.1
