@@ -89,7 +89,7 @@ def expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Data
             Expectation(
                 "Time of the planned run",
                 f"≤ {parts.number(plan.hours, 'h')}",
-                parts.number(hours, "h"),
+                parts.number(60 * hours, "min") if hours and hours < 1 else parts.number(hours, "h"),
                 _most(hours, plan.hours) if hours else None,
             )
         )
@@ -131,8 +131,9 @@ def _allocated(point: Mapping[str, Any], frame: pd.DataFrame) -> float | None:
 
 
 def _busy(frame: pd.DataFrame) -> float | None:
-    """Median utilisation of the least busy rank [%]."""
-    rows = frame.loc[frame["name"].isin(_UTILIZATION)]
+    """Median utilisation of the least busy rank [%] since a training's first sample; None where nothing trains."""
+    begun = frame.loc[~frame["name"].isin([quantity.name for quantity in LIVE]), "at"].min()
+    rows = frame.loc[frame["name"].isin(_UTILIZATION) & (frame["at"] >= begun)]
     return min((median(mine["value"]) for _, mine in rows.groupby("rank")), default=None)
 
 
@@ -161,14 +162,14 @@ def _charts(frame: pd.DataFrame, quantities: Quantities) -> None:
     """One small chart a series, two side by side, its ranks as lines."""
     by_name = {str(name): rows for name, rows in frame.groupby("name")}
     names = sorted(by_name, key=lambda name: _place(name, quantities))
-    begun = frame["at"].min()
+    span = frame["at"].min(), frame["at"].max()
     for place in range(0, len(names), 2):
         for column, name in zip(st.columns(2), names[place : place + 2], strict=False):
             rows = by_name[name]
             unit = str(rows["unit"].iloc[-1])
             with column:
                 st.caption(parts.plain(f"{quantities.of(name, unit).title}: {_present(rows, unit)}"))
-                st.altair_chart(chart(rows, begun, unit), key=f"series {name}")
+                st.altair_chart(chart(rows, span, unit), key=f"series {name}")
 
 
 def _place(name: str, quantities: Quantities) -> tuple[int, int, str]:
@@ -184,10 +185,11 @@ def _present(rows: pd.DataFrame, unit: str) -> str:
     return f"{parts.number(min(last))} to {parts.number(max(last), unit)}, {len(last)} ranks"
 
 
-def chart(rows: pd.DataFrame, begun: Any, unit: str) -> alt.Chart:
-    """Line chart of one series against the time since the Timestamp `begun`, a line a rank."""
-    seconds = [(at - begun).total_seconds() for at in rows["at"]]
-    scale, name = next((s, n) for s, n in ((3600, "h"), (60, "min"), (1, "s")) if max(seconds) >= 2 * s or s == 1)
+def chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
+    """Line chart of one series against the time since the first of two Timestamps, up to the second; a line a rank."""
+    seconds = [(at - span[0]).total_seconds() for at in rows["at"]]
+    whole = max(1.0, (span[1] - span[0]).total_seconds())
+    scale, name = next((s, n) for s, n in ((3600, "h"), (60, "min"), (1, "s")) if whole >= 2 * s or s == 1)
     shown = pd.DataFrame(
         {
             "elapsed": [second / scale for second in seconds],
@@ -203,8 +205,18 @@ def chart(rows: pd.DataFrame, begun: Any, unit: str) -> alt.Chart:
         alt.Chart(shown, height=_HEIGHT)
         .mark_line(point=len(shown) < 3)
         .encode(
-            x=alt.X("elapsed:Q", title=name, axis=alt.Axis(grid=False, tickCount=5)),
-            y=alt.Y("value:Q", title=unit if unit != "1" else None, scale=scale_y, axis=alt.Axis(tickCount=4)),
+            x=alt.X(
+                "elapsed:Q",
+                title=f"time [{name}]",
+                scale=alt.Scale(domain=[0, whole / scale], nice=False),
+                axis=alt.Axis(grid=False, tickCount=5),
+            ),
+            y=alt.Y(
+                "value:Q",
+                title=unit if unit != "1" else None,
+                scale=scale_y,
+                axis=alt.Axis(tickCount=4, format=",.6~r", labelFlush=False),
+            ),
             color=color,
             tooltip=["step:Q", alt.Tooltip("value:Q", format=".4g"), "rank:N"],
         )

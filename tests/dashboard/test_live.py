@@ -115,6 +115,27 @@ def test_what_is_not_measured_yet_is_not_told(database: str) -> None:
     assert "planned run" not in said
 
 
+def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None:
+    begun = datetime.now(UTC) - timedelta(minutes=1)
+    starting = piece("cpu_utilization", "%", [5.0, 5.0, 5.0], at=begun)
+    training(database, starting, estimate=100 << 20)
+    said = text(show("runs", run=RUN, point=POINT))
+    assert "Memory,100 MiB estimated" in said
+    assert "least busy" not in said, "no training, so nothing was expected of the processor"
+    with Store.open(database) as store:
+        store.apply(piece("loss", "nat/byte", [4.0], first=10, at=begun))
+        store.apply(piece("cpu_utilization", "%", [90.0, 92.0], first=11, at=begun))
+    st.cache_data.clear()
+    app = show("runs", run=RUN, point=POINT)
+    assert 'median of the least busy rank",≥ 80 %,91 %,✓ yes' in text(app)
+    assert [spec["encoding"]["x"]["scale"]["domain"] for spec in charts(app)] == [[0, 12], [0, 12]]
+
+
+def test_a_short_planned_run_is_told_in_minutes(database: str) -> None:
+    training(database, piece("throughput", "tok/s", [10240.0]), plan=PLAN)
+    assert "Time of the planned run,≤ 1 h,1.667 min,✓ yes" in text(show("runs", run=RUN, point=POINT))
+
+
 def test_text_from_outside_is_text(database: str) -> None:
     training(database, piece(EVIL, "u", [1.0]))
     app = show("runs", run=RUN, point=POINT)
