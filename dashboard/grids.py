@@ -30,7 +30,7 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
             "Kind": frame["kind"],
             "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
             "Started": frame["created_at"],
-            "Took": [_took(row) for row in rows],
+            "Took": [took(row) for row in rows],
             "Device": [row["gpu"] or row["host"] or "–" for row in rows],
             "Id": frame["run_id"],
         }
@@ -141,7 +141,7 @@ def _lengths(lengths: Sequence[Any]) -> str:
     return f"{len(lengths)}: {length_label(lengths[0])} to {length_label(lengths[-1])}"
 
 
-def _took(run: dict) -> str:
+def took(run: dict) -> str:
     """Duration of a run; a dash for a reported one."""
     measured = run["origin"] == Origin.MEASURED
     return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"

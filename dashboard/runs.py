@@ -16,6 +16,7 @@ from dashboard.live import live_series
 from jobs.plain_text import in_a_line
 from jobs.quantities import Plot, Quantities
 from orchestrator.report import charts
+from orchestrator.report.content import flat
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
@@ -137,7 +138,7 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
         "Commit": commit,
         "Started": parts.moment(run["created_at"]),
         "Ended": parts.moment(run["ended_at"]),
-        "Took": parts.duration(run["created_at"], run["ended_at"]),
+        "Took": grids.took(run),
         "Host": parts.plain(run["host"] or "–"),
         "GPU": parts.plain(run["gpu"] or "–"),
         "Resumed": parts.count(run["resumed"], "time"),
@@ -173,7 +174,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     environment, config, files = _tabs(names, first)
     with environment:
         if point["environment"]:
-            _table({parts.plain(name): _cell(value) for name, value in point["environment"].items()})
+            _table({parts.plain(name): _cell(value) for name, value in flat(point["environment"]).items()})
         else:
             st.caption("No environment was noted.")
     with config:

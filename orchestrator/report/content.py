@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,18 +132,16 @@ def _environments(store: Store, points: pd.DataFrame) -> list[dict[str, str]]:
     ended = points[points["state"] == "ok"].groupby(["run_id", "env", "python"], dropna=False, sort=False).head(1)
     found = []
     for point_id in ended["point_id"]:
-        flat = _flat((queries.point(store, point_id) or {}).get("environment", {}))
-        flat = {name: value for name, value in flat.items() if name not in _OF_ONE_MACHINE}
-        if flat and flat not in found:
-            found.append(flat)
+        named = flat((queries.point(store, point_id) or {}).get("environment", {}))
+        named = {name: str(value) for name, value in named.items() if name not in _OF_ONE_MACHINE}
+        if named and named not in found:
+            found.append(named)
     return found
 
 
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their names, joined with dots."""
+    found: dict[str, Any] = {}
     for name, value in content.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = str(value)
-    return flat
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

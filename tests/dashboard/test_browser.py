@@ -325,11 +325,16 @@ def test_a_click_on_a_point_without_a_number_opens_it(page: Page, address: str):
 
 
 @pytest.mark.parametrize("path", ["", "scaling", f"runs?run={RUN}"])
-def test_a_narrow_window_scrolls_down_only(page: Page, address: str, path: str):
+def test_a_narrow_window_scrolls_down_only_and_its_header_covers_nothing(page: Page, address: str, path: str):
     page.set_viewport_size(NARROW)
     visit(page, f"{address}/{path}", {"": "Overview", "scaling": "Scaling"}.get(path, "demo"))
     width = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
     assert width <= NARROW["width"]
+    header = page.get_by_test_id("stHeader").bounding_box()
+    first = page.get_by_test_id("stMainBlockContainer").locator("h1, a").first.bounding_box()
+    assert header
+    assert first
+    assert header["y"] + header["height"] <= first["y"]
 
 
 def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):
