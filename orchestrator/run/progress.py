@@ -101,6 +101,8 @@ class TerminalWatcher(LogWatcher):
 
     def started(self, record: StartRecord) -> None:
         super().started(record)
+        if (before := self._points.get(record.point_id)) is not None:  # it is handed out again
+            self._bars.remove_task(before)
         self._points[record.point_id] = self._bars.add_task(_named(self._labels[record.point_id]), total=None)
 
     def progress(self, sign: Sign) -> None:

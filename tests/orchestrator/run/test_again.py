@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 
 from jobs.point import Machine, Point
 from jobs.spec import parse_spec
-from orchestrator.records import EventRecord, RunRecord
+from orchestrator.records import EventRecord, OutcomeRecord, RunRecord, StartRecord
 from orchestrator.run import plan
 from orchestrator.run.executor import MOST_A_CORE
 from orchestrator.run.plan import History
+from orchestrator.run.progress import TerminalWatcher
 from orchestrator.run.room import Share
+from orchestrator.states import PointState
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 SPEC = {
@@ -79,3 +82,12 @@ def test_a_tiny_share_of_a_core_does_not_start_thousands_of_points():
     node = {"CPU": 2.0}
     assert Share(1, 1e-4, 0, None).points([node]) == 2 * MOST_A_CORE
     assert Share(1, 0.5, 0, None).points([node]) == 4
+
+
+def test_a_point_that_is_handed_out_again_has_one_bar() -> None:
+    with TerminalWatcher({"r/0": "point"}, 0, [], StringIO()) as watching:
+        for attempt in (1, 2):
+            watching.started(StartRecord(run_id="r", point_id="r/0", attempt=attempt))
+        assert len(watching._bars.tasks) == 2  # and the run's
+        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=2, state=PointState.OK))
+        assert len(watching._bars.tasks) == 1
