@@ -216,9 +216,9 @@ def artifacts(
     settings = load_settings()
     with _store(settings) as store:
         run_id = find_run(store, run)
-        numbers = list(queries.points(store, run_id)["number"]) if point is None else [point]
-        points = [find_point(store, run_id, int(number)) for number in numbers]
-        files = [file for row in points for file in fetching.files(store, row)]
+        if point is not None:
+            find_point(store, run_id, point)
+        files = fetching.files(store, run_id, point)
         run_row = queries.run(store, run_id) or {}
     console.files(files)
     if out is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.artifacts import ArtifactError, ArtifactStore, check_name
 from orchestrator.store import Store, queries
@@ -29,12 +28,9 @@ class StoredFile:
     sha256: str
 
 
-def files(store: Store, point: Mapping[str, Any]) -> list[StoredFile]:
-    """The files of a point (a row of queries.point), latest attempt first."""
-    return [
-        StoredFile(int(point["number"]), int(f["attempt"]), f["name"], f["path"], int(f["size"]), f["sha256"])
-        for f in queries.artifacts(store, point["point_id"]).to_dict("records")
-    ]
+def files(store: Store, run_id: str, point: int | None) -> list[StoredFile]:
+    """The files of a run's points, or of one, latest attempt first."""
+    return [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
 
 
 def fetch(url: str, found: Sequence[StoredFile], out: Path) -> list[str]:

@@ -26,19 +26,17 @@ def find_run(store: Store, text: str) -> str:
         LookupFailedError: no run, or more than one.
     """
     if text == "last":
-        newest = queries.runs(store, origin=Origin.MEASURED, limit=1)
-        if newest.empty:
+        newest = next(iter(queries.run_ids(store, origin=Origin.MEASURED, limit=1)), None)
+        if newest is None:
             raise LookupFailedError(f"RUN: 'last': no run is stored yet; submit one: nsa submit {example_spec()}")
-        return str(newest.iloc[0]["run_id"])
+        return newest
     if not text:
         raise LookupFailedError("RUN: '': is empty; name a run, `nsa runs` lists them")
-    frame = queries.runs(store, limit=None)
-    every = [str(run_id) for run_id in frame["run_id"]]
+    every = queries.run_ids(store)
     if text in every:
         return text
-    ids = [run_id for run_id in every if run_id.startswith(text)] or list(
-        frame.loc[frame["submission_id"] == text, "run_id"]
-    )
+    beginning = [run_id for run_id in every if run_id.startswith(text)]
+    ids = beginning or [run_id for run_id, job in every.items() if job == text]
     if len(ids) != 1:
         what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
         raise LookupFailedError(f"RUN: {shown(text)}: {what}; `nsa runs` lists them")
@@ -49,8 +47,7 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
     """The ids of the runs that `texts` name; without texts, of all measured runs."""
     if texts:
         return [find_run(store, text) for text in texts]
-    frame = queries.runs(store, origin=Origin.MEASURED, limit=None)
-    return [str(run_id) for run_id in frame["run_id"]]
+    return list(queries.run_ids(store, origin=Origin.MEASURED))
 
 
 def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from orchestrator.analysis import Fit, surroundings
 from orchestrator.gates.evidence import Run, Scope
 from orchestrator.gates.filters import Row, Where
 from orchestrator.gates.rules import ExponentRule, MetricRule, RatioRule
-from orchestrator.states import FAILED, PointState
+from orchestrator.states import PointState
 
 BoundedRule = ExponentRule | MetricRule | RatioRule
 
@@ -48,8 +48,7 @@ def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
 def failures(rule: BoundedRule, run: Run, scope: Scope) -> list[Row]:
     """The failed points of a run that would have been evidence for a rule."""
     sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
-    points = {point["point_id"]: point for side in sides for point in run.in_scope(scope, side)}
-    return [point for point in points.values() if point["state"] in FAILED]
+    return list({point["point_id"]: point for side in sides for point in run.failures(scope, side)}.values())
 
 
 def wanted(rule: BoundedRule, scope: Scope) -> str:

@@ -68,14 +68,17 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """The metrics of all runs; a run's rows are read when a rule asks for them."""
+    """The metrics of the runs in `run_ids` (None: all); a run's rows are read when a rule asks for them."""
 
     store: Store
+    run_ids: Sequence[str] | None
 
     @cached_property
     def names(self) -> set[tuple[str, str]]:
         """Run id and metric's name, of each metric that any point of the run has."""
         query = select(Point.run_id, Metric.name).join(Metric, Metric.point_id == Point.id).distinct()
+        if self.run_ids is not None:
+            query = query.where(Point.run_id.in_(self.run_ids))
         with self.store.session() as session:
             return {(run_id, name) for run_id, name in session.execute(query)}
 
@@ -140,9 +143,15 @@ class Run:
             return []
         return [point for point in self.points if scope.matches(point) and all(each.matches(point) for each in more)]
 
-    def failed(self, scope: Scope) -> bool:
-        """Whether a point in the scope failed."""
-        return any(point["state"] in FAILED and scope.matches(point) for point in self.points)
+    def failures(self, scope: Scope, *more: Where) -> list[Row]:
+        """Rows of the failed points in the scope that match all further filters."""
+        if not self._failures or not self.lengths(scope):
+            return []
+        return [point for point in self._failures if scope.matches(point) and all(each.matches(point) for each in more)]
+
+    @cached_property
+    def _failures(self) -> list[Row]:
+        return [point for point in self.points if point["state"] in FAILED]
 
     @cached_property
     def _metrics(self) -> dict[str, list[Row]]:
@@ -161,10 +170,9 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
 
     A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
     """
-    found = queries.runs(store, origin=Origin.MEASURED, limit=None)
-    rows = [row for row in _rows(found) if run_ids is None or row["run_id"] in run_ids]
+    rows = _rows(queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED))
     points = _points(store, {row["run_id"]: row["gpu"] for row in rows}, everything=run_ids is None)
-    shapes, metrics = _Shapes(), Metrics(store)
+    shapes, metrics = _Shapes(), Metrics(store, run_ids)
     return [
         Run(
             row["run_id"],

@@ -112,7 +112,7 @@ def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) ->
 
 def _transferred(case: _Case, own: Scope, hardware: Hardware, known: Sequence[Hardware]) -> RuleVerdict | None:
     """The verdict by another card's evidence; None without any, and where complete runs failed on this card."""
-    if any(run.failed(own) for run in preferred(case.runs, own)):
+    if any(run.failures(own) for run in preferred(case.runs, own)):
         return None
     for other in known:
         if hardware.akin(other):

@@ -141,7 +141,7 @@ def _stored(run_id: str, settings: Settings) -> tuple[RunRecord | None, list[str
     try:
         with Store.open(settings.database, create=False, readonly=True) as store:
             found = history.begun(store, run_id)
-            latest = [] if found else list(queries.runs(store, origin=Origin.MEASURED, limit=3)["run_id"])
+            latest = [] if found else list(queries.run_ids(store, origin=Origin.MEASURED, limit=3))
             return found, latest
     except StoreUnavailable as err:
         raise StoreUnavailable(

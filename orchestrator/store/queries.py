@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import ColumnElement, Select, Subquery, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, or_, select
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.axes import MORE
@@ -40,6 +40,7 @@ _DECLARATION = TypeAdapter(Quantity)
 def runs(
     store: Store,
     *,
+    run_ids: Sequence[str] | None = None,
     kind: str | None = None,
     state: RunState | str | None = None,
     origin: Origin | str | None = None,
@@ -47,23 +48,29 @@ def runs(
     limit: int | None = None,
 ) -> pd.DataFrame:
     """The runs, newest first, with point counts by state; `text` searches id, name, source and host."""
-    query = _runs()
-    if kind is not None:
-        query = query.where(Run.kind == kind)
-    if state is not None:
-        query = query.where(Run.state == RunState(state))
-    if origin is not None:
-        query = query.where(Run.origin == Origin(origin))
+    equal = ((Run.kind, kind), (Run.state, state and RunState(state)), (Run.origin, origin and Origin(origin)))
+    chosen = select(Run.id).where(*(column == value for column, value in equal if value is not None))
+    if run_ids is not None:
+        chosen = chosen.where(Run.id.in_(run_ids))
     if text:
         columns = (Run.id, Run.name, Run.source, Run.host)
-        query = query.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
-    return _frame(store, query.limit(limit))
+        chosen = chosen.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
+    return _frame(store, _runs(_newest_first(chosen).limit(limit)))
+
+
+def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
+    """Ids of the runs, newest first, each with the submission id of its Ray job."""
+    query = _newest_first(select(Run.id, Run.submission_id)).limit(limit)
+    if origin is not None:
+        query = query.where(Run.origin == origin)
+    with store.session() as session:
+        return {row.id: row.submission_id for row in session.execute(query)}
 
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts, Run.artifact_store)
-    return _one(store, _runs().add_columns(*more).where(Run.id == run_id))
+    return _one(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
@@ -152,6 +159,14 @@ def artifacts(store: Store, point_id: str) -> pd.DataFrame:
     return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
 
 
+def files(store: Store, run_id: str, number: int | None = None) -> pd.DataFrame:
+    """The files of a run's points, or of the one with a number, by point, latest attempt first; without their text."""
+    columns = (Artifact.attempt, Artifact.name, Artifact.path, Artifact.size, Artifact.sha256)
+    query = select(Point.number.label("point"), *columns).join(Point, Point.id == Artifact.point_id)
+    query = query.where(Point.run_id == run_id, *([] if number is None else [Point.number == number]))
+    return _frame(store, query.order_by(Point.number, Artifact.attempt.desc(), Artifact.name))
+
+
 def events(store: Store, run_id: str) -> pd.DataFrame:
     """The events of a run, by time."""
     columns = (Event.at, Event.level, Event.message, Event.point_id)
@@ -163,11 +178,7 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
 
     Includes measured and reported rows (column `origin`) unless `origin` selects one.
     """
-    query = select(v_scaling)
-    if run_ids is not None:
-        query = query.where(v_scaling.c.run_id.in_(run_ids))
-    if origin is not None:
-        query = query.where(v_scaling.c.origin == Origin(origin).value)
+    query = _of_runs(v_scaling, run_ids, origin)
     order = (v_scaling.c[name] for name in ("run_id", "implementation", "workload", "pass", "seq_len", "metric"))
     return _frame(store, query.order_by(*order, v_scaling.c.point_id))
 
@@ -176,22 +187,21 @@ def measurements(
     store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None
 ) -> pd.DataFrame:
     """Rows of the view v_metrics: all metrics of the ok points."""
-    query = select(v_metrics)
-    if run_ids is not None:
-        query = query.where(v_metrics.c.run_id.in_(run_ids))
-    if origin is not None:
-        query = query.where(v_metrics.c.origin == Origin(origin).value)
+    query = _of_runs(v_metrics, run_ids, origin)
     return _frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
     """Rows of the view v_points: state and reason of every point."""
-    query = select(v_points)
-    if run_ids is not None:
-        query = query.where(v_points.c.run_id.in_(run_ids))
-    if origin is not None:
-        query = query.where(v_points.c.origin == Origin(origin).value)
+    query = _of_runs(v_points, run_ids, origin)
     return _frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
+
+
+def _of_runs(view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None) -> Select:
+    query = select(view)
+    if run_ids is not None:
+        query = query.where(view.c.run_id.in_(run_ids))
+    return query if origin is None else query.where(view.c.origin == Origin(origin).value)
 
 
 def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd.DataFrame:
@@ -245,8 +255,13 @@ def counts(store: Store) -> dict[str, int]:
     }
 
 
-def _runs() -> Select:
-    tally = _tally()
+def _newest_first(query: Select) -> Select:
+    return query.order_by(Run.created_at.desc(), Run.id)
+
+
+def _runs(chosen: Select) -> Select:
+    """The columns of `runs`, of the runs whose ids are chosen; the points of others are not read."""
+    tally = _tally(chosen)
     columns = (
         Run.id.label("run_id"),
         Run.name,
@@ -269,11 +284,11 @@ def _runs() -> Select:
         Run.resumed,
     )
     joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
-    return joined.order_by(Run.created_at.desc(), Run.id)
+    return _newest_first(joined.where(Run.id.in_(chosen)))
 
 
-def _tally() -> Subquery:
-    """Per run: point counts by state, the latest heartbeat, the GPU."""
+def _tally(chosen: Select) -> Subquery:
+    """Per chosen run: point counts by state, the latest heartbeat, the GPU."""
 
     def number(name: str, *counted: PointState) -> ColumnElement[int]:
         return func.sum(case((Point.state.in_(counted), 1), else_=0)).label(name)
@@ -292,6 +307,7 @@ def _tally() -> Subquery:
             func.max(Environment.gpu).label("gpu"),
         )
         .join(Environment, Environment.id == Point.environment_id, isouter=True)
+        .where(Point.run_id.in_(chosen))
         .group_by(Point.run_id)
         .subquery()
     )

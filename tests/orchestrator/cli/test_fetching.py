@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
 from orchestrator.artifacts import ArtifactStore, Source
-from orchestrator.cli import doctor
+from orchestrator.cli import doctor, fetching
 from orchestrator.records import ArtifactData, ArtifactRecord, OutcomeRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState
@@ -48,6 +49,16 @@ def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(
     missing = err.splitlines()
     assert len(missing) == 8
     assert all("is not in the artifact store" in line and "(host bench1)" in line for line in missing)
+
+
+def test_the_files_of_all_points_are_read_at_once(sqlite_store: Store, sweep: Callable[..., list]) -> None:
+    sqlite_store.apply_many(sweep(RUN))
+    asked: list[str] = []
+    event.listen(sqlite_store.engine, "before_cursor_execute", lambda _, __, statement, *___: asked.append(statement))
+    found = fetching.files(sqlite_store, RUN, None)
+    assert [(file.point, file.name) for file in found] == [(number, "stdout.txt") for number in range(8)]
+    assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
+    assert fetching.files(sqlite_store, RUN, 3) == [found[3]]
 
 
 def test_files_of_a_run_of_version_0_1_0_are_found(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:

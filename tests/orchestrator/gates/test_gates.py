@@ -10,6 +10,8 @@ import yaml
 from rich.console import Console
 
 import orchestrator
+from orchestrator.gates.evidence import Scope, measured_runs
+from orchestrator.gates.filters import ANY
 from orchestrator.gates.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
 from orchestrator.states import PointState, Result, RunState
@@ -459,6 +461,16 @@ def test_a_newer_run_whose_points_failed_is_not_hidden_by_an_older_success(sqlit
     assert evaluate(sqlite_store, gates, ["old"])[0].result is GO
     sqlite_store.apply_many(later([r.model_copy(update=_renamed(r, "new", "other")) for r in other]))
     assert evaluate(sqlite_store, gates, ["old", "other"])[0].result is GO  # another shape failed
+
+
+def test_only_failed_points_are_looked_at_for_failures(sqlite_store: Store, sweep, monkeypatch: pytest.MonkeyPatch):
+    """Each rule asks each run without evidence for them."""
+    sqlite_store.apply_many(sweep(failures={PointState.HANG: "silent", PointState.OOM: "too large"}))
+    [run] = measured_runs(sqlite_store, None)
+    seen: list[str] = []
+    monkeypatch.setattr(Scope, "matches", lambda _, row: seen.append(row["state"]) or True)
+    assert [point["label"] for point in run.failures(Scope(ANY))] == ["naive S=65544", "naive S=65545"]
+    assert seen == ["hang", "oom"]
 
 
 def _renamed(record: Record, old: str, new: str) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sqlite3
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pandas as pd
 import pytest
 from sqlalchemy import text
 
+from orchestrator.gates.evidence import Metrics
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
@@ -81,10 +84,54 @@ def test_runs_count_their_points(filled: Store):
         ({"text": "REPORT_"}, ["seeds"]),
         ({"text": "100%"}, []),
         ({"limit": 1}, [RUN]),
+        ({"run_ids": ["seeds", "other"]}, ["seeds"]),
     ],
 )
 def test_runs_are_filtered(filled: Store, filters: dict, found: list[str]):
     assert queries.runs(filled, **filters).run_id.tolist() == found
+
+
+def test_the_cost_of_reading_one_run_is_that_of_its_own_points(sqlite_store: Store, sweep):
+    """In steps of SQLite's machine, with and without twenty other runs."""
+    reads: list[Callable[[], object]] = [
+        lambda: queries.run(sqlite_store, RUN),
+        lambda: queries.runs(sqlite_store, limit=1),
+        lambda: queries.measurements(sqlite_store, run_ids=[RUN]),
+        lambda: queries.scaling(sqlite_store, run_ids=[RUN]),
+        lambda: queries.scaling(sqlite_store, origin=Origin.REPORTED),
+        lambda: queries.states(sqlite_store, run_ids=[RUN]),
+        lambda: queries.files(sqlite_store, RUN),
+        lambda: Metrics(sqlite_store, [RUN]).names,
+    ]
+
+    def costs() -> list[int]:
+        return [_steps(sqlite_store, read) for read in reads]
+
+    sqlite_store.apply_many(sweep(RUN))
+    alone = costs()
+    for number in range(20):
+        sqlite_store.apply_many(sweep(f"20261119-1200{number:02d}-demo-abcd"))
+    assert [cost < 2 * before for before, cost in zip(alone, costs(), strict=True)] == [True] * len(reads)
+
+
+def _steps(store: Store, read: Callable[[], object]) -> int:
+    """The number of steps that SQLite takes for a read."""
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+
+    with store.engine.connect() as connection:  # the pool's only one
+        database = connection.connection.dbapi_connection
+    assert isinstance(database, sqlite3.Connection)
+    database.set_progress_handler(step, 1)
+    try:
+        read()
+    finally:
+        database.set_progress_handler(None, 1)
+    assert count
+    return count
 
 
 def test_one_run_has_its_spec(filled: Store):
