@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from jobs.plain_text import in_a_line
 from jobs.spec import load_spec
 from orchestrator.cli.exposure import asks_for_token
 from orchestrator.cli.services import answers
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
 T = TypeVar("T")
+
+_REASON = 300  # characters
 
 
 class SubmissionError(UserError):
@@ -49,7 +52,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     Raises:
         SpecError: the spec or an override is wrong.
         UploadError: a file that the spec names cannot be sent.
-        SubmissionError: no cluster answers.
+        SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)
     args = ["python", "-m", "jobs", str(upload.spec)]
@@ -62,20 +65,25 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
-        return Submitted(client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env), size)
+        job = _answered(
+            lambda: client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env),
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job",
+            "look at `nsa status`",
+        )
+        return Submitted(job, size)
 
 
 def follow(settings: Settings, submission_id: str) -> Iterator[str]:
     """The job's log as it grows, until the job ends."""
-    client = _client(settings)
-    stream = _known(lambda: client.tail_job_logs(submission_id), submission_id)
+    stream = _client(settings).tail_job_logs(submission_id)
     loop = asyncio.new_event_loop()
     try:
         while True:
             try:
-                yield loop.run_until_complete(anext(stream))
+                text = _known(lambda: loop.run_until_complete(anext(stream)), submission_id)
             except StopAsyncIteration:
                 return
+            yield text
     finally:
         loop.close()
 
@@ -120,8 +128,14 @@ def _client(settings: Settings) -> JobSubmissionClient:
 
 
 def _known(call: Callable[[], T], submission_id: str) -> T:
+    return _answered(call, f"job: {submission_id!r}", "`ray job list` lists the jobs")
+
+
+def _answered(call: Callable[[], T], what: str, fix: str) -> T:
+    """The answer to a call of Ray's client. Raises SubmissionError for a refusal, and where the cluster is gone."""
+    from aiohttp import ClientError
+
     try:
         return call()
-    except RuntimeError as err:
-        reason = str(err).splitlines()[0]
-        raise SubmissionError(f"job: {submission_id!r}: {reason}; `ray job list` lists the jobs") from None
+    except (RuntimeError, OSError, ClientError) as err:
+        raise SubmissionError(f"{what}: {in_a_line(err, _REASON)}; {fix}") from None
