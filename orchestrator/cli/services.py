@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -192,12 +193,15 @@ def _stop(settings: Settings, service: Service) -> bool:
     _pidfile(settings, service).unlink(missing_ok=True)
     if pid is None:
         return False
-    process = psutil.Process(pid)
-    family = [*process.children(recursive=True), process]
-    process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=_STOP_S)
+    alive: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), process]
+        process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=_STOP_S)
     for survivor in alive:
-        survivor.kill()
+        with suppress(psutil.NoSuchProcess):
+            survivor.kill()
     psutil.wait_procs(alive, timeout=5)
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -112,6 +113,15 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
     assert services.status(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+
+
+def test_a_service_that_ends_while_it_is_stopped_is_stopped(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(services, "_pid", lambda *_: gone.pid)
+    assert services.down(settings) == ["dashboard", "ray"]
 
 
 def test_services_keep_files_in_the_store_of_this_shell(tmp_path: Path) -> None:
