@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_nothing_fails_if_the_largest_size_passes() -> None:
 )
 def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: str) -> None:
     told: list[tuple[Any, ...]] = []
-    trial = run_trial(f"{sizes}:run", {"code": code}, LIMITS, lambda *beat: told.append(beat))
+    limits = LIMITS if end is End.HANG else replace(LIMITS, heartbeat_s=30)
+    trial = run_trial(f"{sizes}:run", {"code": code}, limits, lambda *beat: told.append(beat))
     assert (trial.end, trial.reason) == (end, reason)
     assert trial.found == ({"value": 42} if end is End.OK else {})
     assert ("begun", 1, 2) in told or end is not End.HANG
@@ -105,10 +107,10 @@ def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: st
 
 
 def test_a_slow_trial_is_a_timeout_and_its_parent_is_told_of_silence(sizes: str) -> None:
-    limits = Limits(30, 30, 2)
+    limits = Limits(30, 30, 5)
     told: list[str] = []
     trial = run_trial(f"{sizes}:run", {"code": "time.sleep(60)"}, limits, lambda phase, *_: told.append(phase))
-    assert (trial.end, trial.reason) == (End.TIMEOUT, "not done after 2 s (last in phase 'begun')")
+    assert (trial.end, trial.reason) == (End.TIMEOUT, "not done after 5 s (last in phase 'begun')")
     assert len(told) >= 2  # a point whose trial says nothing for long is not itself hung
 
 

@@ -67,7 +67,7 @@ def test_a_pause_takes_no_samples(driver: None) -> None:
 def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) -> None:
     telemetry = Telemetry([gpu], period_s=0.01)
     telemetry.start()
-    time.sleep(0.1)
+    wait_for(lambda: len(telemetry.samples) >= 2, 20)
     summary = telemetry.stop()
     found = {metric.name: metric for metric in summary.metrics}
     assert (found["gpu_utilization"].value, found["gpu_utilization"].unit) == (80, "%")
@@ -110,7 +110,7 @@ def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, mon
     telemetry = Telemetry(["0", "1"], period_s=0.1)
     assert telemetry.readings() == []
     telemetry.start()
-    time.sleep(0.15)
+    wait_for(lambda: len(telemetry.samples) >= 4, 20)  # two of each, whose mean is that of more
     first = telemetry.readings()
     telemetry.stop()
     last = telemetry.readings()

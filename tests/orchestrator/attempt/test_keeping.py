@@ -13,15 +13,16 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
+from ray_clusters import wait_for
 
 from jobs.spec import Deadlines
 from orchestrator.artifacts import Source
-from orchestrator.attempt import keeping
+from orchestrator.attempt import keeping, protocol
 from orchestrator.attempt.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
 
-CONDITIONS = Conditions("cpu", Deadlines(startup_s=20, heartbeat_s=10, point_s=30))
+CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
 TASK = Assignment("r", "r/7", 1, None)  # type: ignore[arg-type]  # its point is not looked at
 
 
@@ -117,13 +118,15 @@ def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
     assert len(str(second.content)) == 64 << 10
 
 
-def test_a_long_text_takes_little_time(measure) -> None:
-    begin = time.monotonic()
+def test_a_long_text_does_not_go_through_the_pipe(measure, monkeypatch) -> None:
+    """It took 15 s of a point's time."""
+    sizes: list[int] = []
+    decode = protocol.decode_event
+    monkeypatch.setattr(protocol, "decode_event", lambda line: sizes.append(len(line)) or decode(line))
     updates = measure("files = {'log.txt': 'a line of a log\\n' * (60 << 16)}")  # 60 MiB
-    took = time.monotonic() - begin
     [file] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
     assert file.size == 60 << 20
-    assert took < 8  # with the child's start; 15 s when it went through the pipe
+    assert 0 < sum(sizes) < 1 << 20
 
 
 def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
@@ -163,10 +166,11 @@ def hanging() -> str:
 
 
 def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
+    usual = keeping.STALL_S
     monkeypatch.setattr(keeping, "STALL_S", 0.5)
     begin = time.monotonic()
     updates = list(keeping.keep(TASK, [Source("a.txt", "a"), Source("b.txt", "b")], hanging))
-    assert time.monotonic() - begin < 3
+    assert 0.5 < time.monotonic() - begin < usual
     message = "the artifact store hanging://place did not answer for 0.5 s"
     assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
 
@@ -174,22 +178,14 @@ def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> 
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
     begin = time.monotonic()
     assert list(keeping.keep(TASK, [Source("a.txt", "a")], hanging, lambda: time.monotonic() - begin > 0.5)) == []
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < keeping.STALL_S
 
 
 def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
     with (tmp_path / "big").open("wb") as file:
         file.truncate(4 << 30)  # a hole, which takes seconds to hash
     begin = time.monotonic()
-    store = f"file://{tmp_path / 'store'}"
-    assert (
-        list(keeping.keep(TASK, [Source("big", tmp_path / "big")], store, lambda: time.monotonic() - begin > 0.3)) == []
-    )
-    assert time.monotonic() - begin < 2
-    deadline = time.monotonic() + 5
-    while (
-        left := [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    sources, store = [Source("big", tmp_path / "big")], f"file://{tmp_path / 'store'}"
+    assert list(keeping.keep(TASK, sources, store, lambda: time.monotonic() - begin > 0.3)) == []
+    wait_for(lambda: not any(path.is_file() for path in (tmp_path / "store").rglob("*")), 60)
     shutil.rmtree(tmp_path / "store")

@@ -13,6 +13,7 @@ from jobs.point import reporter
 from jobs.quantities import Quantities, Quantity
 from jobs.spec import Deadlines
 from orchestrator.attempt import protocol, sampling
+from orchestrator.attempt.live import LEAST_PIECE_S
 from orchestrator.attempt.sampling import SamplingReporter, interval
 from orchestrator.attempt.supervisor import supervise
 from orchestrator.attempt.worker import Events, run_point
@@ -70,17 +71,15 @@ def test_the_interval_grows_with_the_run() -> None:
 
 def test_a_full_pipe_does_not_hold_up_a_step(monkeypatch) -> None:
     monkeypatch.setattr(sampling, "LEAST_INTERVAL_S", 0.01)
-    stuck = threading.Event()
-    report = SamplingReporter(lambda *_: None, lambda _: stuck.wait(30) and None, DECLARED)
-    slowest = 0.0
+    stuck, sent = threading.Event(), []
+    report = SamplingReporter(lambda *_: None, lambda _: sent.append(stuck.wait(60)), DECLARED)
     for step in range(200):
-        begun = time.perf_counter()
         report.sample(step, {"loss": 1.0, "speed": 2.0})
-        slowest = max(slowest, time.perf_counter() - begun)
         time.sleep(0.001)
+    assert sent == [], "the sender is stuck for as long as the loop runs"
     stuck.set()
     report.close()
-    assert slowest < 1, "the sender is stuck for as long as the loop runs"
+    assert sent
 
 
 def test_a_series_must_be_declared_and_in_order() -> None:
@@ -121,9 +120,10 @@ def test_an_undeclared_series_is_an_error_of_its_point(snippet_kind) -> None:
 
 def test_a_supervisor_passes_series_on_in_pieces(snippet_kind) -> None:
     conditions = Conditions("cpu", Deadlines(startup_s=30, heartbeat_s=10, point_s=60))
+    begun = time.monotonic()
     updates = list(supervise([Assignment("r", "r/0", 3, snippet_kind.point(TWO_RANKS))], conditions))
     pieces = [update.records for update in updates if isinstance(update, Series)]
-    assert 2 <= len(pieces) <= 4, "pieces of two seconds, and the rest"
+    assert 2 <= len(pieces) <= (time.monotonic() - begun) / LEAST_PIECE_S + 1, "pieces of two seconds, and the rest"
     records = [record for piece in pieces for record in piece]
     assert {(record.run_id, record.point_id, record.attempt) for record in records} == {("r", "r/0", 3)}
     for rank in range(2):

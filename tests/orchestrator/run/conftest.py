@@ -17,7 +17,7 @@ codes: {codes}
 retries: 0
 resources: {{workers: {workers}}}
 isolation: {isolation}
-deadlines: {{startup_s: 20, heartbeat_s: 1.5, point_s: 4}}
+deadlines: {{startup_s: 60, heartbeat_s: 60, point_s: 600}}
 """
 
 

@@ -130,8 +130,6 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
         + codes[2]
     )
     path = spec(*codes)
-    text = path.read_text().replace("heartbeat_s: 1.5, point_s: 4", "heartbeat_s: 60, point_s: 600")
-    path.write_text(text)
     driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
     child = _child_in_third_point(driver, home)
     driver.kill()
@@ -254,7 +252,6 @@ def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
-    path.write_text(path.read_text().replace("point_s: 4", "point_s: 600"))
     driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
     assert driver.stdout is not None
     while not driver.stdout.readline().startswith("[1/3]"):

@@ -83,7 +83,6 @@ def test_a_run_whose_disk_is_lost_in_mid_run_is_resumed_from_the_database(
     codes[1] = WAIT.format(str(second)) + codes[1]
     codes[2] = WAIT.format(str(third)) + codes[2]
     path = spec(*codes)
-    path.write_text(path.read_text().replace("heartbeat_s: 1.5, point_s: 4", "heartbeat_s: 60, point_s: 600"))
     first = processes(path)
     until(lambda: log.exists() and stored(database_url, only_run(database_url))[1][1] == ("running", 1))
     run_id = only_run(database_url)

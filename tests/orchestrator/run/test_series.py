@@ -114,12 +114,13 @@ def stored(url: str) -> dict[tuple[str, str, int], float]:
 
 
 def test_series_grow_in_the_database_while_the_run_goes_on(run, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'nsa.db'}"
+    url, begun = f"sqlite:///{tmp_path / 'nsa.db'}", time.monotonic()
     process = run(url, LEARNS, KILLED, OLD)
     first = until(lambda: samples(url, "time", "running"), 0)
     until(lambda: samples(url, "time", "running"), first)
     assert samples(url, "resident_memory", "running") > 0
     assert process.wait(120) == 1, (tmp_path / "said.txt").read_text()
+    seconds = time.monotonic() - begun
     kept = stored(url)
     assert kept == journalled(tmp_path / "home")
     with Store.open(url, create=False, readonly=True) as store:
@@ -127,7 +128,7 @@ def test_series_grow_in_the_database_while_the_run_goes_on(run, tmp_path: Path) 
         assert list(queries.points(store, run_id)["state"]) == ["ok", "crash", "ok"]
     learns = {step: value for (point, name, step), value in kept.items() if point.endswith("/0") and name == "time"}
     assert learns[130] == pytest.approx(1 / 130), "the last sample is always among them"
-    assert 8 <= len(learns) <= 43, "one sample a second; ten were reported, on a busy machine five"
+    assert 8 <= len(learns) <= min(65, seconds), "one sample a second, of up to ten"
     killed = [step for point, name, step in kept if point.endswith("/1") and name == "time"]
     assert len(killed) >= 2, "a killed point keeps its series"
     assert not [name for point, name, _ in kept if point.endswith("/2") and name == "time"]
@@ -147,11 +148,11 @@ def test_a_database_that_is_away_in_the_middle_loses_no_sample(run, tmp_path: Pa
 
     process = run(postgres_url, LEARNS)
     until(lambda: samples(postgres_url, "time", "running"), 1)
+    said = tmp_path / "said.txt"
     open_for_all(False)
-    time.sleep(3)
+    until(lambda: "results go to the journal" in said.read_text(), False)
     open_for_all(True)
     admin.dispose()
-    said = tmp_path / "said.txt"
     assert process.wait(120) == 0, said.read_text()
     assert "the database was away for" in said.read_text()
     kept = stored(postgres_url)
