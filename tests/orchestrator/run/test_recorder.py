@@ -164,8 +164,27 @@ def test_closing_waits_for_the_database_and_then_gives_up(recorder, flaky) -> No
     recorder.close(patience_s=0.2)
     assert not recorder.stored
     flaky.error = None
-    recorder.close(patience_s=20)
+    asked = time.monotonic()
+    recorder.close(patience_s=60)
     assert recorder.stored
+    assert time.monotonic() - asked < 60  # it waits for the records, not for its patience
+
+
+def test_records_that_the_journal_got_while_they_were_stored_are_stored_from_there(path) -> None:
+    with Journal(path) as book:
+        waiting = backlog.Backlog(book)
+        with full_disk(path), pytest.raises(JournalFull):
+            waiting.append([note("a")])
+        batch = waiting.take(10)
+        assert (texts(batch.records), batch.end) == (["a"], None)
+        waiting._try_at = 0.0
+        waiting.append([note("b")])
+        waiting.stored(batch)
+        assert (waiting.waiting, waiting.only_here) == (2, 0)
+        batch = waiting.take(10)
+        assert texts(batch.records) == ["a", "b"]
+        waiting.stored(batch)
+        assert waiting.waiting == 0
 
 
 def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path) -> None:

@@ -151,6 +151,12 @@ def test_the_rest_of_a_lost_batch_is_handed_out_with_the_same_attempt_number(run
     assert executor.batches == [["r/0", "r/1", "r/2", "r/3"], ["r/2", "r/3", "r/1"]]
 
 
+def test_the_rest_of_a_lost_batch_comes_before_what_was_not_handed_out(run) -> None:
+    executor = Script({"r/1": [LOST, PointState.OK]})
+    run(executor, 12, warm=True, slots=2)
+    assert [batch[0] for batch in executor.batches[:3]] == ["r/0", "r/3", "r/2"]
+
+
 def test_a_batch_that_ends_without_an_outcome_counts_as_lost(run) -> None:
     _, states, _ = run(Script({"r/0": [BatchEnded(), BatchEnded()]}), 1)
     assert states == {PointState.LOST: 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -86,6 +87,23 @@ def test_a_removed_lock_file_is_made_again(sqlite_store: Store, tmp_path: Path):
         with sqlite_store.claim(RUN):  # nothing can guard against it
             pass
     assert not list(tmp_path.glob("nsa.db.runs*"))
+
+
+def test_a_lock_file_that_its_last_user_removes_meanwhile_is_no_claim(
+    sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lock, locked = fcntl.flock, []
+
+    def removed(fd: int, how: int) -> None:
+        if not locked:
+            (tmp_path / "nsa.db.runs" / f"{RUN}.lock").unlink()
+        locked.append(fd)
+        lock(fd, how)
+
+    monkeypatch.setattr(claim.fcntl, "flock", removed)
+    with sqlite_store.claim(RUN):
+        assert len(locked) == 2
+        assert refused(sqlite_store)
 
 
 @pytest.mark.postgres

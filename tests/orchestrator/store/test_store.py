@@ -251,6 +251,19 @@ def test_threads_can_write_at_the_same_time(store: Store, sweep):
     assert metrics_of(store) == {"time": 7.0}
 
 
+def test_a_writer_of_sqlite_that_has_read_is_not_overtaken(sqlite_store: Store, sweep):
+    """SQLite refuses at once to write upon what another has changed since it was read."""
+    sqlite_store.apply_many(sweep())
+    other = threading.Thread(target=lambda: sqlite_store.apply_many(sweep(run_id="another")))
+    with sqlite_store.session(writes=True) as session:
+        assert session.scalars(select(Run.id)).all() == [RUN]
+        other.start()
+        other.join(0.3)
+        session.execute(update(Run).values(host="changed"))
+    other.join()
+    assert len(queries.runs(sqlite_store)) == 2
+
+
 def test_a_readonly_store_cannot_write(store: Store, database_url: str, sweep):
     with Store.open(database_url, readonly=True) as reader:
         with pytest.raises(StoreError, match="reading only"):
