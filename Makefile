@@ -41,8 +41,9 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and ot
 	@$(BIN)/nsa report last
 	@$(BIN)/nsa report last --out var/demo-report.html
 	@echo
-	@$(BIN)/nsa gate || test $$? -ne 2
+	@$(BIN)/nsa gate last --target linear-scaling || test $$? -ne 2
 	@echo
+	@echo "Verdicts:  nsa gate (of all targets, on our GPU runs, too)"
 	@echo "Report:    var/demo-report.html"
 	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"
 
