@@ -104,7 +104,7 @@ def insert_new(session: Session, table: type[Event] | type[Environment], new: li
 
 
 def _run(session: Session, record: RunRecord) -> None:
-    run = session.get(Run, record.run_id)
+    run = session.get(Run, record.run_id, with_for_update=True)
     if run is not None:
         run.created_at = min(run.created_at, record.at)
         begins = run.state is RunState.PENDING and record.state is RunState.RUNNING
@@ -129,7 +129,7 @@ def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> 
 
 
 def _run_end(session: Session, record: RunEndRecord) -> None:
-    run = session.get(Run, record.run_id)
+    run = session.get(Run, record.run_id, with_for_update=True)
     if run is None:
         raise _unknown("run", record.run_id)
     if record.at >= run.state_at:
@@ -138,7 +138,7 @@ def _run_end(session: Session, record: RunEndRecord) -> None:
 
 
 def _point(session: Session, record: PointRecord) -> None:
-    point = session.get(Point, record.point_id)
+    point = session.get(Point, record.point_id, with_for_update=True)
     new = point is None
     if point is None:
         if session.get(Run, record.run_id) is None:

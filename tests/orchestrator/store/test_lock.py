@@ -1,21 +1,27 @@
-"""A table of Postgres that another session has locked: a write ends, and does not wait as long as the other likes."""
+"""Writers of Postgres beside each other: a locked table ends a write in time; an older record undoes no newer one."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from ray_clusters import wait_for
 from sqlalchemy import text
 
-from orchestrator.records import RunEndRecord
+from orchestrator.records import RunEndRecord, RunRecord
 from orchestrator.states import RunState
-from orchestrator.store import Store, StoreUnavailable, queries
+from orchestrator.store import Store, StoreUnavailable, queries, writer
 from orchestrator.store.engine import BUSY_SECONDS
 
 RUN = "20261120-120000-demo-abcd"
 
 
-@pytest.mark.parametrize("new_database", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True)
+pytestmark = [pytest.mark.postgres, pytest.mark.parametrize("new_database", ["postgres"], indirect=True)]
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+
+
 def test_a_write_that_waits_for_a_lock_ends(store: Store, sweep, monkeypatch: pytest.MonkeyPatch):
     *records, end = sweep(RUN)
     assert isinstance(end, RunEndRecord)
@@ -36,3 +42,22 @@ def test_a_write_that_waits_for_a_lock_ends(store: Store, sweep, monkeypatch: py
     run = queries.run(store, RUN)
     assert run is not None
     assert run["state"] == RunState.DONE
+
+
+def test_an_end_from_before_a_resumption_that_is_being_stored_does_not_undo_it(store: Store, sweep):
+    """As where a journal is imported while its run goes on."""
+    run, *_, end = sweep(RUN)
+    assert isinstance(run, RunRecord)
+    assert isinstance(end, RunEndRecord)
+    store.apply(run)
+    resumed = run.model_copy(update={"at": end.at + timedelta(hours=1)})
+    own = store.engine.execution_options(isolation_level="AUTOCOMMIT")  # a transaction sees one moment's activity
+    with ThreadPoolExecutor() as beside, own.connect() as look:
+        with store.session(writes=True) as session:
+            writer.apply(session, resumed)
+            late = beside.submit(store.apply, end)
+            wait_for(lambda: look.scalar(text(WAITING)) == 1, 20)
+        late.result()
+    found = queries.run(store, RUN)
+    assert found is not None
+    assert found["state"] == RunState.RUNNING
