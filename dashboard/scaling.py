@@ -121,10 +121,9 @@ def _draw(panels: Sequence[Panel], fits: pd.DataFrame) -> None:
 
 def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
     st.subheader(parts.plain(title))
-    named = (rows["metric"] == quantity.name) & (rows["unit"] == quantity.unit)
-    shown = rows.loc[named & (rows["per_sequence"] > 0)]
+    shown = charts.drawable(rows, quantity)
     if shown.empty:
-        st.caption("Every value is zero, which a logarithmic axis cannot show.")
+        st.caption("A logarithmic axis can show none of the values, such as zero.")
         return
     st.caption(_what(shown))
     lines = len({series.key(row) for row in parts.records(shown)})

@@ -19,8 +19,8 @@ _VALUE = 500  # characters of a value in a message, and what is said of those le
 _SAID = 50
 _INTEGER_BITS = 1024
 
-# Controls but tab and newline (C0, delete, C1), separators of lines, marks that turn the direction of writing, and
-# halves of characters: a terminal acts on them, or shows something else than is there.
+# Controls but tab and newline (C0, delete, C1), separators of lines, marks that turn the direction of writing, halves
+# of characters and what is none: a terminal acts on them or shows something else than is there, and no XML holds them.
 _ACTS = (
     *range(0x09),
     *range(0x0B, 0x20),
@@ -32,6 +32,8 @@ _ACTS = (
     *range(0x2066, 0x206A),
     0xFEFF,
     *range(0xD800, 0xE000),
+    0xFFFE,
+    0xFFFF,
 )
 _VISIBLE = {number: f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" for number in _ACTS}
 _ACTING = re.compile("[" + "".join(f"\\u{number:04x}" for number in _ACTS) + "]")

@@ -18,6 +18,8 @@ from orchestrator.store import Store, queries
 KIND = "bench"
 FORWARD, BOTH = "forward", "forward+backward"
 TIME, MEMORY, STAGE = "time", "peak_extra_memory", "stage_"
+_PLACE = ["implementation", "query_heads", "kv_heads", "head_dim", "seq_len", "batch"]
+"""Columns without which a point has no line; an imported journal may lack them."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,14 @@ def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: str) -> Bench:
     states: dict[tuple[Place, str], str] = {}
     routes: dict[tuple[Place, str], str] = {}
-    points = queries.points(store, run["run_id"]).to_dict("records")
+    points = queries.points(store, run["run_id"]).dropna(subset=_PLACE).to_dict("records")
     several = [axis for axis in ("env", "python") if len({text(row[axis]) for row in points}) > 1]
     for row in points:
         at = _place(row), _contender(row, several)
         states.setdefault(at, row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
             routes[at] = row["route"].get("dense", "")
-    measured = queries.measurements(store, run_ids=[run["run_id"]])
+    measured = queries.measurements(store, run_ids=[run["run_id"]]).dropna(subset=_PLACE)
     values = {
         (_place(row), _contender(row, several), row["metric"]): row["value"] for row in measured.to_dict("records")
     }
@@ -172,7 +174,7 @@ def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Fig
     Reports may shorten a card's name: H200 matches NVIDIA H200.
     """
     best: dict[tuple[Place, str], Figure] = {}
-    known = reported.dropna(subset=["query_heads", "kv_heads", "head_dim", "batch", "seq_len", "dtype", "gpu"])
+    known = reported.dropna(subset=[*_PLACE, "dtype", "gpu"])
     for row in known.to_dict("records"):
         if is_dense(row["implementation"]) or row["workload"] != "attention" or row["gpu"] not in gpu:
             continue

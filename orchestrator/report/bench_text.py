@@ -86,14 +86,14 @@ def _growth(bench: Bench, of: str) -> Table:
 
 
 def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
-    """Table row of one series' fit; None if it has too few lengths."""
+    """Table row of one series' fit; None if it has too few lengths, or a value that has no logarithm."""
     pass_ = bench.fullest
     found = {
         place.seq_len: value / place.batch
         for (place, name, what), value in bench.values.items()
         if (place.layout, place.pass_, name, what) == (layout, pass_, implementation, metric)
     }
-    law = fit_growth(list(found), list(found.values()))
+    law = fit_growth(list(found), list(found.values())) if all(value > 0 for value in found.values()) else None
     if law is None:
         return None
     local = ", ".join(map(str, local_slopes(list(found), list(found.values()))))

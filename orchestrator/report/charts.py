@@ -26,6 +26,7 @@ Row = dict[str, Any]
 _CURVE_STEPS = 24
 _TITLE = 40  # characters of an axis title that fit in one line
 _PALE = 0.35  # opacity of points that a fit leaves out
+_LEAST, _MOST = 1e-300, 1e300  # values that axes and guides around them can be computed for
 
 # Guide slopes on log-log axes and their labels, by kind of plot.
 _GUIDES = {
@@ -107,17 +108,20 @@ def length_label(length: float) -> str:
     return f"{length:,}"
 
 
+def drawable(rows: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
+    """The rows of a quantity that log-log axes can show."""
+    own = (rows["metric"] == quantity.name) & (rows["unit"] == quantity.unit)
+    return rows.loc[own & (rows["seq_len"] > 0) & rows["per_sequence"].between(_LEAST, _MOST)]
+
+
 def _points(rows: pd.DataFrame, quantity: Quantity) -> list[Row]:
-    """Rows of `metric` with positive length and value, plus `y`, `low`, `high` per sequence and their series' key."""
+    """The rows to draw, plus `y`, `low`, `high` per sequence and their series' key."""
     points = []
-    for row in rows.to_dict("records"):
-        if (row["metric"], row["unit"]) != (quantity.name, quantity.unit) or not (
-            row["seq_len"] > 0 and row["per_sequence"] > 0
-        ):
-            continue
+    for row in drawable(rows, quantity).to_dict("records"):
         share = row["per_sequence"] / row["value"]
         bounds = (row["ci_low"], row["ci_high"])
-        low, high = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
+        ends = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
+        low, high = (min(max(end, _LEAST), _MOST) for end in ends)
         shown = {"y": row["per_sequence"], "low": low, "high": high, "opacity": 1.0}
         shown["length"] = length_label(row["seq_len"])
         points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})

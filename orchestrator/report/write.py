@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from jobs.plain_text import printable
 from jobs.quantities import Plot, Quantity
 from orchestrator.errors import UserError
 from orchestrator.report.content import Content, collect
@@ -83,23 +84,31 @@ def _some(run_ids: Sequence[str]) -> Sequence[str]:
 
 def _charts(content: Content) -> dict[Quantity, Any]:
     """Charts of the growing quantities that have rows to draw. Imports Altair only here."""
-    from orchestrator.report.charts import scaling_chart
+    from orchestrator.report.charts import drawable, scaling_chart
 
-    drawable = content.scaling.loc[content.scaling["per_sequence"] > 0]
     return {
-        quantity: scaling_chart(drawable, content.fits_frame, quantity).properties(width=640)
+        quantity: scaling_chart(content.scaling, content.fits_frame, quantity).properties(width=640)
         for quantity in content.quantities
-        if quantity.plot is Plot.GROWTH and quantity.name in set(drawable["metric"])
+        if quantity.plot is Plot.GROWTH and not drawable(content.scaling, quantity).empty
     }
 
 
 def _png(chart: Any) -> bytes:
     import vl_convert
 
-    return vl_convert.vegalite_to_png(chart.to_dict(), scale=2)
+    return vl_convert.vegalite_to_png(_drawable(chart.to_dict()), scale=2)
 
 
 def _svg(chart: Any) -> str:
     import vl_convert
 
-    return vl_convert.vegalite_to_svg(chart.to_dict())
+    return vl_convert.vegalite_to_svg(_drawable(chart.to_dict()))
+
+
+def _drawable(part: Any) -> Any:
+    """The part of a chart, its texts printable: an image's XML cannot hold controls."""
+    if isinstance(part, dict):
+        return {name: _drawable(value) for name, value in part.items()}
+    if isinstance(part, list):
+        return [_drawable(value) for value in part]
+    return printable(part) if isinstance(part, str) else part

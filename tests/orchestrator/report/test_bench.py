@@ -267,6 +267,25 @@ def test_a_bench_of_forward_passes_alone_has_their_growth_and_charts(sqlite_stor
     assert "| 12/2 d64 | triton | time | 1.000 | 0.998 to 1.002 | 16,384 to 65,536 | 3 |" in shown
 
 
+def test_points_that_lack_a_place_or_a_logarithm_are_no_line_and_no_fit(sqlite_store: Store, rows: Rows):
+    """As a journal from elsewhere may have them."""
+    rows.timed("naive", 8192, 1.0, 4.0, 0.0, "naive")
+    rows.timed("naive", 16384, 1.0, 4.0, 10.0, "naive")
+    rows.timed("naive", 32768, 1.0, 4.0, 20.0, "naive")
+    for lacking in ("query_heads", "seq_len", "implementation"):
+        rows.add("reference", BOTH, 4096, [MetricData(name="time", unit="ms", value=7.0)])
+        point = rows.records[-2]
+        assert isinstance(point, PointRecord)
+        rows.records[-2] = point.model_copy(update={"axes": point.axes | {lacking: None}})
+    rows.into(sqlite_store)
+    text = report(sqlite_store, [RUN])
+    assert "| triton |" in table(text, "Operator")
+    assert "reference" not in table(text, "Operator")
+    assert "| triton | peak_extra_memory |" in table(text, "Growth")
+    assert "| naive | time |" in table(text, "Growth")
+    assert "| naive | peak_extra_memory |" not in table(text, "Growth")
+
+
 def test_the_console_summary_has_the_same_tables(sqlite_store: Store, rows: Rows):
     rows.staged(8192, selected=2.0)
     rows.into(sqlite_store)

@@ -86,9 +86,11 @@ def test_only_the_metric_asked_for_is_drawn(rows: pd.DataFrame):
     assert set(points["metric"]) == {"throughput"}
 
 
-def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame):
+@pytest.mark.parametrize("value", [0.0, -1.0, 5e-324, 1.7e308])
+def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame, value: float):
     chosen = measured(rows)
-    chosen.loc[(chosen["metric"] == "time") & (chosen["seq_len"] == 512), ["value", "per_sequence"]] = 0.0
+    chosen.loc[(chosen["metric"] == "time") & (chosen["seq_len"] == 512), ["value", "per_sequence"]] = value
+    chosen.loc[chosen["metric"] == "time", "ci_high"] = 1.7e308
     assert set(drawn(charts.scaling_chart(chosen, [], SHARED.of("time")))["seq_len"]) == {1024, 2048, 4096}
 
 

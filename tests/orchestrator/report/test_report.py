@@ -135,8 +135,10 @@ def test_a_failures_text_is_escaped(sqlite_store: Store, sweep):
     assert "<img" not in report(sqlite_store, [RUN], format="html")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.5])
-def test_values_of_zero_and_below_are_reported_without_a_fit(sqlite_store: Store, sweep, tmp_path: Path, value: float):
+@pytest.mark.parametrize("value", [0.0, -1.5, 1.7e308])
+def test_values_of_no_logarithm_or_use_are_reported_without_a_fit(
+    sqlite_store: Store, sweep, tmp_path: Path, value: float
+):
     sqlite_store.apply_many(
         record.model_copy(
             update={"metrics": tuple(m.model_copy(update={"value": value, "samples": ()}) for m in record.metrics)}
@@ -149,6 +151,13 @@ def test_values_of_zero_and_below_are_reported_without_a_fit(sqlite_store: Store
     assert f"| 4,096 | 1 | time | {value:g} (" in text
     assert "None." in text.partition("## Scaling")[2].partition("## Results")[0]
     assert "<svg" not in report(sqlite_store, [RUN], format="html")  # the axes are logarithmic
+
+
+def test_a_metric_in_another_unit_than_its_quantity_is_not_drawn(sqlite_store: Store, sweep):
+    ours = sweep(RUN)
+    other = [metric.model_copy(update={"unit": "days"}) for metric in ours[3].metrics]
+    sqlite_store.apply_many(r.model_copy(update={"metrics": tuple(other)}) if r.type == "outcome" else r for r in ours)
+    assert "<svg" not in report(sqlite_store, [RUN], format="html")
 
 
 class Tags(HTMLParser):
@@ -183,6 +192,14 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
     assert not [target for target in tags.targets if ".invalid" in target]
     for text in (markdown, page):
         assert text.count("evil.invalid") > 20  # it is shown
+
+
+def test_controls_in_texts_of_a_run_leave_its_charts_whole(sqlite_store: Store, sweep, tmp_path: Path):
+    begun, *more = sweep(RUN, laws={"chunked": 1.0}, lengths=(512, 1024))
+    sqlite_store.apply_many([begun.model_copy(update={"source": "a\x1b[31m\ufffe", "name": "b\x07"}), *more])
+    files = write_report(sqlite_store, [RUN], tmp_path / "a.md")
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
+    assert not re.search("[\x1b\x07\ufffe]", report(sqlite_store, [RUN], format="html"))
 
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
