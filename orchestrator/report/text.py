@@ -83,6 +83,7 @@ def _tables(content: Content) -> Iterable[Table]:
 
 
 def _runs(content: Content) -> Table:
+    on_cpu = set(content.points.loc[content.points["device"] == "cpu", "run_id"])
     rows = [
         [
             str(run["run_id"]),
@@ -90,13 +91,14 @@ def _runs(content: Content) -> Table:
             str(run["origin"]),
             str(run["state"]),
             f"{run['ok']} of {run['points']} ok",
-            str(run["gpu"] or "CPU"),
+            str(run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")),
             f"{run['created_at']:%Y-%m-%d %H:%M} UTC",
             _commit(run),
         ]
         for run in content.runs
     ]
-    return Table("Runs", "", ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
+    note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in content.runs if run["reason"])
+    return Table("Runs", note, ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
 
 
 def _commit(run: Mapping) -> str:

@@ -16,10 +16,10 @@ from hostile_run import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 import orchestrator
 from jobs import decode
 from jobs.quantities import TIME
-from orchestrator.records import MetricData
+from orchestrator.records import MetricData, RunEndRecord
 from orchestrator.report import ReportError, report, write_report
 from orchestrator.report.series import labels
-from orchestrator.states import PointState
+from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
 
@@ -231,6 +231,14 @@ def test_a_run_without_results_is_reported_too(store: Store, sweep):
     assert "| pending |" in text
     assert "## Results\n\nThe whole batch; brackets hold the interval of the median.\n\nNone." in text
     assert "<h2>Scaling</h2>" in report(store, [RUN], format="html")
+
+
+def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(sqlite_store: Store, sweep):
+    sqlite_store.apply_many([sweep()[0], RunEndRecord(run_id=RUN, state=RunState.FAILED, reason="no node has a <GPU>")])
+    text = report(sqlite_store, [RUN])
+    assert f"{RUN} failed: no node has a \\<GPU>." in text
+    assert f"| {RUN} | scaling | measured | failed | 0 of 0 ok |  |" in text
+    assert f"<p>{RUN} failed: no node has a &lt;GPU&gt;.</p>" in report(sqlite_store, [RUN], format="html")
 
 
 @pytest.mark.parametrize(
