@@ -97,6 +97,16 @@ def test_others_take_those_of_all_devices(monkeypatch, other):
     assert not (SPANS | SELECTED) & started(monkeypatch, **other)
 
 
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_sums_are_rescaled_late_on_the_accumulators_of_hopper_alone(monkeypatch, arch):
+    from nsa_core.kernels.runtime.tiles import assume
+
+    with assume(arch):
+        spans = [one for one in launches(monkeypatch, arch=80) if one.kernel.__name__ == "_span_forward"]
+    assert spans
+    assert {one.constants["LATE"] > 0 for one in spans} == {arch == 90}
+
+
 def test_a_gradient_that_is_not_aligned_takes_the_forwards_alone(monkeypatch):
     forwards = {"_all_spans_forward", "_selected_forward_hopper"}
     assert (SPANS | SELECTED) & started(monkeypatch, late="do") == forwards
