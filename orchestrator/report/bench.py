@@ -18,8 +18,8 @@ from orchestrator.store import Store, queries
 KIND = "bench"
 FORWARD, BOTH = "forward", "forward+backward"
 TIME, MEMORY, STAGE = "time", "peak_extra_memory", "stage_"
+# Columns without which a point has no line; an imported journal may lack them.
 _PLACE = ["implementation", "query_heads", "kv_heads", "head_dim", "seq_len", "batch"]
-"""Columns without which a point has no line; an imported journal may lack them."""
 
 
 @dataclass(frozen=True)

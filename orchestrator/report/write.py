@@ -96,19 +96,19 @@ def _charts(content: Content) -> dict[Quantity, Any]:
 def _png(chart: Any) -> bytes:
     import vl_convert
 
-    return vl_convert.vegalite_to_png(_drawable(chart.to_dict()), scale=2)
+    return vl_convert.vegalite_to_png(_printable(chart.to_dict()), scale=2)
 
 
 def _svg(chart: Any) -> str:
     import vl_convert
 
-    return vl_convert.vegalite_to_svg(_drawable(chart.to_dict()))
+    return vl_convert.vegalite_to_svg(_printable(chart.to_dict()))
 
 
-def _drawable(part: Any) -> Any:
+def _printable(part: Any) -> Any:
     """The part of a chart, its texts printable: an image's XML cannot hold controls."""
     if isinstance(part, dict):
-        return {name: _drawable(value) for name, value in part.items()}
+        return {name: _printable(value) for name, value in part.items()}
     if isinstance(part, list):
-        return [_drawable(value) for value in part]
+        return [_printable(value) for value in part]
     return printable(part) if isinstance(part, str) else part
