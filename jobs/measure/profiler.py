@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage] - its profiler rows have it
 from torch.profiler import ProfilerActivity, profile
 
 from nsa_core.routes import RANGE
