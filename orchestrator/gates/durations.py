@@ -67,9 +67,9 @@ def _scaled(alike: Sequence[Duration], hardware: Hardware) -> tuple[float | None
     if hardware.gpu is None or peak is None or other is None or other.gpu is None:
         return UNKNOWN
     theirs = BF16_PEAKS[other.gpu]
-    ground = f"{other.source}: {other.minutes:.3g} min on {other.gpu}, scaled by"
-    ground += f" published bf16 peaks ({theirs / 1e12:.0f} to {peak / 1e12:.0f} TFLOP/s)"
-    return other.minutes * theirs / peak, ground
+    scaled = f"scaled by published bf16 peaks ({theirs / 1e12:.0f} to {peak / 1e12:.0f} TFLOP/s)"
+    how = "whose published bf16 peak is the same" if theirs == peak else scaled
+    return other.minutes * theirs / peak, f"{other.source}: {other.minutes:.3g} min on {other.gpu}, {how}"
 
 
 def _own_time(spec: str) -> tuple[float | None, str]:

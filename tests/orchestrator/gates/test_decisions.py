@@ -81,6 +81,7 @@ def test_a_predicted_duration_is_scaled_from_another_card():
     assert ours.minutes is not None
     assert theirs.minutes == pytest.approx(ours.minutes * 989.4 / 312)
     assert "scaled by published bf16 peaks (989 to 312 TFLOP/s)" in theirs.basis
+    assert "on NVIDIA H200, whose published bf16 peak is the same" in steps[f"{SCALING}H100"].basis
     demo = steps["nsa submit jobs/configs/demo.yaml"]
     assert (demo.minutes, demo.basis, demo.gpus) == (None, "not known", 0)
 
