@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import pandas as pd
 
 from jobs import plain_text
+from jobs.quantities import readable
 from orchestrator.states import Origin, PointState, Result, RunState
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ def number(value: float | None, unit: str = "") -> str:
     """Value with four significant digits and its unit ("1" is not shown); a dash for None and NaN."""
     if value is None or math.isnan(value):
         return "–"
-    value += 0.0  # avoids "-0"
-    text = f"{value:,.0f}" if 1_000 <= abs(value) < 1e15 else f"{value:.4g}"
-    return f"{text}\N{NO-BREAK SPACE}{unit}" if unit and unit != "1" else text
+    return readable(value, unit or "1").replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def size(count: float | None) -> str:

@@ -119,6 +119,12 @@ class Quantities(Sequence[Quantity]):
         return [q.name for q in chosen if plots is None or q.plot in plots]
 
 
+def readable(value: float, unit: str = "1") -> str:
+    """A value with four significant digits, from 1,000 on a whole number, and its unit, of which "1" is left out."""
+    text = f"{value:,.0f}" if 1_000 <= abs(value) < 1e15 else f"{value + 0.0:.4g}"  # + 0.0: no "-0"
+    return text if unit == "1" else f"{text} {unit}"
+
+
 def check_quantities(quantities: Sequence[Quantity]) -> None:
     """Check that the declarations can be stored and told apart.
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jobs.axes import MORE, more_columns
 from jobs.plain_text import in_a_line
-from jobs.quantities import Role
+from jobs.quantities import Role, readable
 from orchestrator.states import PointState, Result
 from orchestrator.terminal import PlainConsole
 
@@ -91,7 +91,7 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     table = _table("Results", "point", *(escape(f"{name} ({units[name]})".removesuffix(" (1)")) for name in names))
     for label, rows in shown.groupby("label", sort=False):
         values = dict(zip(rows["metric"], rows["value"], strict=True))
-        table.add_row(_cell(str(label)), *(f"{values[name]:.5g}" if name in values else "" for name in names))
+        table.add_row(_cell(str(label)), *(readable(values[name]) if name in values else "" for name in names))
     console.print(table)
 
 
@@ -138,7 +138,9 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
         if len(target.commits) > 1:
             console.print(f"  the rules rest on different commits: {', '.join(target.commits)}", markup=False)
         for rule in target.rules:
-            judged = "" if rule.value is None else f"{rule.value:.4g} (bound {rule.limit}, margin {rule.margin:.4g}): "
+            judged = ""
+            if rule.value is not None and rule.margin is not None:
+                judged = f"{readable(rule.value)} (bound {rule.limit}, margin {readable(rule.margin)}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.plain_text import in_a_line
+from jobs.quantities import readable
 from orchestrator.cli.doctor import Finding, Health, SettingRow
 from orchestrator.cli.exposure import Exposure
 from orchestrator.cli.fetching import StoredFile
@@ -85,9 +86,9 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
     )
     table = _table("Metrics", "metric", "value", "unit", "p10", "p90", "95 % interval", "n", "method")
     for m in metrics.to_dict("records"):
-        interval = "" if pd.isna(m["ci_low"]) else f"{m['ci_low']:.4g} .. {m['ci_high']:.4g}"
+        interval = "" if pd.isna(m["ci_low"]) else f"{readable(m['ci_low'])} .. {readable(m['ci_high'])}"
         table.add_row(
-            m["name"], f"{m['value']:.5g}", m["unit"], _text(m["p10"]), _text(m["p90"]), interval,
+            m["name"], readable(m["value"]), m["unit"], _text(m["p10"]), _text(m["p90"]), interval,
             str(max(1, len(m["samples"] or ()))), m["method"],
         )  # fmt: skip
     out.print(table if len(metrics) else "no metrics: only points that are ok have any")
@@ -176,7 +177,7 @@ def _progress(p: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return readable(value) if isinstance(value, float) else str(value)
 
 
 def _time(value: Any) -> str:

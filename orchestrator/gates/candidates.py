@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from jobs.axes import MORE, more_columns
+from jobs.quantities import readable
 from orchestrator.analysis import Fit, surroundings
 from orchestrator.gates.evidence import Run, Scope
 from orchestrator.gates.filters import Row, Where
@@ -89,7 +90,7 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     candidates = []
     for row in rows:
         value = abs(row["value"]) if rule.absolute else row["value"]
-        what = f"{row['label']}: {rule.metric} {row['value']:.6g} {row['unit']}" + _more(len(rows), "points")
+        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _more(len(rows), "points")
         candidates.append(Candidate(value, [row["point_id"]], what))
     unit = rows[0]["unit"] if rows else rule.unit
     return Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, scope), unit)
@@ -105,7 +106,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     pairs = [(top, bottom) for top in tops for bottom in under[_alike(rule, top)]]
     candidates = []
     for top, bottom in pairs:
-        what = f"{top['label']}: {above.metric} {top['per_sequence']:.4g} against {bottom['per_sequence']:.4g}"
+        what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
+        what += readable(bottom["per_sequence"])
         what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
         ratio = top["per_sequence"] / bottom["per_sequence"]

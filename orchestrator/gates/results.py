@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jobs.quantities import readable
 from orchestrator.gates.hardware import Hardware
 from orchestrator.gates.steps import Step
 from orchestrator.states import Result
@@ -47,7 +48,7 @@ class RuleVerdict:
         """The bound in words: "<= 1.15"."""
         if self.bound is None:
             return ""
-        return f"{self.comparison} {self.bound:.6g}" + ("" if self.unit == "1" else f" {self.unit}")
+        return f"{self.comparison} {readable(self.bound, self.unit)}"
 
 
 @dataclass(frozen=True)

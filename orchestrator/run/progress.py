@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from jobs.plain_text import in_a_line
+from jobs.quantities import readable
 from orchestrator.messages import Progress as Sign
 from orchestrator.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
@@ -129,7 +130,7 @@ def _named(text: str) -> str:
 def _in_a_line(metrics: tuple[MetricData, ...], headline: Sequence[str]) -> str:
     by_name = {metric.name: metric for metric in metrics}
     shown = [by_name[name] for name in headline if name in by_name] or list(metrics[:1])
-    return ", ".join(f"{m.name} {m.value:.4g} {m.unit}".removesuffix(" 1") for m in shown) or "done"
+    return ", ".join(f"{m.name} {readable(m.value, m.unit)}" for m in shown) or "done"
 
 
 def _where(sign: Sign) -> str:
