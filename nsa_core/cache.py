@@ -136,10 +136,8 @@ class _Cache(ABC):
         """Check that `tokens` more tokens of `batch` sequences fit, by the host's count.
 
         Raises:
-            InputError: there are none or no room for them, or the cache holds another number of sequences.
+            InputError: there is no room for them, or the cache holds another number of sequences.
         """
-        if tokens < 1:
-            raise InputError("tokens", tokens, "give at least one")
         if self.length > 0 and batch != len(self._every_token.buffer):
             raise InputError("batch", batch, f"use {len(self._every_token.buffer)}, the sequences that the cache holds")
         if self.capacity is not None and self.length + tokens > self.capacity:
