@@ -55,7 +55,7 @@ def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     with (folder / "head.log").open("w") as log:
         head = subprocess.Popen(command, env=found.env(folder), stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: _jobs_answer(found), 180, lambda: (folder / "head.log").read_text())
+        wait_for(lambda: _jobs_answer(found), 60, lambda: (folder / "head.log").read_text())
         yield found
     finally:
         stop_node(head)
@@ -75,11 +75,11 @@ def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variab
         env = cluster.env(cluster.folder) | variables
         node = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
-        wait_for(lambda: _living_nodes(cluster) == before + 1, 180, log.read_text)
+        wait_for(lambda: _living_nodes(cluster) == before + 1, 60, log.read_text)
         yield
     finally:
         stop_node(node)
-        wait_for(lambda: _living_nodes(cluster) == before, 180)
+        wait_for(lambda: _living_nodes(cluster) == before, 60)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:

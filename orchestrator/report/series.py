@@ -24,7 +24,7 @@ PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK = "#6E7BF2", "#77B05A", "#00687F", "#
 GREY = "#8a8f98"
 OTHER_COLORS = (PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK)  # of names that are not listed below
 MARKS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼", "cross": "✚"}
-# Of a look's first, second, ... series in a chart, with the sign in the legend.
+# Dashes of a look's first, second and later series in a chart, each with its sign in the legend.
 DASHES = {(1, 0): "", (7, 4): "– –", (2, 3): "· · ·", (9, 3, 2, 3): "– ·"}
 
 

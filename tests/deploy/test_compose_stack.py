@@ -143,7 +143,7 @@ def test_a_stopped_job_is_resumed_without_the_volume_of_the_head(stack: Stack, a
     roles = "SELECT DISTINCT usename, usesuper FROM pg_stat_activity JOIN pg_user USING (usename) WHERE client_addr = "
     assert as_superuser(stack, f"{roles} '127.0.0.1'") == [("nsa", False)]
     ask(stack, f"/api/jobs/{job[0]}/stop", method="POST")
-    wait_for(lambda: states(as_owner, run) == [("ok", 1), ("cancelled", 1)], 60)
+    wait_for(lambda: states(as_owner, run) == [("ok", 1), ("cancelled", 1)], 20)
 
     artifacts = Path(stack.environment("ray-head")["NSA_ARTIFACTS"])
     assert (artifacts / run / "journal.jsonl").is_file()

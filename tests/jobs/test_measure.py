@@ -44,7 +44,7 @@ def test_the_clock_measures_time_and_beats_at_every_run() -> None:
     whole_ms = 1000 * (time.perf_counter() - begun)
     assert len(timing.samples_ms) == beats.count("time") == 4
     assert 3 <= beats.count("warm-up") <= 5
-    assert min(timing.samples_ms) >= 10
+    assert all(10 <= sample < 100 for sample in timing.samples_ms)
     assert sum(timing.samples_ms) < whole_ms
 
 

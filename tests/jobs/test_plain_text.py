@@ -88,8 +88,8 @@ def test_a_value_is_shown_in_bounded_time():
         bomb = [bomb] * 9
     itself: list[object] = []
     itself.append(itself)
-    begun = time.thread_time()
+    begun = time.monotonic()
     assert all(len(shown(value)) < 600 for value in (bomb, itself, 16**10_000, "x" * 2_000_000, {"a": bomb}))
-    assert time.thread_time() - begun < 5
+    assert time.monotonic() - begun < 5
     assert shown(16**10_000) == "<an integer of 40,001 bits>"
     assert shown({"b": 1, "a": [True, None, "it's"]}) == """{'b': 1, 'a': [True, None, "it's"]}"""

@@ -243,6 +243,6 @@ def test_the_last_three_pieces_decide_the_peak(
 
 
 def test_very_long_sequences_are_predicted_within_a_second() -> None:
-    start = time.thread_time()
+    start = time.perf_counter()
     assert estimate("chunked", 1, 2**27, 12, 2, True).extra > 2**30
-    assert time.thread_time() - start < 1
+    assert time.perf_counter() - start < 1

@@ -185,9 +185,9 @@ def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.
 @needs_triton
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 2**27), (2**20, 2**27), (2**20, 1)])
 def test_the_longest_sequences_are_predicted_quickly(batch: int, seq_len: int) -> None:
-    start = time.thread_time()
+    start = time.perf_counter()
     assert estimate(seq_len, heads=(12, 2), batch=batch, config=NSAConfig()).extra > 2**30
-    assert time.thread_time() - start < 2
+    assert time.perf_counter() - start < 2
 
 
 def test_without_triton_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

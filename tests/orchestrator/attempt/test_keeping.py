@@ -123,10 +123,13 @@ def test_a_long_text_does_not_go_through_the_pipe(measure, monkeypatch) -> None:
     sizes: list[int] = []
     decode = protocol.decode_event
     monkeypatch.setattr(protocol, "decode_event", lambda line: sizes.append(len(line)) or decode(line))
+    begin = time.monotonic()
     updates = measure("files = {'log.txt': 'a line of a log\\n' * (60 << 16)}")  # 60 MiB
+    took = time.monotonic() - begin
     [file] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
     assert file.size == 60 << 20
     assert 0 < sum(sizes) < 1 << 20
+    assert took < 8  # with the child's start
 
 
 def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
@@ -166,11 +169,10 @@ def hanging() -> str:
 
 
 def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
-    usual = keeping.STALL_S
     monkeypatch.setattr(keeping, "STALL_S", 0.5)
     begin = time.monotonic()
     updates = list(keeping.keep(TASK, [Source("a.txt", "a"), Source("b.txt", "b")], hanging))
-    assert 0.5 < time.monotonic() - begin < usual
+    assert 0.5 < time.monotonic() - begin < 3
     message = "the artifact store hanging://place did not answer for 0.5 s"
     assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
 
@@ -178,7 +180,7 @@ def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> 
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
     begin = time.monotonic()
     assert list(keeping.keep(TASK, [Source("a.txt", "a")], hanging, lambda: time.monotonic() - begin > 0.5)) == []
-    assert time.monotonic() - begin < keeping.STALL_S
+    assert time.monotonic() - begin < 2
 
 
 def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
@@ -187,5 +189,6 @@ def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
     begin = time.monotonic()
     sources, store = [Source("big", tmp_path / "big")], f"file://{tmp_path / 'store'}"
     assert list(keeping.keep(TASK, sources, store, lambda: time.monotonic() - begin > 0.3)) == []
-    wait_for(lambda: not any(path.is_file() for path in (tmp_path / "store").rglob("*")), 60)
+    assert time.monotonic() - begin < 2
+    wait_for(lambda: not any(path.is_file() for path in (tmp_path / "store").rglob("*")), 5)
     shutil.rmtree(tmp_path / "store")

@@ -199,7 +199,7 @@ def test_a_process_forked_twice_ends_with_a_killed_supervisor(snippet_kind) -> N
         try:
             assert stray not in psutil.Process(killed.pid).children(recursive=True)
             killed.kill()
-            wait_for(lambda: not is_alive(stray), 60)
+            wait_for(lambda: not is_alive(stray), 10)
         finally:
             killed.kill()
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -183,5 +183,5 @@ time.sleep(600)"""
         child.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert psutil.wait_procs([child, grandchild], timeout=60)[1] == []
-    wait_for(lambda: not Path(folder).exists(), 60)  # its files may be checkpoints
+    assert psutil.wait_procs([child, grandchild], timeout=10)[1] == []
+    wait_for(lambda: not Path(folder).exists(), 10)  # its files may be checkpoints
