@@ -96,8 +96,10 @@ class ParallelModel:
             bucket_cap_mb=self.layout.bucket_mb,
             gradient_as_bucket_view=True,
         )
-        compressed = self.layout.gradient_compression == "bf16"
-        reduce = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
+        if self.layout.gradient_compression == "bf16":
+            reduce: Callable[..., Any] = default_hooks.bf16_compress_hook
+        else:  # gloo cannot average
+            reduce = _averaging if dist.get_backend() == "nccl" else default_hooks.allreduce_hook
         ddp.register_comm_hook(dist.group.WORLD, _marking(reduce, self.clock))
         return ddp
 
@@ -124,10 +126,16 @@ def clip_gradients(model: nn.Module, highest: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def _averaging(state, bucket):  # DDP refuses annotations that are texts
+    """A communication hook that averages on the way; PyTorch's divides the gradients in a pass of its own before."""
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def _marking(reduce: Callable[..., Any], clock: ComputeClock) -> Callable[..., Any]:
     """A communication hook that marks the moment at which the last bucket is ready."""
 
-    def hook(state, bucket):  # DDP refuses annotations that are texts
+    def hook(state, bucket):  # without annotations, as above
         if bucket.is_last():
             clock.gradients_ready()
         return reduce(state, bucket)

@@ -40,7 +40,14 @@ one."""
 _inner: Any = _distributed_c10d  # the functions are not in PyTorch's type stubs
 _newer = hasattr(_inner, "_dump_fr_trace_json")  # it records gloo, too
 FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The variable with the size of PyTorch's flight recorder, read when a process group is formed."""
+"""The variable with the size of PyTorch's flight recorder."""
+
+PROCESS_GROUP = {
+    FLIGHT_RECORDER_SIZE: str(COLLECTIVES),
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # sums of gradients do not wait for the kernels of the backward pass beside them
+}
+"""Variables that PyTorch reads when a process group is formed."""
+
 _dump: Callable[[], bytes] = _inner._dump_fr_trace_json if _newer else _inner._dump_nccl_trace_json
 
 
@@ -94,7 +101,7 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
 
 def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.device:
     """Form the process group with the other ranks. Returns this rank's device."""
-    os.environ.setdefault(FLIGHT_RECORDER_SIZE, str(COLLECTIVES))
+    os.environ.update(PROCESS_GROUP | os.environ)
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
         return torch.device("cpu")

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jobs._training.errors import noting_sigterm
-from jobs._training.rank import COLLECTIVES, FLIGHT_RECORDER_SIZE, TIMEOUT
+from jobs._training.rank import PROCESS_GROUP, TIMEOUT
 from jobs.launcher import Rank, RanksEnded
 from jobs.measure.telemetry import Sample, summarise_samples
 from jobs.point import Measurement, Reading
@@ -286,7 +286,7 @@ def _driver(cluster: protocol.Cluster) -> Iterator[None]:
     import ray
 
     env = dict(cluster.runtime_env)
-    env["env_vars"] = {**env.get("env_vars", {}), **_TRAIN, FLIGHT_RECORDER_SIZE: str(COLLECTIVES), **cluster.env_vars}
+    env["env_vars"] = {**env.get("env_vars", {}), **_TRAIN, **PROCESS_GROUP, **cluster.env_vars}
     ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
     try:
         yield
