@@ -128,7 +128,7 @@ def clip_gradients(model: nn.Module, highest: float) -> Tensor:
 
 def _averaging(state, bucket):  # DDP refuses annotations that are texts
     """A communication hook that averages on the way; PyTorch's divides the gradients in a pass of its own before."""
-    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
+    work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
