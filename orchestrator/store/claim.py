@@ -11,9 +11,11 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine
@@ -23,6 +25,7 @@ from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, shown
 
 _CHECK_S = 5.0
+_END_S = 0.5
 # A host that lost its power closes no connection: the server asks it, and frees the claim after about a minute.
 _KEEPALIVE = {"tcp_keepalives_idle": 30, "tcp_keepalives_interval": 10, "tcp_keepalives_count": 3}
 
@@ -109,19 +112,27 @@ class _AdvisoryLock:
             engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args={"connect_timeout": 10}
         )
         self._connection: Connection | None = None
+        self._wire: socket.socket | None = None  # a duplicate of the connection's socket
+        self._hanging_up = threading.Lock()
         self._released = threading.Event()
         with errors(engine.url):
             if not self._take():
                 raise _claimed(engine, run_id)
-        threading.Thread(target=self._keep, name=f"claim on {run_id}", daemon=True).start()
+        self._keeper = threading.Thread(target=self._keep, name=f"claim on {run_id}", daemon=True)
+        self._keeper.start()
 
     def release(self) -> None:
+        """Give the lock back, also while the server hangs."""
         self._released.set()
-        self._drop()
+        self._hang_up()
+        self._keeper.join(_END_S)  # only in a connection attempt it takes longer, and holds nothing
 
     def _take(self) -> bool:
         """Connect and try to lock. Raises SQLAlchemy's DBAPIError."""
         self._connection = self._engine.connect()
+        driver: Any = self._connection.connection.driver_connection
+        with self._hanging_up:
+            self._wire = socket.socket(fileno=os.dup(driver.fileno()))
         for name, value in _KEEPALIVE.items():
             self._connection.exec_driver_sql(f"SET {name} = {value}")
         taken = self._connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({self._key})").scalar_one()
@@ -129,11 +140,26 @@ class _AdvisoryLock:
             self._drop()
         return taken
 
+    def _hang_up(self) -> None:
+        """End the connection for the server and for a thread that waits for it.
+
+        Closing it would not do: libpq allows that to the thread that uses the connection alone. Another one would go on
+        with its descriptor, and swallow what the server tells a later connection that gets the same number.
+        """
+        with self._hanging_up:
+            if self._wire is not None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    self._wire.shutdown(socket.SHUT_RDWR)
+                self._wire.close()
+                self._wire = None
+
     def _drop(self) -> None:
+        """Close the connection, in the thread that uses it."""
+        self._hang_up()  # else closing would ask a server that may hang
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(Exception):  # of a connection that is broken, or in use by `_keep`
-                connection.invalidate()  # closes it at once; close() alone would first ask a server that may hang
+            with contextlib.suppress(Exception):  # of a connection that is broken
+                connection.invalidate()
                 connection.close()
 
     def _keep(self) -> None:
@@ -144,5 +170,6 @@ class _AdvisoryLock:
                     self._take()
                 else:
                     self._connection.exec_driver_sql("SELECT 1")
-            except Exception:  # the server is away, or `release` has closed the connection
+            except Exception:  # the server is away, or `release` has hung up
                 self._drop()
+        self._drop()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -136,6 +137,21 @@ def test_a_claim_is_given_back_at_once_while_the_server_hangs(store: Store, monk
             asked = time.monotonic()
         assert time.monotonic() - asked < 1
     until(lambda: free(store))
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_a_released_claim_takes_no_answer_of_a_later_connection(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """The keeper must not go on with the descriptor of its closed connection, which the next connection gets."""
+    monkeypatch.setattr(claim, "_CHECK_S", 0.001)
+    for _ in range(300):
+        with store.claim(RUN):
+            time.sleep(0.002)
+            keepers = [thread for thread in threading.enumerate() if thread.name == f"claim on {RUN}"]
+        assert not any(keeper.is_alive() for keeper in keepers)
+        asked = time.monotonic()
+        until(lambda: free(store))
+        assert time.monotonic() - asked < 5
 
 
 @pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
