@@ -101,7 +101,8 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
 
 def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.device:
     """Form the process group with the other ranks. Returns this rank's device."""
-    os.environ.update(PROCESS_GROUP | os.environ)
+    for name, value in PROCESS_GROUP.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
         return torch.device("cpu")

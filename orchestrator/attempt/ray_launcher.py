@@ -286,7 +286,7 @@ def _driver(cluster: protocol.Cluster) -> Iterator[None]:
     import ray
 
     env = dict(cluster.runtime_env)
-    env["env_vars"] = {**env.get("env_vars", {}), **_TRAIN, **PROCESS_GROUP, **cluster.env_vars}
+    env["env_vars"] = {**PROCESS_GROUP, **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
     ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
     try:
         yield
