@@ -166,14 +166,19 @@ def _production(e: Evidence) -> str:
 
 def _limits(e: Evidence) -> str:
     found = {
-        kept: e.cell(CAPACITY, ("longest", "token"), implementation="triton", batch=1, checkpointing=kept)
-        for kept in ("off", "on")
+        kept: _longest(e, {"implementation": "triton", "batch": 1, "checkpointing": kept}) for kept in ("off", "on")
     }
     rows = [
         ["longest sequence that 12 layers, dim 768 train on", "512", f"{found['off']}; checkpointing: {found['on']}"],
         ["layers at that width", "4 to 5", f"smallest failing size: {smallest(e)}"],
     ]
     return table(["limit", "the report", "here"], rows)
+
+
+def _longest(e: Evidence, at: dict[str, object]) -> str:
+    """The longest sequence that fits, and whether a longer one was tried."""
+    tried_all = e.value(CAPACITY, "longest", **at) is not None and e.value(CAPACITY, "shortest_failed", **at) is None
+    return e.cell(CAPACITY, ("longest", "token"), **at) + (", the longest tried" if tried_all else "")
 
 
 def _titles() -> list[str]:
