@@ -3,7 +3,8 @@
 The visible keys of all queries lie end to end in one tensor, so that a group is a view of it. Queries of the compressed
 branch that see equally many tokens see the same ones, and need no copies. Each group is a call of
 scaled_dot_product_attention, a window has as many groups as tokens, and the group sizes are read on the host, so that
-the call waits for the device. Gradients on CUDA are bit-reproducible only under
+the call waits for the device. cuDNN has no part in them: it builds a plan for every number of keys, which took a
+branch's first backward pass two minutes. Gradients on CUDA are bit-reproducible only under
 torch.use_deterministic_algorithms(True); "auto" does not take this backend.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import NSAConfig
@@ -20,6 +22,7 @@ from ..routes import note
 from . import _selection
 from ._copies import copies
 
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MOST_QUERIES = 65_535  # of a call: CUDA's limit for the second axis of a grid
 
 
@@ -28,6 +31,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
 
 
+@sdpa_kernel(_KERNELS)
 def compressed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
 ) -> Tensor:
@@ -107,6 +111,7 @@ def _attend(
     return _gated(back.view(*q.shape[:-1], v.shape[-1]), gate)
 
 
+@sdpa_kernel(_KERNELS)
 def _attended(rows: Tensor, keys: Tensor, values: Tensor, counts: Tensor, scale: float) -> list[Tensor]:
     """Outputs [N,G,Dv] of groups of `rows` [R,G,D], which are ordered by their `counts` of keys."""
     sizes: list[int] = []

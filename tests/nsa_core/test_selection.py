@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_core import NSAConfig, select_blocks
-from nsa_core.backends import _selection
+from nsa_core import NSAConfig, nsa_attention, select_blocks
+from nsa_core.backends import _selection, packed
 
 
 def by_the_letter(scores, t, config):
@@ -118,3 +118,19 @@ def test_a_needles_block_is_selected(tokens, depth, name):
 def test_no_gradient_flows_through_the_selection(backend, make_case, config):
     case = make_case(120)
     assert not select_blocks(case.q, case.k, config, backend=backend).requires_grad
+
+
+def test_groups_of_packed_are_not_given_to_cudnn(monkeypatch, make_case, config):
+    """It builds a plan for every number of keys: minutes for the groups of one call."""
+    asked, attend = [], packed.scaled_dot_product_attention
+
+    def spy(*operands, **options):
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*operands, **options)
+
+    monkeypatch.setattr(packed, "scaled_dot_product_attention", spy)
+    case = make_case(90)
+    nsa_attention(*case.leaves, config, backend="packed")
+    assert len(asked) > 50
+    assert not any(asked)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
