@@ -69,7 +69,9 @@ class TrainingSpec(JobSpec):
         default=None, description="sequences of one rank in one pass; None: its whole part of the batch"
     )
     parallel: Parallel = Field(
-        default="ddp", description="ddp: every rank has all weights; fsdp: weights and optimizer are sharded (FSDP2)"
+        default="ddp",
+        description="ddp: every rank has all weights; replicate: the same without DDP's buckets; fsdp: weights and "
+        "optimizer are sharded (FSDP2)",
     )
     gradient_compression: Literal["bf16"] | None = Field(
         default=None, description="dtype in which gradients are summed over ranks; None: float32"
@@ -111,8 +113,16 @@ class TrainingSpec(JobSpec):
                 raise ValueError(
                     f"{name}: {value!r}: has no effect on one rank; leave it out, or set ranks to 2 or more"
                 )
-        if self.bucket_mb is not None and self.parallel == "fsdp":
-            raise ValueError(f"bucket_mb: {self.bucket_mb:g}: FSDP2 has no buckets; leave it out, or use parallel: ddp")
+        if self.bucket_mb is not None and self.parallel != "ddp":
+            name = "FSDP2" if self.parallel == "fsdp" else self.parallel
+            raise ValueError(
+                f"bucket_mb: {self.bucket_mb:g}: {name} has no buckets; leave it out, or use parallel: ddp"
+            )
+        if self.gradient_compression is not None and self.parallel == "replicate":
+            raise ValueError(
+                f"gradient_compression: {self.gradient_compression}: replicate averages gradients as they are; leave "
+                "it out, or use parallel: ddp"
+            )
         names = [self.backend if attention == "nsa" else attention for attention in self.attention]
         refuse_idle(self, self.nsa, names, self.precision)
         return self

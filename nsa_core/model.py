@@ -172,19 +172,16 @@ class NSATransformer(nn.Module):
         With a cache from `new_cache`, tokens continue those it holds, and are stored in it. The loss never holds all
         logits, so that memory grows with the hidden states alone.
         """
-        x = self.embedding(tokens)
-        self.checkpointing_effective = (
-            self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
-        )
-        for i, block in enumerate(self._blocks()):
-            if self.checkpointing_effective:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, None if cache is None else cache[i])
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x)
-        return head_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
+        hidden = self._through(self.embedding(tokens), 0, len(self.blocks), cache)
+        return self.head(self.norm(hidden)) if targets is None else self._loss(hidden, targets)
+
+    def lower(self, tokens: Tensor, depth: int) -> Tensor:
+        """Hidden states [B,S,dim] of tokens [B,S] after the first `depth` blocks."""
+        return self._through(self.embedding(tokens), 0, depth)
+
+    def upper(self, hidden: Tensor, depth: int, targets: Tensor) -> Tensor:
+        """Mean cross entropy [nat], as of `forward`, from the hidden states of `lower`."""
+        return self._loss(self._through(hidden, depth, len(self.blocks)), targets)
 
     @torch.no_grad()
     def generate(
@@ -200,6 +197,22 @@ class NSATransformer(nn.Module):
                 new = logits.argmax(-1, keepdim=True)
             tokens = torch.cat((tokens, new), 1)
         return tokens
+
+    def _through(self, x: Tensor, start: int, stop: int, cache: list[LayerCache] | None = None) -> Tensor:
+        """Hidden states [B,S,dim] after the blocks start:stop."""
+        self.checkpointing_effective = (
+            self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
+        )
+        for i, block in enumerate(self._blocks()[start:stop], start):
+            if self.checkpointing_effective:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, None if cache is None else cache[i])
+        return x
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        rows = self.norm(hidden).flatten(0, 1)
+        return head_cross_entropy(rows, self.head.weight, targets.flatten(), LOSS_ROWS)
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]

@@ -36,5 +36,5 @@ def estimate(model: ModelConfig, config: Mapping[str, Any]) -> int | None:
         autocast=None if config["precision"] == "float32" else torch_dtype(config["precision"]),
     )
     # During the whole pass there are DDP's buckets, and beside them the gradients of earlier passes.
-    kept = (layout.ranks > 1) + (layout.accumulation > 1)
+    kept = (layout.ranks > 1 and layout.parallel == "ddp") + (layout.accumulation > 1)
     return found.total + kept * found.parameters

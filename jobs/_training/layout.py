@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Parallel = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "replicate", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Layout:
         micro_batch: sequences of one rank in one forward and backward pass.
         ranks: processes, each with its own device.
         accumulation: passes of each rank whose gradients make one step.
-        parallel: "ddp": every rank has all weights; "fsdp": weights, gradients and optimizer state are sharded.
+        parallel: "ddp": every rank has all weights, by PyTorch's DistributedDataParallel; "replicate": the same, with
+            gradients averaged where they lie; "fsdp": weights, gradients and optimizer state are sharded.
         gradient_compression: dtype in which gradients are summed over ranks; None: that of the weights.
         bucket_mb: size of DDP's buckets of gradients [MB, 2^20 bytes]; None: PyTorch's.
     """

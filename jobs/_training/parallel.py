@@ -1,6 +1,6 @@
-"""A model on several ranks: PyTorch's DistributedDataParallel, or FSDP2.
+"""A model on several ranks: PyTorch's DistributedDataParallel, gradients averaged in place (Replica), or FSDP2.
 
-Both average gradients over the ranks during the backward pass of a step's last micro-batch.
+All average gradients over the ranks during the backward pass of a step's last micro-batch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobs._training.compute_clock import ComputeClock
 from jobs._training.errors import Ineffective
 from jobs._training.layout import Layout
+from jobs._training.replica import Replica
 from jobs.measure.memory import graph_memory, tensor_bytes
 from nsa_core.model import NSATransformer
 
@@ -31,8 +32,8 @@ class ParallelModel:
     Attributes:
         model: the model; under FSDP2 its parameters are sharded.
         rank: the number of this process; `device` is its device.
-        loss_of: the training pass: tokens and targets to the loss of this rank. PyTorch's DDPOptimizer cuts a compiled
-            one into a graph for each of DDP's buckets, so that sums of gradients overlap the backward pass.
+        loss_of: the training pass: tokens and targets to the loss of this rank. A compiled one is cut, so that sums of
+            gradients overlap the backward pass: by PyTorch's DDPOptimizer at each of DDP's buckets, by Replica once.
     """
 
     def __init__(
@@ -51,14 +52,22 @@ class ParallelModel:
         self.clock = ComputeClock(device)
         self._device, self._cuda_graphs = device, cuda_graphs
         self._ddp: DistributedDataParallel | None = None
+        self._replica: Replica | None = None
         if layout.ranks > 1 and layout.parallel == "fsdp":
             self._shard(device, compiled)
             self.loss_of: Callable[..., Tensor] = model
             return
         mode: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs else {}
-        self.loss_of = torch.compile(model, fullgraph=True, dynamic=False, **mode) if compiled else model
+
+        def compile_if_asked(part: Any) -> Any:
+            return torch.compile(part, fullgraph=True, dynamic=False, **mode) if compiled else part
+
+        if layout.ranks > 1 and layout.parallel == "replicate":
+            self._replica = self.loss_of = Replica(model, layout.ranks, self.clock, compile_if_asked)
+            return
+        self.loss_of = compile_if_asked(model)
         if layout.ranks > 1:
-            self._ddp = self.loss_of = self._replicate(self.loss_of, device)
+            self._ddp = self.loss_of = self._distribute(self.loss_of, device)
 
     @property
     def resident(self) -> int:
@@ -78,6 +87,8 @@ class ParallelModel:
         """Context of one micro-batch's passes: only the step's last one sums gradients over the ranks."""
         if self._ddp is not None and not last:
             return self._ddp.no_sync()
+        if self._replica is not None and last:
+            return self._replica.averaged()
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         return nullcontext()
@@ -89,7 +100,7 @@ class ParallelModel:
             values /= self.layout.ranks
         return values
 
-    def _replicate(self, module: Any, device: torch.device) -> DistributedDataParallel:
+    def _distribute(self, module: Any, device: torch.device) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,

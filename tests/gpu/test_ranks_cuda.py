@@ -22,8 +22,13 @@ def train(**changes):
 
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
-    [({}, 1e-4), ({"gradient_compression": "bf16"}, 1e-2)],
-    ids=["averaged by NCCL", "compressed"],
+    [
+        ({}, 1e-4),
+        ({"gradient_compression": "bf16"}, 1e-2),
+        ({"parallel": "replicate"}, 1e-4),
+        ({"parallel": "replicate", "compile": True, "cuda_graphs": True}, 1e-4),
+    ],
+    ids=["averaged by NCCL", "compressed", "in place", "in place, compiled"],
 )
 def test_two_gpus_train_as_one_does(changes, tolerance):
     one, two = train(), train(ranks=2, **changes)

@@ -104,6 +104,14 @@ class _AtStep:
             {"ranks": 2, "parallel": "fsdp", "bucket_mb": 10},
             "bucket_mb: 10: FSDP2 has no buckets; leave it out, or use parallel: ddp",
         ),
+        (
+            {"ranks": 2, "parallel": "replicate", "bucket_mb": 10},
+            "bucket_mb: 10: replicate has no buckets; leave it out, or use parallel: ddp",
+        ),
+        (
+            {"ranks": 2, "parallel": "replicate", "gradient_compression": "bf16"},
+            "gradient_compression: bf16: replicate averages gradients as they are; leave it out, or use parallel: ddp",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_with_its_arithmetic(
@@ -217,9 +225,10 @@ def test_a_position_in_the_data_can_be_taken_up_again(text: Path) -> None:
     [
         ({"micro_batch": 2}, 1e-4),
         ({"gradient_compression": "bf16", "bucket_mb": 0.05}, 1e-2),
+        ({"parallel": "replicate", "micro_batch": 2}, 1e-4),
         ({"parallel": "fsdp", "micro_batch": 2, "checkpointing": True}, 1e-4),
     ],
-    ids=["ddp", "ddp-compressed", "fsdp"],
+    ids=["ddp", "ddp-compressed", "replicate", "fsdp"],
 )
 def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolerance: float) -> None:
     phases: list[str] = []
