@@ -45,19 +45,23 @@ def frames(pid: int, most: int = 6) -> list[str]:
     Raises:
         UnreadableStackError: it has no Python, is gone, is another user's, or changed its stack in each of some reads.
     """
-    code, text = 1, ""
+    why = ""
     for _ in range(_READS):
         code, text = _tool([_py_spy(), "dump", "--nonblocking", "--pid", str(pid)])
-        if code == 0 or not psutil.pid_exists(pid):
+        if code == 0 and (found := _main_work(pid, text)):
+            return found[:most]
+        why = "no Python" if code == 0 else " ".join(text.split())[:200]
+        if not psutil.pid_exists(pid):
             break
-    if code:
-        raise UnreadableStackError(" ".join(text.split())[:200])
-    threads = [block.splitlines() for block in re.split(r"\n(?=Thread )", text)[1:]]
+    raise UnreadableStackError(why)
+
+
+def _main_work(pid: int, dump: str) -> list[str]:
+    """Frames of a process's main work in py-spy's dump; [] without them, or where the read was torn."""
+    threads = [block.splitlines() for block in re.split(r"\n(?=Thread )", dump)[1:]]
     wanted = (': "rank ', '"MainThread"', f"Thread {pid} ")
     named = [lines for word in wanted for lines in threads if word in f"{lines[0]} "]
-    if not named:
-        raise UnreadableStackError("no Python")
-    return [line.strip() for line in named[0][1 : most + 1]]
+    return [line.strip() for line in named[0][1:]] if named else []
 
 
 def request_stacks(worker: psutil.Process) -> None:

@@ -102,8 +102,9 @@ def test_a_live_run_is_seen_from_outside(half_finished: str, nsa: Callable, busy
 
 def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torn = (1, "Error: Failed to get stack traces\n")
-    read = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n    train (busy.py:3)\n')
-    answers = iter([torn, read])
+    bare = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n')  # seen: a read between two frames
+    read = (0, bare[1] + "    train (busy.py:3)\n")
+    answers = iter([torn, bare, read])
     monkeypatch.setattr(diagnostics, "_tool", lambda command: next(answers))
     assert diagnostics.frames(os.getpid()) == ["train (busy.py:3)"]
     monkeypatch.setattr(diagnostics, "_tool", lambda command: torn)
