@@ -252,28 +252,25 @@ class Trainer:
                 (loss / len(parts) if len(parts) > 1 else loss).backward()
             losses.append(loss.detach())
         lap = self._parallel.clock.lap()
+        told = self._parallel.averaging(self._numbers(losses, stop))  # on its way while the weights change
         norm = clip_gradients(self.model, self.spec.grad_clip)
         self.state.optimizer.step()
         self.state.optimizer.zero_grad(set_to_none=True)
-        return self._results(losses, norm, lap, stop, self._tokens_a_byte(batch[1]))
+        return self._results(torch.cat((told(), norm.detach().float().view(1))), lap, self._tokens_a_byte(batch[1]))
 
-    def _results(
-        self,
-        losses: list[Tensor],
-        norm: Tensor,
-        lap: Callable[[], float | None],
-        stop: threading.Event,
-        tokens_a_byte: float,
-    ) -> Callable[[], Step]:
-        """Average a step's losses over passes and ranks, which agree on stopping in the same exchange."""
-        loss = torch.stack(losses).mean() if len(losses) > 1 else losses[0]
-        numbers = [loss.float(), norm.detach().float()]
+    def _numbers(self, losses: list[Tensor], stop: threading.Event) -> Tensor:
+        """Loss of a step over its passes, whether to stop, and a soak's time: means over ranks, which agree so."""
+        loss = (torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()
         told = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
-        numbers += [torch.full_like(numbers[0], number) for number in told]
-        found = on_its_way(self._parallel.mean(torch.stack(numbers)))
+        return torch.stack([loss, *(torch.full_like(loss, number) for number in told)])
+
+    @staticmethod
+    def _results(numbers: Tensor, lap: Callable[[], float | None], tokens_a_byte: float) -> Callable[[], Step]:
+        """Function that waits for a step's numbers, those of `_numbers` and the gradient norm of all ranks."""
+        found = on_its_way(numbers)
 
         def wait() -> Step:
-            loss, norm, asked, *elapsed = found()
+            loss, asked, *elapsed, norm = found()
             return Step(loss * tokens_a_byte, norm, asked > 0, lap(), *elapsed)
 
         return wait

@@ -95,10 +95,19 @@ class ParallelModel:
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the ranks; every rank gets the same bits."""
-        if self.layout.ranks > 1:
-            dist.all_reduce(values)
-            values /= self.layout.ranks
-        return values
+        return self.averaging(values)()
+
+    def averaging(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start a mean over the ranks; returns a function that gives it. A GPU goes on meanwhile."""
+        if self.layout.ranks == 1:
+            return lambda: values
+        work: Any = dist.all_reduce(values, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return values.div_(self.layout.ranks)
+
+        return wait
 
     def _distribute(self, module: Any, device: torch.device) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
