@@ -121,7 +121,7 @@ def test_no_gradient_flows_through_the_selection(backend, make_case, config):
 
 
 def test_groups_of_packed_are_not_given_to_cudnn(monkeypatch, make_case, config):
-    """It builds a plan for every number of keys: minutes for the groups of one call."""
+    """Presumably it plans for every number of keys: first passes took minutes."""
     asked, attend = [], packed.scaled_dot_product_attention
 
     def spy(*operands, **options):
