@@ -236,6 +236,13 @@ class RunEndRecord(_Record):
     state: RunState
     reason: str | None = None
 
+    @field_validator("state", mode="after")
+    @classmethod
+    def _is_an_end(cls, state: RunState) -> RunState:
+        if not state.ended:
+            raise ValueError(f"'{state}' is no end; a run ends done, cancelled or failed")
+        return state
+
 
 Record = Annotated[
     RunRecord | PointRecord | StartRecord | SeriesRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,

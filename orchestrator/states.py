@@ -43,6 +43,10 @@ class RunState(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"  # the run itself could not go on; points that had ended keep their states
 
+    @property
+    def ended(self) -> bool:
+        return self not in (RunState.PENDING, RunState.RUNNING)
+
 
 class Origin(StrEnum):
     """The origin of a run's numbers: measured by this project, or imported as reported by others."""

@@ -72,7 +72,7 @@ def _runs(session: Session, run: Run) -> list[RunRecord]:
         **{name: getattr(run, name) for name in _COPIED},
     )
     going = run.state if run.state is RunState.PENDING else RunState.RUNNING
-    if run.state_at > run.created_at and (run.resumed or run.state in (RunState.PENDING, RunState.RUNNING)):
+    if run.state_at > run.created_at and (run.resumed or not run.state.ended):
         return [first, first.model_copy(update={"at": run.state_at, "state": going})]
     return [first.model_copy(update={"state": going})]
 
@@ -173,5 +173,5 @@ def _rest(session: Session, run: Run) -> Iterator[Record]:
     for row in session.scalars(select(Event).where(Event.run_id == run.id).order_by(Event.at, Event.id)):
         values = {name: getattr(row, name) for name in ("run_id", "at", "point_id", "level", "message")}
         yield EventRecord.model_validate(values)
-    if run.state not in (RunState.PENDING, RunState.RUNNING):
+    if run.state.ended:
         yield RunEndRecord(run_id=run.id, at=run.state_at, state=run.state, reason=run.reason)

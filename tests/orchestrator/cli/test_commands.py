@@ -204,6 +204,20 @@ def test_bad_input_is_one_line_and_exit_code_2(nsa: Nsa, args: list[str]) -> Non
     assert "Traceback" not in done.err + done.out
 
 
+@pytest.mark.parametrize("state", ["pending", "running"])
+def test_an_end_that_is_no_end_is_refused(nsa: Nsa, home: Path, sweep: Callable[..., list], state: str) -> None:
+    lines = [record.model_dump_json() for record in sweep()]
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"state": state})
+    (home / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    done = nsa("import", str(home / "journal.jsonl"))
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert (
+        f"line {len(lines)} is no record (run_end.state: Value error, '{state}' is no end; a run ends done" in done.err
+    )
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        assert queries.counts(store)["runs"] == 0
+
+
 def test_a_wrong_database_url_is_one_line_without_the_password(nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_DATABASE_URL", "mysql://me:secret@host/db")
     done = nsa("runs")
