@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from jobs.plain_text import csv_cell
 from orchestrator.errors import UserError
 from orchestrator.store import queries
 from orchestrator.store.store import Store
+
+_AT_ONCE = 200  # points, whose metrics and series are read together
 
 
 class ExportError(UserError):
@@ -76,15 +79,25 @@ def _run(store: Store, run_id: str) -> dict[str, Any]:
     return {
         **(queries.run(store, run_id) or {"run_id": run_id}),
         "events": _rows(queries.events(store, run_id)),
-        "points": [
-            {
-                **(queries.point(store, point_id) or {}),
-                "metrics": _rows(queries.metrics(store, point_id)),
-                "series": _series(queries.series(store, point_id)),
-            }
-            for point_id in queries.points(store, run_id)["point_id"]
-        ],
+        "points": list(_points(store, run_id)),
     }
+
+
+def _points(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
+    """The run's points, read many at a time: the number of queries does not grow with that of points."""
+    last = -1
+    while points := queries.next_points(store, run_id, last, _AT_ONCE):
+        first, last = points[0]["number"], points[-1]["number"]
+        metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in _rows(queries.metrics_between(store, run_id, first, last)):
+            metrics[row.pop("point_id")].append(row)
+        samples = queries.series_between(store, run_id, first, last).groupby("point_id", sort=False)
+        series = {point_id: _series(frame) for point_id, frame in samples}
+        for point in points:
+            point_id = point["point_id"]
+            yield {**point, "metrics": metrics.get(point_id, []), "series": series.get(point_id, [])}
+        if len(points) < _AT_ONCE:
+            return
 
 
 def _series(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -92,7 +105,7 @@ def _series(frame: pd.DataFrame) -> list[dict[str, Any]]:
     names = ["attempt", "name", "rank", "unit"]
     return [
         {
-            **_rows(rows.loc[:, names])[0],
+            **_rows(rows.loc[:, names].head(1))[0],
             "steps": rows["step"].tolist(),
             "times": rows["at"].tolist(),
             "values": rows["value"].tolist(),

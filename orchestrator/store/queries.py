@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
-from enum import Enum
 from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, or_, select
-from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.axes import MORE
 from jobs.quantities import Quantities, Quantity
 from orchestrator.states import FAILED, Origin, PointState, RunState
+from orchestrator.store.frames import frame, mappings
 from orchestrator.store.models import (
     Artifact,
     DeclaredQuantity,
@@ -35,6 +34,14 @@ from orchestrator.store.store import Store
 from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
+_DETAILS = (
+    select(v_points, Point.route, Point.config, Environment.content.label("environment"))
+    .join(Point, Point.id == v_points.c.point_id)
+    .join(Environment, Environment.id == Point.environment_id, isouter=True)
+)
+_VALUE = (Metric.name, Metric.unit, Metric.value, Metric.p10, Metric.p90, Metric.ci_low, Metric.ci_high)
+_METRIC = (*_VALUE, Metric.samples, Metric.method)
+_SAMPLE = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
 
 
 def runs(
@@ -55,7 +62,7 @@ def runs(
     if text:
         columns = (Run.id, Run.name, Run.source, Run.host)
         chosen = chosen.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
-    return _frame(store, _runs(_newest_first(chosen).limit(limit)))
+    return frame(store, _runs(_newest_first(chosen).limit(limit)))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
@@ -70,7 +77,7 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts, Run.artifact_store)
-    return _one(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))
+    return next(iter(mappings(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
@@ -81,35 +88,33 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
         .where(v_points.c.run_id == run_id)
         .order_by(v_points.c.number)
     )
-    return _frame(store, query)
+    return frame(store, query)
 
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
     """One point: the columns of `points`, its config, environment ({} if not recorded); None if the id is unknown."""
-    query = (
-        select(v_points, Point.route, Point.config, Environment.content.label("environment"))
-        .join(Point, Point.id == v_points.c.point_id)
-        .join(Environment, Environment.id == Point.environment_id, isouter=True)
-        .where(v_points.c.point_id == point_id)
-    )
-    found = _one(store, query)
-    return None if found is None else {**found, "environment": found["environment"] or {}}
+    return next(iter(_details(store, _DETAILS.where(v_points.c.point_id == point_id))), None)
+
+
+def next_points(store: Store, run_id: str, after: int, most: int) -> list[dict[str, Any]]:
+    """The run's points of the next numbers above `after`, at most `most`, by number; each as `point` gives it."""
+    query = _DETAILS.where(v_points.c.run_id == run_id, v_points.c.number > after)
+    return _details(store, query.order_by(v_points.c.number).limit(most))
+
+
+def _details(store: Store, query: Select) -> list[dict[str, Any]]:
+    return [{**found, "environment": found["environment"] or {}} for found in mappings(store, query)]
 
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
     """The metrics of a point, with all samples and the method of measurement."""
-    columns = (
-        Metric.name,
-        Metric.unit,
-        Metric.value,
-        Metric.p10,
-        Metric.p90,
-        Metric.ci_low,
-        Metric.ci_high,
-        Metric.samples,
-        Metric.method,
-    )
-    return _frame(store, select(*columns).where(Metric.point_id == point_id).order_by(Metric.id))
+    return frame(store, select(*_METRIC).where(Metric.point_id == point_id).order_by(Metric.id))
+
+
+def metrics_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
+    """The columns of `metrics`, after `point_id`, of the run's points with the numbers from `first` to `last`."""
+    query = select(Metric.point_id, *_METRIC).join(Point, Point.id == Metric.point_id)
+    return frame(store, _between(query, run_id, first, last).order_by(Point.number, Metric.id))
 
 
 def series(
@@ -128,8 +133,7 @@ def series(
         since: time of the oldest sample to read; None: of any time.
     """
     one = (Series.attempt, Series.name, Series.rank)
-    columns = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
-    query = select(*columns).where(Series.point_id == point_id)
+    query = select(*_SAMPLE).where(Series.point_id == point_id)
     if attempt is not None:
         query = query.where(Series.attempt == attempt)
     if since is not None:
@@ -138,10 +142,21 @@ def series(
         place = func.row_number().over(partition_by=one, order_by=Series.step).label("place")
         rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()
         stride = (rows.c.of + most - 1) // most
-        query = select(*(rows.c[column.key] for column in columns))
+        query = select(*(rows.c[column.key] for column in _SAMPLE))
         query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
     shown = query.selected_columns
-    return _frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.step))
+    return frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.step))
+
+
+def series_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
+    """The columns of `series`, after `point_id`, of the run's points with the numbers from `first` to `last`."""
+    query = select(Series.point_id, *_SAMPLE).join(Point, Point.id == Series.point_id)
+    order = (Point.number, Series.attempt, Series.name, Series.rank, Series.step)
+    return frame(store, _between(query, run_id, first, last).order_by(*order))
+
+
+def _between(query: Select, run_id: str, first: int, last: int) -> Select:
+    return query.where(Point.run_id == run_id, Point.number >= first, Point.number <= last)
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:
@@ -156,7 +171,7 @@ def artifacts(store: Store, point_id: str) -> pd.DataFrame:
         Artifact.content,
     )
     query = select(*columns).where(Artifact.point_id == point_id)
-    return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
+    return frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
 
 
 def files(store: Store, run_id: str, number: int | None = None) -> pd.DataFrame:
@@ -164,13 +179,13 @@ def files(store: Store, run_id: str, number: int | None = None) -> pd.DataFrame:
     columns = (Artifact.attempt, Artifact.name, Artifact.path, Artifact.size, Artifact.sha256)
     query = select(Point.number.label("point"), *columns).join(Point, Point.id == Artifact.point_id)
     query = query.where(Point.run_id == run_id, *([] if number is None else [Point.number == number]))
-    return _frame(store, query.order_by(Point.number, Artifact.attempt.desc(), Artifact.name))
+    return frame(store, query.order_by(Point.number, Artifact.attempt.desc(), Artifact.name))
 
 
 def events(store: Store, run_id: str) -> pd.DataFrame:
     """The events of a run, by time."""
     columns = (Event.at, Event.level, Event.message, Event.point_id)
-    return _frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
+    return frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
 
 
 def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
@@ -180,7 +195,7 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
     """
     query = _of_runs(v_scaling, run_ids, origin)
     order = (v_scaling.c[name] for name in ("run_id", "implementation", "workload", "pass", "seq_len", "metric"))
-    return _frame(store, query.order_by(*order, v_scaling.c.point_id))
+    return frame(store, query.order_by(*order, v_scaling.c.point_id))
 
 
 def measurements(
@@ -188,13 +203,13 @@ def measurements(
 ) -> pd.DataFrame:
     """Rows of the view v_metrics: all metrics of the ok points."""
     query = _of_runs(v_metrics, run_ids, origin)
-    return _frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
+    return frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
     """Rows of the view v_points: state and reason of every point."""
     query = _of_runs(v_points, run_ids, origin)
-    return _frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
+    return frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
 
 
 def _of_runs(view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None) -> Select:
@@ -211,9 +226,9 @@ def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd
     """
     if latest:
         query = select(v_gate).order_by(v_gate.c.target, v_gate.c.position)
-        return _frame(store, query.where(v_gate.c.run_id == run_id))
+        return frame(store, query.where(v_gate.c.run_id == run_id))
     query = select(*(Verdict.__table__.c[column.name] for column in v_gate.c)).where(Verdict.run_id == run_id)
-    return _frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
+    return frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
@@ -311,39 +326,3 @@ def _tally(chosen: Select) -> Subquery:
         .group_by(Point.run_id)
         .subquery()
     )
-
-
-def _frame(store: Store, query: Select) -> pd.DataFrame:
-    with store.session() as session:
-        rows = session.execute(query).all()
-    columns = {column.key: column.type for column in query.selected_columns}
-    frame = pd.DataFrame([[_plain(value) for value in row] for row in rows], columns=list(columns), dtype=object)
-    if "more_axes" in columns:
-        frame = _with_more_axes(frame)
-        del columns["more_axes"]
-    for name, kind in columns.items():
-        kind = kind.impl if isinstance(kind, TypeDecorator) else kind
-        if isinstance(kind, DateTime):
-            frame[name] = pd.to_datetime(frame[name], utc=True)
-        elif isinstance(kind, Integer | Float):
-            frame[name] = pd.to_numeric(frame[name])
-    return frame
-
-
-def _with_more_axes(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with `more_axes` split into one column "axis_<name>" per kind-specific axis."""
-    values = [each or {} for each in frame["more_axes"]]
-    frame = frame.drop(columns="more_axes")
-    for name in sorted({name for each in values for name in each}):
-        frame[MORE + name] = pd.Series([each.get(name) for each in values], index=frame.index, dtype=object)
-    return frame
-
-
-def _one(store: Store, query: Select) -> dict[str, Any] | None:
-    with store.session() as session:
-        row = session.execute(query).mappings().one_or_none()
-    return None if row is None else {str(name): _plain(value) for name, value in row.items()}
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, event, select
+from sqlalchemy import select
+from statements import counted
 
 import orchestrator
 from orchestrator.errors import UserError
@@ -47,25 +46,11 @@ def test_a_table_is_stored_in_few_statements(store: Store, tmp_path: Path):
     path = tmp_path / "peers.csv"
     head, *lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
     path.write_text(head + "".join(lines * 10))
-    with counted(store.engine, "before_cursor_execute") as statements:
+    with counted(store.engine) as statements:
         summary = import_file(store, path)
     assert summary.points > 700
     assert len(statements) < summary.points / 20
     assert queries.counts(store)["points_ok"] == summary.points
-
-
-@contextmanager
-def counted(engine: Engine, name: str) -> Iterator[list[object]]:
-    calls: list[object] = []
-
-    def count(*args: object) -> None:
-        calls.append(args[2])
-
-    event.listen(engine, name, count)
-    try:
-        yield calls
-    finally:
-        event.remove(engine, name, count)
 
 
 def test_a_table_beyond_the_memory_is_refused(sqlite_store: Store, tmp_path: Path):
