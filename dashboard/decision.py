@@ -59,7 +59,7 @@ def _plan(decision: Decision) -> str:
     measured = [
         f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
         f"{parts.minutes(60 * plan.hours_at(rule.value))}"
-        for verdict in decision.verdicts
+        for verdict in _machines(decision)
         for rule in verdict.rules
         if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value
     ]
@@ -68,15 +68,15 @@ def _plan(decision: Decision) -> str:
 
 def _rules(decision: Decision) -> None:
     """Draw a line a rule with a column a machine; a value links to its point, with the reason as hover text."""
-    lines: dict[str, list[RuleVerdict]] = {}
-    for verdict in decision.verdicts:
+    lines: dict[str, list[RuleVerdict]] = {rule.rule: [] for verdict in decision.verdicts for rule in verdict.rules}
+    for verdict in _machines(decision):
         for rule in verdict.rules:
-            lines.setdefault(rule.rule, []).append(rule)
+            lines[rule.rule].append(rule)
     table = pd.DataFrame(
         {
             "Rule": ["**Verdict**", *map(_name, lines)],
             "Bound": ["", *map(_bounds, lines.values())],
-            **{_column(decision, verdict): _cells(verdict, list(lines)) for verdict in decision.verdicts},
+            **{_column(decision, verdict): _cells(verdict, list(lines)) for verdict in _machines(decision)},
         }
     )
     with st.container(key=f"rules-{decision.name}", gap="xsmall"):
@@ -98,7 +98,7 @@ def _commits(decision: Decision) -> list[str]:
     return [
         f":orange[:material/difference:] {parts.plain(_machine(verdict))}: the rules rest on different commits: "
         + ", ".join(map(parts.code, verdict.commits))
-        for verdict in decision.verdicts
+        for verdict in _machines(decision)
         if len(verdict.commits) > 1
     ]
 
@@ -145,7 +145,7 @@ def _hover(rule: RuleVerdict) -> str:
 
 def _reasons(decision: Decision) -> None:
     """Draw the rules on the chosen machine with their reasons and all their points."""
-    machines = {_column(decision, verdict): verdict for verdict in decision.verdicts}
+    machines = {_column(decision, verdict): verdict for verdict in _machines(decision)}
     label = "Reasons and evidence on"
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.caption(label, width="content")
@@ -211,6 +211,14 @@ def _total(steps: list[Step]) -> str:
 
 def _name(rule: str) -> str:
     return parts.plain(rule.replace("-", " ").capitalize())
+
+
+def _machines(decision: Decision) -> list[TargetVerdict]:
+    """Verdicts on measured machines, on those with evidence of a similar card, and on the others, each as declared.
+
+    A narrow screen shows the first columns alone.
+    """
+    return sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
 
 
 def _machine(verdict: TargetVerdict) -> str:

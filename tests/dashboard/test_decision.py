@@ -91,12 +91,23 @@ def test_the_card_puts_the_plan_beside_what_was_measured():
 
 def test_a_line_a_rule_and_a_column_a_machine():
     table = rules(draw(MIXED)).map(lambda text: text.replace("\N{NO-BREAK SPACE}", " "))
-    assert list(table.columns) == ["Bound", "1× H100", "1× H200", "2× H200"]
+    assert list(table.columns) == ["Bound", "1× H200", "1× H100", "2× H200"]
     assert list(table.index) == ["**Verdict**", "Memory exponent", "Throughput", "Peak memory", "Utilisation"]
-    assert [text.split("[")[1].split(" ")[0] for text in table.loc["**Verdict**"].iloc[1:]] == ["?", "✗", "?"]
+    assert [text.split("[")[1].split(" ")[0] for text in table.loc["**Verdict**"].iloc[1:]] == ["✗", "?", "?"]
     assert ":green[✓] 0.998" in table.loc["Memory exponent", "1× H200"]
     assert ":red[✗] 120 GiB" in table.loc["Peak memory", "1× H200"]
     assert table.loc["Throughput", "1× H100"] == ":gray[?]"
+
+
+def test_measured_machines_come_first_and_stay_in_their_order():
+    """A narrow screen shows the first columns alone: not those on which nothing is measured."""
+    blank = [verdict(H100.model_copy(update={"title": title}), Result.UNKNOWN, BUSY) for title in ("A", "B")]
+    alike = verdict(H100, Result.UNKNOWN, replace(EXPONENT, transferred="NVIDIA H200"))
+    ours = [verdict(TWO, Result.GO, EXPONENT), verdict(H200, Result.GO, SPEED)]
+    app = draw(decision(blank[0], alike, ours[0], blank[1], ours[1]))
+    ordered = ["2× H200", "1× H200", "1× H100", "A", "B"]
+    assert list(rules(app).columns) == ["Bound", *ordered]
+    assert app.segmented_control[0].options == ordered
 
 
 def test_evidence_of_another_card_is_marked():
@@ -112,7 +123,7 @@ def test_bounds_and_rules_may_differ_between_machines():
     table = rules(app)
     assert ":gray[–] no rule there" in said(app)
     assert "no rule there" not in said(draw(decision(verdict(H200, Result.GO, EXPONENT))))
-    assert table.loc["Peak memory", "Bound"].replace("\N{NO-BREAK SPACE}", " ") == "≤ 60.54 GiB or ≤ 106.7 GiB"
+    assert table.loc["Peak memory", "Bound"].replace("\N{NO-BREAK SPACE}", " ") == "≤ 106.7 GiB or ≤ 60.54 GiB"
     assert list(table.loc["Utilisation"].iloc[1:]) == [":gray[–]", ":gray[–]", ":gray[?]"]
 
 
