@@ -8,6 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import parts
+from jobs.quantities import in_words
 from orchestrator.states import Result
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _total(steps: list[Step]) -> str:
 
 
 def _name(rule: str) -> str:
-    return parts.plain(rule.replace("-", " ").capitalize())
+    return parts.plain(in_words(rule))
 
 
 def _machines(decision: Decision) -> list[TargetVerdict]:

@@ -11,7 +11,7 @@ import streamlit as st
 from dashboard import parts
 from jobs.axes import AXES, MORE, more_columns
 from jobs.plain_text import in_a_line
-from jobs.quantities import Quantities, Role
+from jobs.quantities import Quantities, Role, heading, in_words
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
 from orchestrator.report.table import shape_of
@@ -32,7 +32,7 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
             "Started": frame["created_at"],
             "Took": [took(row) for row in rows],
             "Device": [row["gpu"] or row["host"] or "–" for row in rows],
-            "Id": frame["run_id"],
+            "ID": frame["run_id"],
         }
     )
     columns = {
@@ -56,8 +56,8 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
         (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
     }
     stored = set(numbers["metric"])
-    shown = {q.legend.capitalize(): q.name for q in quantities if q.role is Role.HEADLINE and q.name in stored}
-    own = {name.removeprefix(MORE).capitalize(): frame[name] for name in more_columns(frame.columns)}
+    shown = {heading(q.legend): q.name for q in quantities if q.role is Role.HEADLINE and q.name in stored}
+    own = {in_words(name.removeprefix(MORE)): frame[name] for name in more_columns(frame.columns)}
     table = pd.DataFrame(
         {
             "#": frame["number"],

@@ -13,7 +13,7 @@ import streamlit as st
 from pydantic import ValidationError
 
 from dashboard import data, parts
-from jobs.quantities import LIVE, Quantities
+from jobs.quantities import LIVE, Quantities, written_unit
 from jobs.training_plan import TrainingPlan
 from orchestrator.report.series import BLUE
 from orchestrator.states import PointState
@@ -89,7 +89,7 @@ def expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Data
             Expectation(
                 "Time of the planned run",
                 f"≤ {parts.number(plan.hours, 'h')}",
-                parts.number(60 * hours, "min") if hours and hours < 1 else parts.number(hours, "h"),
+                parts.number(hours, "h"),
                 _most(hours, plan.hours) if hours else None,
             )
         )
@@ -213,7 +213,7 @@ def chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
             ),
             y=alt.Y(
                 "value:Q",
-                title=unit if unit != "1" else None,
+                title=written_unit(unit) if unit != "1" else None,
                 scale=scale_y,
                 axis=alt.Axis(tickCount=4, format=",.6~r", labelFlush=False),
             ),

@@ -14,7 +14,7 @@ from dashboard import data, grids, help_pages, parts, point_files
 from dashboard.address import Address
 from dashboard.live import live_series
 from jobs.plain_text import in_a_line
-from jobs.quantities import Plot, Quantities
+from jobs.quantities import Plot, Quantities, in_words, readable_range
 from orchestrator.report import charts
 from orchestrator.report.content import flat
 from orchestrator.states import Origin, PointState, RunState
@@ -142,7 +142,7 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
         "Host": parts.plain(run["host"] or "–"),
         "GPU": parts.plain(run["gpu"] or "–"),
         "Resumed": parts.count(run["resumed"], "time"),
-        **{name.replace("_", " ").capitalize(): parts.code(run[name]) if run[name] else "–" for name in texts},
+        **{in_words(name): parts.code(run[name]) if run[name] else "–" for name in texts},
     }
 
 
@@ -236,8 +236,8 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
             "Quantity": [parts.plain(quantities.of(row["name"], row["unit"]).title) for row in rows],
             "Metric": [parts.plain(row["name"]) for row in rows],
             "Value": [parts.plain(parts.number(row["value"], row["unit"])) for row in rows],
-            "95 % interval": [_interval(row["ci_low"], row["ci_high"]) for row in rows],
-            "p10 to p90": [_interval(row["p10"], row["p90"]) for row in rows],
+            "95 % interval": [_interval(row["ci_low"], row["ci_high"], row["unit"]) for row in rows],
+            "p10 to p90": [_interval(row["p10"], row["p90"], row["unit"]) for row in rows],
             "Samples": [len(row["samples"]) or "–" for row in rows],
             "How": [parts.plain(row["method"] or "–") for row in rows],
         }
@@ -245,8 +245,8 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
     st.table(table, border="horizontal", hide_index=True)
 
 
-def _interval(low: float, high: float) -> str:
-    return "–" if pd.isna(low) or pd.isna(high) else f"{parts.number(low)} – {parts.number(high)}"
+def _interval(low: float, high: float, unit: str) -> str:
+    return "–" if pd.isna(low) or pd.isna(high) else parts.plain(readable_range(low, high, unit))
 
 
 def _cell(value: object) -> str:

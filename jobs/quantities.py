@@ -7,6 +7,7 @@ run's quantities without the code that measured them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0}
+_MOST = {"ms": 10_000, "s": 120, "min": 120, "h": math.inf}  # from here on, a time is said in a larger unit
+_ACRONYMS = "CPU CUDA DDP ETA FLOPs FSDP GPU GPUs ID MFU NCCL NSA NVML OOM RSS SDPA SM TF32 URL"
+_WRITTEN = {word.lower(): word for word in _ACRONYMS.split()}
 # Times and amounts of memory whose batch the database does not divide out: it knows ms, s and MiB.
 _NOT_DIVIDED = ("ns", "us", "µs", "min", "h", "B", "kB", "KB", "MB", "GB", "KiB", "GiB", "TiB")
 
@@ -106,7 +111,7 @@ class Quantities(Sequence[Quantity]):
         for quantity in self._all:
             if quantity.declares(name):
                 return quantity.named(name.removeprefix(quantity.name[:-1]))
-        return Quantity(name, unit, name.replace("_", " ").capitalize())
+        return Quantity(name, unit, in_words(name))
 
     def place(self, name: str) -> tuple[int, str]:
         """Sort key of a metric: declared ones in their order, then the others by name."""
@@ -120,9 +125,64 @@ class Quantities(Sequence[Quantity]):
 
 
 def readable(value: float, unit: str = "1") -> str:
-    """A value with four significant digits, from 1,000 on a whole number, and its unit, of which "1" is left out."""
+    """A value with four significant digits, from 1,000 on a whole number, and its unit, of which "1" is left out.
+
+    A time is written as it is said: 0.2151 h is 12.9 min, 1.3 h is 1 h 18 min.
+    """
+    if (said := _time(value, unit)) is not None:
+        return said
     text = f"{value:,.0f}" if 1_000 <= abs(value) < 1e15 else f"{value + 0.0:.4g}"  # + 0.0: no "-0"
-    return text if unit == "1" else f"{text} {unit}"
+    return text if unit == "1" else f"{text} {written_unit(unit, value)}"
+
+
+def readable_range(low: float, high: float, unit: str = "1", to: str = " – ") -> str:
+    """Two values and their unit, which is written once if it is the same: 15.48 – 15.49 ms."""
+    first, last = readable(low, unit), readable(high, unit)
+    number, _, end = first.partition(" ")
+    return (number if end and last.partition(" ")[2] == end else first) + to + last
+
+
+def written_unit(unit: str, value: float = 0.0) -> str:
+    """A unit as it is written: °C for C; tokens, but 1 token."""
+    return {"C": "°C", "token": "token" if value == 1 else "tokens"}.get(unit, unit)
+
+
+def in_words(name: str) -> str:
+    """A name from code as a heading: "gpu_sm-clock" as "GPU SM clock"."""
+    words = [_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name)]
+    return heading(" ".join(words))
+
+
+def heading(text: str) -> str:
+    """The text with a capital letter first and the others as they are: "MFU" and "tok/s" keep theirs."""
+    return text[:1].upper() + text[1:]
+
+
+def said_in_its_own_unit(unit: str) -> bool:
+    """Whether values of this unit are said in others (0.2 h as 12 min), so that a column cannot have it as a title."""
+    return unit in ("s", "min", "h")
+
+
+def _time(value: float, unit: str) -> str | None:
+    """A time in the unit in which it is said; None where that is its own, and for what is no time."""
+    if unit not in _SECONDS or not math.isfinite(value) or value == 0:
+        return None
+    size = abs(value)
+    if size < _MOST[unit] and (size >= 1 or unit == "ms"):
+        return None if unit != "h" else _hours(value)
+    seconds = size * _SECONDS[unit]
+    if seconds >= 7_200:
+        return _hours(value * _SECONDS[unit] / 3_600)
+    other = next(name for name in ("min", "s", "ms") if seconds >= _SECONDS[name] or name == "ms")
+    return f"{value * _SECONDS[unit] / _SECONDS[other]:.3g} {other}"
+
+
+def _hours(hours: float) -> str:
+    """Hours and minutes, as 24 h or 1 h 18 min; from 100 h on, whole hours."""
+    whole, minutes = divmod(round(60 * abs(hours)), 60)
+    if whole >= 100:
+        return f"{hours:,.0f} h"
+    return "-" * (hours < 0) + (f"{whole} h {minutes:02d} min" if minutes else f"{whole} h")
 
 
 def check_quantities(quantities: Sequence[Quantity]) -> None:

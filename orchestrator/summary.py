@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jobs.axes import MORE, more_columns
 from jobs.plain_text import in_a_line
-from jobs.quantities import Role, readable
+from jobs.quantities import Role, readable, said_in_its_own_unit
 from orchestrator.states import PointState, Result
 from orchestrator.terminal import PlainConsole
 
@@ -88,11 +88,21 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     if shown.empty:
         return
     units = dict(zip(shown["metric"], shown["unit"], strict=True))
-    table = _table("Results", "point", *(escape(f"{name} ({units[name]})".removesuffix(" (1)")) for name in names))
+    table = _table("Results", "point", *(escape(_titled(name, units[name])) for name in names))
     for label, rows in shown.groupby("label", sort=False):
         values = dict(zip(rows["metric"], rows["value"], strict=True))
-        table.add_row(_cell(str(label)), *(readable(values[name]) if name in values else "" for name in names))
+        cells = (_value(values[name], units[name]) if name in values else "" for name in names)
+        table.add_row(_cell(str(label)), *cells)
     console.print(table)
+
+
+def _titled(name: str, unit: str) -> str:
+    """A column's title with the unit of its values, unless each has its own."""
+    return name if unit == "1" or said_in_its_own_unit(unit) else f"{name} ({unit})"
+
+
+def _value(value: float, unit: str) -> str:
+    return readable(value, unit if said_in_its_own_unit(unit) else "1")
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
@@ -140,7 +150,7 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
         for rule in target.rules:
             judged = ""
             if rule.value is not None and rule.margin is not None:
-                judged = f"{readable(rule.value)} (bound {rule.limit}, margin {readable(rule.margin)}): "
+                judged = f"{rule.told(rule.value)} (bound {rule.limit}, margin {rule.told(rule.margin)}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.plain_text import in_a_line
-from jobs.quantities import readable
+from jobs.quantities import readable, readable_range
 from orchestrator.cli.doctor import Finding, Health, SettingRow
 from orchestrator.cli.exposure import Exposure
 from orchestrator.cli.fetching import StoredFile
@@ -84,11 +84,13 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
     _fields(
         row, ("point_id", "label", "state", "reason", "attempt", "key", "started_at", "ended_at", "route", "config")
     )
-    table = _table("Metrics", "metric", "value", "unit", "p10", "p90", "95 % interval", "n", "method")
+    table = _table("Metrics", "metric", "value", "p10", "p90", "95 % interval", "n", "method")
     for m in metrics.to_dict("records"):
-        interval = "" if pd.isna(m["ci_low"]) else f"{readable(m['ci_low'])} .. {readable(m['ci_high'])}"
+        unit = m["unit"]
+        interval = "" if pd.isna(m["ci_low"]) else readable_range(m["ci_low"], m["ci_high"], unit, to=" .. ")
+        p10, p90 = ("" if pd.isna(m[name]) else readable(m[name], unit) for name in ("p10", "p90"))
         table.add_row(
-            m["name"], readable(m["value"]), m["unit"], _text(m["p10"]), _text(m["p90"]), interval,
+            m["name"], readable(m["value"], unit), p10, p90, interval,
             str(max(1, len(m["samples"] or ()))), m["method"],
         )  # fmt: skip
     out.print(table if len(metrics) else "no metrics: only points that are ok have any")

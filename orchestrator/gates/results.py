@@ -48,7 +48,11 @@ class RuleVerdict:
         """The bound in words: "<= 1.15"."""
         if self.bound is None:
             return ""
-        return f"{self.comparison} {readable(self.bound, self.unit)}"
+        return f"{self.comparison} {self.told(self.bound)}"
+
+    def told(self, value: float) -> str:
+        """A value of the rule with its unit, as it is read."""
+        return readable(value, self.unit)
 
 
 @dataclass(frozen=True)

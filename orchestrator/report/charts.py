@@ -16,7 +16,7 @@ import altair as alt
 import pandas as pd
 
 from jobs.axes import MORE, more_columns
-from jobs.quantities import Plot, Quantities, Quantity
+from jobs.quantities import Plot, Quantities, Quantity, written_unit
 from orchestrator.analysis import Fit, fits_frame
 from orchestrator.report import series
 from orchestrator.report.series import BLUE, GREY
@@ -81,6 +81,7 @@ def _looks(ordered: list[Row]) -> tuple[alt.Color, alt.Shape]:
 
 def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
     """Chart of all samples in order, to show drift, outliers and warm-up."""
+    title = written_unit(unit)
     frame = pd.DataFrame({"sample": range(1, len(samples) + 1), "value": list(samples)})
     return (
         alt.Chart(frame)
@@ -92,8 +93,8 @@ def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> 
                 scale=alt.Scale(zero=False, nice=False),
                 axis=alt.Axis(tickMinStep=1, format="d", grid=False),
             ),
-            y=alt.Y("value:Q", title=unit, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
-            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=unit)],
+            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
+            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=title)],
         )
         .properties(height=height)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from jobs.plain_text import for_file, for_html, in_a_line
-from jobs.quantities import Quantity, Role, readable
+from jobs.quantities import Quantity, Role
 from orchestrator.analysis import Fit
 from orchestrator.gates.results import TargetVerdict
 from orchestrator.report import bench_text
@@ -112,9 +112,9 @@ def _verdict(verdict: TargetVerdict) -> Table:
         [
             rule.rule,
             rule.result.value,
-            "" if rule.value is None else readable(rule.value),
+            "" if rule.value is None else rule.told(rule.value),
             rule.limit,
-            "" if rule.margin is None else "+" * (rule.margin >= 0) + readable(rule.margin),
+            "" if rule.margin is None else "+" * (rule.margin >= 0) + rule.told(rule.margin),
             rule.reason,
         ]
         for rule in verdict.rules

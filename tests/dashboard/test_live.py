@@ -133,7 +133,7 @@ def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None
 
 def test_a_short_planned_run_is_told_in_minutes(database: str) -> None:
     training(database, piece("throughput", "tok/s", [10240.0]), plan=PLAN)
-    assert "Time of the planned run,≤ 1 h,1.667 min,✓ yes" in text(show("runs", run=RUN, point=POINT))
+    assert "Time of the planned run,≤ 1 h,1.67 min,✓ yes" in text(show("runs", run=RUN, point=POINT))
 
 
 def test_text_from_outside_is_text(database: str) -> None:

@@ -13,11 +13,14 @@ from dashboard_pages import asked, check, markdown, show, text
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
 from dashboard import data
+from jobs._training.metrics import MFU, PLANNED_TIME
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.records import (
     ArtifactRecord,
     EventRecord,
+    MetricData,
     OutcomeRecord,
+    PointRecord,
     RunEndRecord,
     RunRecord,
     StartRecord,
@@ -142,10 +145,36 @@ def test_a_target_of_ones_own_is_text(complete: str, tmp_path: Path, monkeypatch
     assert titles == ["### :red-badge[:material/cancel: NO-GO] a \\[link\\](http\\://\N{WORD JOINER}x) \\:red\\[y\\]"]
 
 
+def test_names_and_times_are_written_as_they_are_read(database: str):
+    """Acronyms keep their capitals, and a time of 0.2151 h is told in minutes; the rows as CSV stay as stored."""
+    point = f"{HALF}/0"
+    values = {"mfu": ("%", 23.6), "planned_time": ("h", 0.215124), "gpu_temperature": ("C", 35.0)}
+    metrics = tuple(MetricData(name=name, unit=unit, value=value) for name, (unit, value) in values.items())
+    time = MetricData(name="time", unit="ms", value=15.49, ci_low=15.48, ci_high=15.52)
+    with Store.open(database) as store:
+        store.apply_many(
+            [
+                RunRecord(
+                    run_id=HALF, name="m7c", kind="train", spec={}, spec_hash="5", quantities=(MFU, PLANNED_TIME)
+                ),
+                PointRecord(run_id=HALF, point_id=point, index=0, key="0", label="nsa", config={}, axes={}),
+                StartRecord(run_id=HALF, point_id=point, attempt=1),
+                OutcomeRecord(run_id=HALF, point_id=point, attempt=1, state=PointState.OK, metrics=(*metrics, time)),
+            ]
+        )
+        assert "0.215124" in data.csv(store, [HALF])
+    row = show("runs", run=HALF).dataframe[0].value.iloc[0]
+    assert [row[name].split() for name in ("MFU", "Planned time")] == [["23.6", "%"], ["12.9", "min"]]
+    said = text(show("runs", run=HALF, point=point))
+    assert "Time that the plan takes,planned_time,12.9 min" in said
+    assert "15.49 ms,15.48 – 15.52 ms" in said
+    assert "35 °C" in said
+
+
 def test_the_overview_shows_runs_and_counts(complete: str):
     app = show("overview")
     latest = app.dataframe[0].value
-    assert latest["Id"].tolist() == [RUN]
+    assert latest["ID"].tolist() == [RUN]
     assert latest["Points"].tolist() == ["24 ok · 3 failed · 1 skipped"]
     assert "11 failed" in text(app)
     assert "nsa.db" in "".join(caption.value for caption in app.sidebar.caption)

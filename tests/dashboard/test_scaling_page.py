@@ -71,7 +71,7 @@ def test_many_newer_runs_hide_neither_the_sweep_nor_the_reported_curve(complete:
     assert show("scaling").multiselect[0].value == [RUN, CURVE]
     newer = f"{HALF}-0"
     assert check(_visit("scaling", {"run": [RUN, newer]})).multiselect[0].value == [RUN, newer]
-    assert {RUN, CURVE} < set(show("runs").dataframe[0].value["Id"])
+    assert {RUN, CURVE} < set(show("runs").dataframe[0].value["ID"])
 
 
 def test_without_a_complete_sweep_scaling_begins_with_the_newest_results(database: str):

@@ -18,7 +18,7 @@ from orchestrator import journal
 from orchestrator.cli import commands, doctor
 from orchestrator.database_url import hide_password
 from orchestrator.journal import Journal
-from orchestrator.records import RunRecord, StartRecord
+from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 from orchestrator.run import plan
 from orchestrator.settings import Settings
 from orchestrator.states import PointState
@@ -85,6 +85,16 @@ class TestWithResults:
         out = nsa("show", RUN, "--point", "0").out
         assert "peak_extra_memory" in out
         assert "MiB" in out
+
+    def test_show_point_tells_times_as_they_are_said(self, nsa: Nsa, home: Path) -> None:
+        metric = MetricData(name="planned_time", unit="h", value=0.215124, p10=0.2, p90=0.25)
+        point = f"{RUN}/900"
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply(PointRecord(run_id=RUN, point_id=point, index=900, key="0", label="m7c", config={}, axes={}))
+            store.apply(StartRecord(run_id=RUN, point_id=point, attempt=1))
+            store.apply(OutcomeRecord(run_id=RUN, point_id=point, attempt=1, state=PointState.OK, metrics=(metric,)))
+        line = next(line for line in nsa("show", RUN, "--point", "900").out.splitlines() if "planned_time" in line)
+        assert line.split()[:7] == ["planned_time", "12.9", "min", "12", "min", "15", "min"]
 
     def test_a_run_is_found_by_a_unique_beginning(self, nsa: Nsa) -> None:
         assert nsa("show", "20261120").code == 0

@@ -128,3 +128,13 @@ def test_a_plain_number_has_no_unit(capsys) -> None:
     rows = [{"metric": one.name, "unit": one.unit, "value": 1.0, "label": "p"} for one in metrics]
     print_results(pd.DataFrame(rows), ["a", "b"], PlainConsole(file=sys.stdout))
     assert re.search(r"point +a +b \(ms\)", capsys.readouterr().out)
+
+
+def test_a_time_is_told_as_it_is_said(capsys) -> None:
+    metric = MetricData(name="planned_time", unit="h", value=0.215124)
+    with watcher({"r/0": "p"}, 0, ["planned_time"], sys.stdout) as watching:
+        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.OK, metrics=(metric,)))
+    assert "p: planned_time 12.9 min" in capsys.readouterr().out
+    rows = [{"metric": "planned_time", "unit": "h", "value": 0.215124, "label": "p"}]
+    print_results(pd.DataFrame(rows), ["planned_time"], PlainConsole(file=sys.stdout))
+    assert re.search(r"point +planned_time\s+p +12.9 min", capsys.readouterr().out)
