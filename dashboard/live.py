@@ -199,7 +199,9 @@ def chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
         }
     )
     several = len(set(shown["rank"])) > 1
-    color = alt.Color("rank:N", legend=alt.Legend(title="rank", orient="bottom")) if several else alt.value(BLUE)
+    color = (
+        alt.Color("rank:N", legend=alt.Legend(title="rank", orient="bottom", columns=8)) if several else alt.value(BLUE)
+    )
     scale_y = alt.Scale(zero=unit == "%" or not _far_from_zero(shown["value"].tolist()))
     return (
         alt.Chart(shown, height=_HEIGHT)

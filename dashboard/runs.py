@@ -15,8 +15,8 @@ from dashboard.address import Address
 from dashboard.live import live_series
 from jobs.plain_text import in_a_line
 from jobs.quantities import Plot, Quantities, in_words, readable_range
-from orchestrator.report import charts
 from orchestrator.report.content import flat
+from orchestrator.report.samples import samples_chart
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
@@ -222,7 +222,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is the inverse of a time
             continue
         st.caption(parts.plain(f"{quantity.title}: all {len(row['samples'])} samples"))
-        st.altair_chart(charts.samples_chart(row["samples"], row["unit"]))
+        st.altair_chart(samples_chart(row["samples"], row["unit"]))
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
     facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}

@@ -8,17 +8,17 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import choice as choosing
-from dashboard import data, grids, help_pages, parts
+from dashboard import data, grids, help_pages, legend, parts
 from dashboard.address import Address, leave
 from dashboard.choice import MEMORY, TOGETHER, Choice
 from jobs.quantities import AGAINST_LENGTH, Quantities, Quantity
 from orchestrator.branches import BranchShares, shares_frame, take_overs
 from orchestrator.report import charts, exponents, series
-from orchestrator.report.branch_chart import branch_chart
+from orchestrator.report.branch_chart import branch_chart, branch_legend
 from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
-CHART_HEIGHT, LEGEND_ROW = 380, 30  # pixels; a chart grows with its legend
+CHART_HEIGHT = 380  # pixels
 GROWTH = (
     "Asymptotic exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to the "
     "longest, on which the law holds (one on which it is exact comes first). Paler points are outside of it. A local "
@@ -126,9 +126,9 @@ def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFram
         st.caption("A logarithmic axis can show none of the values, such as zero.")
         return
     st.caption(_what(shown))
-    lines = len({series.key(row) for row in parts.records(shown)})
-    chart = charts.scaling_chart(shown, fits, quantity, height=CHART_HEIGHT + LEGEND_ROW * lines)
+    chart = charts.scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
     st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
+    legend.show(charts.scaling_legend(shown, fits, quantity))
 
 
 def _what(rows: pd.DataFrame) -> str:
@@ -161,6 +161,7 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
         bends = times.loc[times["metric"] == times["metric"].iloc[0]] if len(times) else shown
         chart = exponents.local_chart(bends, quantities)
         st.altair_chart(chart, alt="Local exponents against sequence length, beside linear and quadratic growth")
+        legend.show(exponents.local_legend(bends, quantities))
     st.subheader("Fitted exponents")
     st.caption("Click a row to open its run.")
     others = ordered.loc[~ordered.index.isin(shown.index)]  # further kinds of memory
@@ -181,7 +182,10 @@ def _branches(shares: Sequence[BranchShares]) -> None:
         title = names[series.key(identity)]
         left, right = st.columns(2, gap="medium")
         own = shares_frame([share for share in shares if share.series == one.series])
-        left.altair_chart(branch_chart(own), alt=f"{title}: share of each branch against sequence length")
+        with left:
+            chart = branch_chart(own, legend=False)
+            st.altair_chart(chart, alt=f"{title}: share of each branch against sequence length")
+            legend.show(branch_legend(own))
         right.subheader(parts.plain(title))
         right.markdown(parts.plain(one.sentence))
 

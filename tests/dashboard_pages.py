@@ -40,7 +40,7 @@ def text(app: AppTest) -> str:
     return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
-_AS_IT_IS = ("arrow_data_frame", "code", "json", "vega_lite_chart", "arrow_vega_lite_chart", "image", "imgs")
+_AS_IT_IS = ("arrow_data_frame", "code", "html", "json", "vega_lite_chart", "arrow_vega_lite_chart", "image", "imgs")
 _PLAIN = dict.fromkeys(("selectbox", "multiselect"), ("options", "raw_value", "raw_values"))
 _CODE = re.compile(r"(?<!\\)`[^`]*`")
 

@@ -16,10 +16,10 @@ import altair as alt
 import pandas as pd
 
 from jobs.axes import MORE, more_columns
-from jobs.quantities import Plot, Quantities, Quantity, written_unit
+from jobs.quantities import Plot, Quantities, Quantity
 from orchestrator.analysis import Fit, fits_frame
 from orchestrator.report import series
-from orchestrator.report.series import BLUE, GREY
+from orchestrator.report.series import GREY
 
 Row = dict[str, Any]
 
@@ -37,7 +37,12 @@ _GUIDES = {
 
 
 def scaling_chart(
-    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity, *, height: int = 340
+    rows: pd.DataFrame,
+    fits: Sequence[Fit] | pd.DataFrame,
+    quantity: Quantity,
+    *,
+    height: int = 340,
+    legend: bool = True,
 ) -> alt.LayerChart:
     """Log-log chart of a quantity per sequence against sequence length: points, intervals, fitted lines, guide slopes.
 
@@ -46,18 +51,14 @@ def scaling_chart(
         fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
         quantity: the quantity to draw against S.
         height: height of the plot, in pixels.
+        legend: whether the chart has its legend; a page draws `scaling_legend` instead, whose lines can break.
 
     Raises:
         ValueError: no row has this metric (and a positive length and value).
     """
-    points = _points(rows, quantity)
-    if not points:
-        raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
-    lines = _lines(points, fit_rows(fits))
-    dashes = _name(points, lines)
-    ordered = list({point["series"]: point for point in sorted(points, key=_order)}.values())
+    points, lines, dashes = _named(rows, fits, quantity)
     x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
-    color, shape = _looks(ordered)
+    color, shape = _looks(_legend(points), shown=legend)
     interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
     pale = alt.Opacity("opacity:Q", scale=None, legend=None)
     layers = [
@@ -69,35 +70,38 @@ def scaling_chart(
     return layered(layers).properties(height=height)
 
 
-def _looks(ordered: list[Row]) -> tuple[alt.Color, alt.Shape]:
-    """Colour and mark of each series, in one legend."""
-    domain, looks = [point["series"] for point in ordered], [series.look(point["implementation"]) for point in ordered]
+def scaling_legend(
+    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity
+) -> list[tuple[str, series.Look]]:
+    """Name and look of each series of the scaling chart, as its legend lists them. Raises ValueError as the chart."""
+    return _legend(_named(rows, fits, quantity)[0])
+
+
+def _named(
+    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity
+) -> tuple[list[Row], list[Row], dict[str, tuple[int, ...]]]:
+    """Points and lines of the chart, with the names of their series, and the dashes of each series."""
+    points = _points(rows, quantity)
+    if not points:
+        raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
+    lines = _lines(points, fit_rows(fits))
+    return points, lines, _name(points, lines)
+
+
+def _legend(points: list[Row]) -> list[tuple[str, series.Look]]:
+    named = {point["series"]: point["implementation"] for point in sorted(points, key=_order)}
+    return [(name, series.look(implementation)) for name, implementation in named.items()]
+
+
+def _looks(entries: list[tuple[str, series.Look]], *, shown: bool) -> tuple[alt.Color, alt.Shape]:
+    """Colour and mark of each series, in one legend, where every name has the room that it needs."""
+    domain, looks = [name for name, _ in entries], [look for _, look in entries]
     columns = 2 if max(map(len, domain)) < 30 else 1
-    legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=460, symbolSize=90, symbolOpacity=1)
+    style = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=0, symbolSize=90, symbolOpacity=1)
+    legend = style if shown else None
     colors = alt.Scale(domain=domain, range=[look.color for look in looks])
     marks = alt.Scale(domain=domain, range=[look.mark for look in looks])
     return alt.Color("series:N", scale=colors, legend=legend), alt.Shape("series:N", scale=marks, legend=legend)
-
-
-def samples_chart(samples: Sequence[float], unit: str, *, height: int = 170) -> alt.Chart:
-    """Chart of all samples in order, to show drift, outliers and warm-up."""
-    title = written_unit(unit)
-    frame = pd.DataFrame({"sample": range(1, len(samples) + 1), "value": list(samples)})
-    return (
-        alt.Chart(frame)
-        .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
-        .encode(
-            x=alt.X(
-                "sample:Q",
-                title="sample",
-                scale=alt.Scale(zero=False, nice=False),
-                axis=alt.Axis(tickMinStep=1, format="d", grid=False),
-            ),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
-            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=title)],
-        )
-        .properties(height=height)
-    )
 
 
 def length_label(length: float) -> str:

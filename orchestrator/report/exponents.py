@@ -14,6 +14,12 @@ from orchestrator.report import series
 from orchestrator.report.charts import at, fit_rows, layered, length_axis, length_label
 from orchestrator.report.series import GREY
 
+_LONG = 40  # characters of a name that in one line would leave no room for the exponents beside it
+_TWO_LINES = (
+    "indexof(datum.label, ' · ') < 0 ? datum.label : [slice(datum.label, 0, indexof(datum.label, ' · ')),"
+    " slice(datum.label, indexof(datum.label, ' · ') + 3)]"
+)
+
 
 def exponent_chart(
     fits: Sequence[Fit] | pd.DataFrame, quantities: Quantities, *, row_height: int = 30
@@ -33,9 +39,10 @@ def exponent_chart(
     frame["color"], frame["mark"] = [look.color for look in looks], [look.mark for look in looks]
     # Intervals of few points can be very wide: the axis follows the exponents, and the intervals are clipped.
     domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
-    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False)
+    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False, titleAnchor="end")
     x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
-    axis = alt.Axis(labelLimit=320, ticks=False, domain=False, labelFlush=False)
+    two = {"labelExpr": _TWO_LINES, "labelOffset": -6} if max(map(len, names.values())) > _LONG else {}
+    axis = alt.Axis(labelLimit=320, ticks=False, domain=False, labelFlush=False, **two)
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
     marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
@@ -51,7 +58,7 @@ def exponent_chart(
         .encode(x=x, y=y, color=color, shape=shape, tooltip=["series:N", *tooltip]),
     ]
     room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
-    return layered(layers).properties(height=alt.Step(row_height), padding=room)
+    return layered(layers).properties(height=alt.Step(row_height + 3 * len(two)), padding=room)
 
 
 def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260) -> alt.LayerChart:
@@ -106,3 +113,17 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
         marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
     ]
     return layered(layers).properties(height=height)
+
+
+def local_legend(fits: pd.DataFrame, quantities: Quantities) -> list[tuple[str, series.Look]]:
+    """Name and look of each series of the chart of local exponents; those that share a look have their dashes."""
+    rows = fit_rows(fits)
+    names = series.labels(rows, quantities)
+    looks = [series.look(row["implementation"]) for row in rows]
+    signs = [
+        series.DASHES[dash] if looks.count(look) > 1 else ""
+        for dash, look in zip(series.dashes(rows), looks, strict=True)
+    ]
+    return [
+        (f"{names[series.key(row)]}  {sign}".rstrip(), look) for row, sign, look in zip(rows, signs, looks, strict=True)
+    ]

@@ -266,10 +266,23 @@ def test_curves_and_exponents_are_on_the_first_screen_of_scaling(
         expect(page.get_by_role("heading", name=f"{title}, measured")).to_be_in_viewport(ratio=1)
         chart = page.get_by_test_id("stVegaLiteChart").nth(place)
         expect(chart).to_be_in_viewport(ratio=1)
-        exponent = chart.get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
+        exponent = (
+            page.locator(".legend")
+            .nth(place)
+            .get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
+        )
         expect(exponent).to_be_in_viewport(ratio=0.99)
     assert page.get_by_test_id("stMain").evaluate("main => main.scrollTop") == 0
     expect(page.get_by_text("Implementation", exact=True)).to_be_hidden()  # the controls are folded
+
+
+def test_no_name_in_a_legend_is_cut_on_a_narrow_screen(page: Page, address: str):
+    page.set_viewport_size(ViewportSize(width=390, height=800))
+    visit(page, f"{address}/scaling", "Scaling")
+    names = page.locator(".legend > span")
+    expect(names.first).to_be_visible()
+    outside = "all => all.filter(e => e.scrollWidth > e.clientWidth || e.getBoundingClientRect().right > innerWidth)"
+    assert names.evaluate_all(f"all => ({outside})(all).length") == 0
 
 
 def test_filters_survive_a_reload_and_a_copied_link(page: Page, address: str):

@@ -13,6 +13,7 @@ import vl_convert
 from jobs.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
 from orchestrator.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.report import charts, exponents
+from orchestrator.report.samples import samples_chart
 from orchestrator.report.series import look
 from orchestrator.store import Store, queries
 
@@ -172,7 +173,7 @@ def test_the_exponent_chart_renders(rows: pd.DataFrame):
 
 
 def test_the_samples_chart_renders():
-    assert "sample" in vl_convert.vegalite_to_svg(charts.samples_chart([3.0, 3.1, 2.9], "ms").to_json())
+    assert "sample" in vl_convert.vegalite_to_svg(samples_chart([3.0, 3.1, 2.9], "ms").to_json())
 
 
 def test_nothing_to_draw_is_an_error(rows: pd.DataFrame):
@@ -210,6 +211,42 @@ def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
     for chart in (exponents.exponent_chart(fits, SHARED), exponents.local_chart(local(fits), SHARED)):
         data = [row for rows in chart.to_dict()["datasets"].values() for row in rows if "series" in row]
         assert {row["series"].split(" ")[0]: (row["color"], row["mark"]) for row in data} == expected
+
+
+def test_a_legend_below_a_chart_names_its_series_with_their_looks(rows: pd.DataFrame):
+    chosen = measured(rows)
+    fits = scaling_fits(chosen)
+    with_legend = charts.scaling_chart(chosen, fits, SHARED.of("time"))
+    without = charts.scaling_chart(chosen, fits, SHARED.of("time"), legend=False)
+    entries = charts.scaling_legend(chosen, fits, SHARED.of("time"))
+    assert [name for name, _ in entries] == series(with_legend) == series(without)
+    assert {name.split(" ")[0]: tuple(look) for name, look in entries} == looks_in(without)
+    assert all(encoding["color"]["legend"] is None for encoding in _encodings(without.to_dict()) if "shape" in encoding)
+
+
+def test_no_name_in_a_legend_is_cut(rows: pd.DataFrame):
+    name = "Scalable-Flash-NSA, window by flash-attn-4 in an environment of its own, with a suffix"
+    chosen = measured(rows).replace({"implementation": {"naive": name}})
+    chart = charts.scaling_chart(chosen, scaling_fits(chosen), SHARED.of("time"))
+    assert name in vl_convert.vegalite_to_svg(chart.to_json())
+
+
+def test_local_exponents_of_one_look_differ_by_the_dashes_in_their_legend(rows: pd.DataFrame):
+    fits = scaling_fits(rows[(rows["origin"] == "measured") & (rows["metric"] == "time")])
+    entries = exponents.local_legend(local(fits), SHARED)
+    assert len({name for name, _ in entries}) == len(entries) > 3
+    assert any(name.endswith("– –") for name, _ in entries)
+
+
+def test_long_names_beside_exponents_take_two_lines(rows: pd.DataFrame):
+    chosen = measured(rows)
+    short = exponents.exponent_chart(scaling_fits(chosen), SHARED)
+    renamed = chosen.replace({"implementation": {"naive": "native-sparse-attention-triton-of-somebody"}})
+    long = exponents.exponent_chart(scaling_fits(renamed), SHARED)
+    for chart, lines in ((short, False), (long, True)):
+        axes = [encoding.get("y", {}).get("axis") or {} for encoding in _encodings(chart.to_dict())]
+        assert any("labelExpr" in axis for axis in axes) is lines
+        assert "naive" in (svg := vl_convert.vegalite_to_svg(chart.to_json())) or "somebody" in svg
 
 
 def local(fits: list[Fit], metric: str = "time") -> pd.DataFrame:
