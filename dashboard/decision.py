@@ -31,6 +31,10 @@ _STYLE = """<style>
 [class*=st-key-reasons-] td:nth-child(2) { width: 17%; }
 [class*=st-key-reasons-] td:nth-child(4) { width: 13%; }
 [class*=st-key-rules-] td p { font-variant-numeric: tabular-nums; }
+@media (max-width: 640px) {
+  [class*=st-key-rules-] :is(td, th) { padding: 0.1rem 0.25rem !important; }
+  [class*=st-key-rules-] :is(td, th):first-child * { white-space: normal; }
+}
 [class*=st-key-decision-] h3 { padding: 0 0 0.9rem; }
 </style>"""
 

@@ -205,6 +205,18 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
         assert main.evaluate("e => e.scrollHeight") < 1600
 
 
+def test_a_narrow_screen_shows_what_was_measured(page: Page, address: str):
+    """The first machine's column is not cut, and it is the one that was measured."""
+    page.set_viewport_size(ViewportSize(width=390, height=800))
+    visit(page, address, "Overview")
+    rules = page.locator(".st-key-decision-m7c-125m-training").get_by_test_id("stTable")
+    expect(rules.get_by_role("columnheader").nth(2)).to_have_text("1× H200")
+    value = rules.get_by_role("link", name="23,704 tok/s").first
+    expect(value).to_be_visible()
+    right = "e => e.getBoundingClientRect().right"
+    assert value.evaluate(right) <= rules.evaluate(right)
+
+
 def test_what_is_opened_on_a_card_is_in_the_address(page: Page, address: str):
     visit(page, address, "Overview")
     card = page.locator(".st-key-decision-m7c-125m-training")
