@@ -107,7 +107,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
     )
     if run["reason"]:
         mistakes = map(parts.plain, run["reason"].splitlines())  # of a refused job: one a line
-        st.warning("\n\n".join(mistakes), icon=":material/info:")
+        st.warning(f"**{run['state']}**: " + "\n\n".join(mistakes), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
     for point in points.loc[points["state"] == "running"].to_dict("records"):
@@ -214,7 +214,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
     quantities = data.quantities(store, [point["run_id"]])
     st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
     if metrics.empty:
-        st.caption(f"No numbers: only a point that ended ok has some, this one is {point['state']}.")
+        st.caption(f"No numbers: only a point that ended ok has some; this one's state is {point['state']}.")
     else:
         _metrics(metrics, quantities)
     for row in metrics.to_dict("records"):

@@ -70,7 +70,7 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
     rows = choice.select(data.scaling(store, run_ids=choice.run_ids))
     fits = choice.select(data.fits(store, choice.run_ids))
     if rows.empty:
-        st.info("No finished point fits this choice yet.", icon=":material/filter_alt_off:")
+        st.info(_nothing_to_draw(choice.select(states)), icon=":material/filter_alt_off:")
     else:
         quantities = data.quantities(store, choice.run_ids)
         panels = _panels(rows, choice.layout, quantities)
@@ -81,6 +81,15 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
     _unfinished(choice.select(states))
     if not rows.empty:
         _rows(store, choice.run_ids, rows)
+
+
+def _nothing_to_draw(states: pd.DataFrame) -> str:
+    """Why there is no chart."""
+    if PointState.OK in set(states["state"]):
+        return (
+            "The finished points of this choice have no numbers against a sequence length; their runs' pages have all."
+        )
+    return "No finished point fits this choice yet."
 
 
 def _chosen(choice: Choice, shares: Sequence[BranchShares]) -> list[BranchShares]:

@@ -55,7 +55,7 @@ def test_a_run_that_waits_or_never_began_is_shown(database: str):
     st.cache_data.clear()
     said = text(show("runs", run=run_id))
     assert "failed" in said
-    assert "no node has 8 GPUs\n\nnor 9" in said
+    assert "**failed**: no node has 8 GPUs\n\nnor 9" in said
     assert "It ended before its first point." in said
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import streamlit as st
 from dashboard_pages import ROOT, asked, check, show, text
 from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
-from orchestrator.records import PointRecord, RunRecord
-from orchestrator.states import RunState
+from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
+from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
@@ -213,3 +214,19 @@ def test_scaling_of_a_live_run(half_finished: str):
     said = text(show("scaling"))
     assert "3 points to go" in said
     assert "three sequence lengths" in said
+
+
+def test_without_a_number_against_a_length_scaling_says_so(database: str):
+    """A drill's points end ok, but have nothing to draw: it is no matter of waiting, or of filters."""
+    run, point = "20261121-120000-drill-aa11", "20261121-120000-drill-aa11/0"
+    metrics = (MetricData(name="elapsed", unit="s", value=8.0),)
+    with Store.open(database) as store:
+        store.apply(RunRecord(run_id=run, name="drill", kind="drill", spec={}, spec_hash="5"))
+        store.apply(PointRecord(run_id=run, point_id=point, index=0, key="0", label="slow", config={}, axes={}))
+        assert "No finished point fits this choice yet." in text(show("scaling", run=run))
+        store.apply(StartRecord(run_id=run, point_id=point, attempt=1))
+        store.apply(OutcomeRecord(run_id=run, point_id=point, attempt=1, state=PointState.OK, metrics=metrics))
+    st.cache_data.clear()
+    said = text(show("scaling", run=run))
+    assert "no numbers against a sequence length" in said
+    assert "No finished point" not in said
