@@ -41,7 +41,7 @@ class Durations:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._stored = [
-            Duration(run.name, run.kind, run.gpu, run.ranks, len(run.points), run.minutes, f"{run}")
+            Duration(run.name, run.kind, run.gpu, run.outline.shape.ranks, run.outline.points, run.minutes, f"{run}")
             for run in runs
             if run.state is RunState.DONE and run.minutes is not None and run.minutes > 0 and _to_its_end(run)
         ]
@@ -82,7 +82,7 @@ def _own_time(spec: str) -> tuple[float | None, str]:
 
 def _to_its_end(run: Run) -> bool:
     """Whether no point was cut short or held up: crashes make a run quick, hangs slow; lack of memory neither."""
-    return not any(PointState(point["state"]) in FAILED - {PointState.OOM} for point in run.points)
+    return not run.outline.states.keys() & (FAILED - {PointState.OOM})
 
 
 @cache

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from jobs.training_plan import TrainingPlan
 from orchestrator.gates.candidates import BoundedRule, Candidate, Found, failures, find, wanted
 from orchestrator.gates.durations import Durations
-from orchestrator.gates.evidence import Run, Scope, measured_runs, preferred, series_of
+from orchestrator.gates.evidence import Run, Scope, measured_runs, preferred
 from orchestrator.gates.filters import Row
 from orchestrator.gates.hardware import Hardware
+from orchestrator.gates.outlines import series_of
 from orchestrator.gates.results import RuleVerdict, TargetVerdict
 from orchestrator.gates.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
 from orchestrator.gates.steps import Step, step_of
@@ -112,7 +113,7 @@ def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) ->
 
 def _transferred(case: _Case, own: Scope, hardware: Hardware, known: Sequence[Hardware]) -> RuleVerdict | None:
     """The verdict by another card's evidence; None without any, and where complete runs failed on this card."""
-    if any(run.failures(own) for run in preferred(case.runs, own)):
+    if any(run.failed(own) for run in preferred(case.runs, own)):
         return None
     for other in known:
         if hardware.akin(other):
@@ -158,12 +159,13 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
     """The newest complete run with evidence, its evidence, and the point that failed, of the same series, in a newer
     run without evidence.
     """
-    failed: list[tuple[Row, Run]] = []
+    newer: list[Run] = []
     for run in preferred(case.runs, scope):
         found = find(rule, run, scope)
         if found.candidates:
+            failed = ((point, each) for each in newer for point in failures(rule, each, scope))  # read as far as needed
             return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
-        failed += [(point, run) for point in failures(rule, run, scope)]
+        newer.append(run)
     return None, Found([]), None
 
 
@@ -171,8 +173,8 @@ def _unmeasured(missing: str, begun: Run | None, how: str) -> str:
     """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
     if begun is None:
         return f"not measured: {missing}; {how}"
-    ended = sum(PointState(point["state"]).ended for point in begun.points)
-    return f"no complete run: {begun} is {begun.state}, {ended} of {len(begun.points)} points ended; {how}"
+    ended = sum(number for state, number in begun.outline.states.items() if state.ended)
+    return f"no complete run: {begun} is {begun.state}, {ended} of {begun.outline.points} points ended; {how}"
 
 
 def _undecided(candidates: list[Candidate], comparison: str, bound: float) -> str:

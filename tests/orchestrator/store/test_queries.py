@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 from sqlalchemy import text
 
-from orchestrator.gates.evidence import Metrics
+from orchestrator.gates.evidence import measured_runs
+from orchestrator.gates.source import Source
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
@@ -101,7 +102,10 @@ def test_the_cost_of_reading_one_run_is_that_of_its_own_points(sqlite_store: Sto
         lambda: queries.scaling(sqlite_store, origin=Origin.REPORTED),
         lambda: queries.states(sqlite_store, run_ids=[RUN]),
         lambda: queries.files(sqlite_store, RUN),
-        lambda: Metrics(sqlite_store, [RUN]).names,
+        lambda: measured_runs(sqlite_store, [RUN]),
+        lambda: Source(sqlite_store, [RUN]).having("scaling", "recall"),
+        lambda: Source(sqlite_store, None).points(RUN, None),
+        lambda: Source(sqlite_store, None).metric(RUN, "time", ()),
     ]
 
     def costs() -> list[int]:
