@@ -32,7 +32,7 @@ PAGES = Path("docs/results")
 SEEDS = PAGES / "seeds"
 DURATIONS = Path("orchestrator/gates/durations.csv")
 GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
-CHARTED = ("scaling", "bench", "decode")  # a run of another kind has one length
+CHARTED = ("scaling.md", "bench.md", "decoding.md")  # the others have one length a run, or lengths without a law
 DECISIONS = """# Decisions
 
 The answers of `nsa gate` and `nsa plan`, with the committed journals alone in the database.
@@ -101,14 +101,14 @@ def _stored(store: Store) -> list[str]:
 
 
 def _reports(store: Store, runs: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write one report a kind of job, with charts if its runs have curves. Returns its files."""
+    """Write the report of each page, with charts if its runs have curves. Returns its files."""
     written = []
-    for kind, name in tables.pages(runs).items():
-        of_kind = [run["run_id"] for run in runs if run["kind"] == kind]
-        if kind in CHARTED:
-            written += write_report(store, of_kind, folder / name)
+    for name, own in tables.pages(runs).items():
+        run_ids = [run["run_id"] for run in own]
+        if name in CHARTED:
+            written += write_report(store, run_ids, folder / name)
         else:
-            written.append(_write(folder / name, report(store, of_kind)))
+            written.append(_write(folder / name, report(store, run_ids)))
     return written
 
 

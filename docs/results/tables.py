@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, 
 from orchestrator.store import Store, queries
 
 _NAMED = {"train": "training", "decode": "decoding"}  # pages that are not called like their kind
+SLOTS = "slots.md"
 
 CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,7 +32,8 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
 
 def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The blocks by name."""
-    benches = collect(store, [run["run_id"] for run in runs if run["kind"] == KIND])
+    paged = pages(runs)
+    benches = collect(store, [run["run_id"] for run in paged.get("bench.md", [])])
     return {
         "pages": _pages(runs),
         "ran": _ran(store, runs),
@@ -43,12 +45,22 @@ def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
         "training": _training(store, runs),
         "ranks": _ranks(store, runs),
         "decoding": _decoding(store, runs),
+        "slots": _slots(store, paged.get(SLOTS, [])),
     }
 
 
-def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The page of each kind of job that was run, in the order of the first runs."""
-    return {run["kind"]: f"{_NAMED.get(run['kind'], run['kind'])}.md" for run in runs}
+def pages(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each page, in the order of the first: a page a kind of job, and one for the benches of slots."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        found[_page(run)].append(run)
+    return dict(found)
+
+
+def _page(run: Mapping[str, Any]) -> str:
+    if run["kind"] == KIND and not any(map(is_dense, run["spec"]["implementations"])):
+        return SLOTS  # of Triton alone: one run for each way to write slots
+    return f"{_NAMED.get(run['kind'], run['kind'])}.md"
 
 
 def minutes(run: Mapping[str, Any]) -> float:
@@ -67,11 +79,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _pages(runs: Sequence[dict[str, Any]]) -> str:
-    def row(kind: str, page: str) -> list[str]:
-        own = [run for run in runs if run["kind"] == kind]
-        return [f"[{page}]({page})", _specs(own), f"{len(own)}", commits(own)]
-
-    rows = [row(kind, page) for kind, page in pages(runs).items()]
+    rows = [[f"[{page}]({page})", _specs(own), f"{len(own)}", commits(own)] for page, own in pages(runs).items()]
     return table(["page", "specs", "runs", "commit"], rows)
 
 
@@ -166,6 +174,28 @@ def _dense(bench: Bench, place: Place) -> tuple[str, str]:
     name = min(times, key=lambda name: times[name])
     kernel = bench.routes.get((place, name), name)
     return f"{number(times[name])} ({kernel})", number(bench.value(place, name, MEMORY), whole=True)
+
+
+def _slots(store: Store, runs: Sequence[dict[str, Any]]) -> str:
+    """Times of the operator with slots in 12 bits and exact, by heads and length; the newest run of each."""
+    values: dict[tuple[int, str], dict[tuple[str, str], float]] = defaultdict(dict)
+    for run in runs:
+        slots = (run["spec"].get("nsa") or {}).get("slots", "packed")
+        frame = queries.scaling(store, run_ids=[run["run_id"]])
+        for row in frame.loc[frame["metric"] == TIME].to_dict("records"):
+            heads = f"{row['query_heads']:.0f}/{row['kv_heads']:.0f}, {row['head_dim']:.0f}"
+            values[int(row["seq_len"]), heads][row["pass"], slots] = row["value"]
+
+    def cells(found: Mapping[tuple[str, str], float], pass_: str) -> list[str]:
+        packed, exact = (found[pass_, slots] for slots in ("packed", "exact"))
+        return [number(packed), number(exact), f"{100 * (exact / packed - 1):+.1f} %"]
+
+    names = [f"{pass_}, {what}" for pass_ in (FORWARD, BOTH) for what in ("12 bits, ms", "exact, ms", "change")]
+    rows = [
+        [heads, f"{seq_len:,}", *cells(found, FORWARD), *cells(found, BOTH)]
+        for (seq_len, heads), found in sorted(values.items())
+    ]
+    return table(["heads, head dim", "S", *names], rows)
 
 
 def _growth(store: Store, runs: Sequence[dict[str, Any]]) -> str:

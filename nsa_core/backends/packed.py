@@ -3,8 +3,8 @@
 The visible keys of all queries lie end to end in one tensor, so that a group is a view of it. Queries of the compressed
 branch that see equally many tokens see the same ones, and need no copies. Each group is a call of
 scaled_dot_product_attention, a window has as many groups as tokens, and the group sizes are read on the host, so that
-the call waits for the device. cuDNN has no part in them: left to PyTorch, whose choice it can be, a branch's first
-passes took up to two minutes on an H200, presumably for a plan for every number of keys. Gradients on CUDA are
+the call waits for the device. cuDNN has no part in them: where PyTorch chose it, a branch's first passes took up to two
+minutes on an H200, without it seconds; presumably it makes a plan for every number of keys. Gradients on CUDA are
 bit-reproducible only under torch.use_deterministic_algorithms(True); "auto" does not take this backend.
 """
 
