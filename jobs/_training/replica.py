@@ -6,7 +6,7 @@ backward pass has left the later ones, their gradients are averaged while the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,31 +65,37 @@ class Replica:
             work.wait()
         self._under_way.clear()
         if not _nccl():
-            for gradient in _gradients([*self._first, *self._later]):
+            for gradient in _gradients(self._first | self._later):
                 gradient /= self._ranks
 
-    def _start(self, weights: Iterable[Parameter]) -> None:
+    def _start(self, weights: Mapping[str, Parameter]) -> None:
         """Start the sum of gradients, as one operation; NCCL averages on the way, which gloo cannot."""
+        gradients = _gradients(weights)  # an exception in the block would leave the group collecting operations
         how = dist.ReduceOp.AVG if _nccl() else dist.ReduceOp.SUM
         with dist._coalescing_manager(async_ops=True) as work:  # pyright: ignore[reportPrivateImportUsage] - as FSDP2
-            for gradient in _gradients(weights):
+            for gradient in gradients:
                 dist.all_reduce(gradient, how)
         self._under_way.append(work)
 
 
-def _parted(model: NSATransformer, depth: int) -> tuple[list[Parameter], list[Parameter]]:
-    """Weights whose gradients the backward pass completes last, and the others; a tied head is the embedding."""
+def _parted(model: NSATransformer, depth: int) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Weights, by name, whose gradients the backward pass completes last, and the others; a tied head is the
+    embedding."""
     lower = [model.embedding, *model.blocks[:depth]]
     first = {id(weight) for module in lower for weight in module.parameters()}
-    weights = list(model.parameters())
-    return [w for w in weights if id(w) in first], [w for w in weights if id(w) not in first]
+    weights = dict(model.named_parameters())
+    return (
+        {name: weight for name, weight in weights.items() if id(weight) in first},
+        {name: weight for name, weight in weights.items() if id(weight) not in first},
+    )
 
 
-def _gradients(weights: Iterable[Parameter]) -> list[Tensor]:
-    found = [weight.grad for weight in weights]
-    if any(gradient is None for gradient in found):
-        raise RuntimeError("parallel: replicate: a weight has no gradient; use parallel: ddp")
-    return [gradient for gradient in found if gradient is not None]
+def _gradients(weights: Mapping[str, Parameter]) -> list[Tensor]:
+    """Gradients of weights. Raises RuntimeError if one has none: frozen, or without a part in the loss."""
+    found = {name: weight.grad for name, weight in weights.items()}
+    if missing := [name for name, gradient in found.items() if gradient is None]:
+        raise RuntimeError(f"parallel: replicate: {missing[0]} has no gradient; use parallel: fsdp")
+    return [gradient for gradient in found.values() if gradient is not None]
 
 
 def _nccl() -> bool:

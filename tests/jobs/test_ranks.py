@@ -23,6 +23,7 @@ from trainings import by_name, small
 import jobs
 from jobs._data.byte_corpus import load_corpus
 from jobs._diagnosis.rank_state import RankState
+from jobs._training.compute_clock import ComputeClock
 from jobs._training.errors import Diverged, RankFailed, Stopped
 from jobs._training.launch import RankWatch
 from jobs._training.layout import divided
@@ -30,6 +31,7 @@ from jobs._training.optimizer import learning_rate
 from jobs._training.rank import flight_record, write_flight_record
 from jobs._training.rank_messages import RankFailure, RankReporter, RankSample, failure
 from jobs._training.rank_pipe import PipeReader, PipeWriter
+from jobs._training.replica import Replica
 from jobs.point import FAILURE_FILES, NOWHERE, Machine, Measurement
 from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
 from jobs.train import QUANTITIES, Spec, measure
@@ -310,6 +312,24 @@ def test_a_rank_that_raises_is_named_with_its_exception(text: Path) -> None:
     assert "missing" in first
     assert rest[0] == "the end of its stderr:"
     assert any(line.startswith("Traceback") for line in rest)
+
+
+@pytest.mark.parametrize("block", ["blocks.0", "blocks.1"])
+def test_a_weight_without_a_gradient_is_named_and_the_group_still_works(tmp_path: Path, block: str) -> None:
+    model = NSATransformer(PRESETS["tiny"])
+    model.get_submodule(block).register_parameter("idle", torch.nn.Parameter(torch.ones(2)))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replica = Replica(model, 1, ComputeClock(torch.device("cpu")), lambda part: part)
+        message = rf"^parallel: replicate: {block}\.idle has no gradient; use parallel: fsdp$"
+        with pytest.raises(RuntimeError, match=message), replica.averaged():
+            replica(tokens, tokens).backward()
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_loss_that_is_not_a_number_ends_all_ranks_at_one_step(text: Path) -> None:
