@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jobs._training.errors import noting_sigterm
-from jobs._training.rank import PROCESS_GROUP, TIMEOUT
+from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
 from jobs.measure.telemetry import Sample, summarise_samples
 from jobs.point import Measurement, Reading
@@ -286,7 +286,8 @@ def _driver(cluster: protocol.Cluster) -> Iterator[None]:
     import ray
 
     env = dict(cluster.runtime_env)
-    env["env_vars"] = {**PROCESS_GROUP, **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
+    # What Ray sets hides a node's own variables, of which this process has those of its node.
+    env["env_vars"] = {**missing_variables(), **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
     ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
     try:
         yield

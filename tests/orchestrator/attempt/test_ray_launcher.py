@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+from unittest.mock import patch
+
 import pytest
+import ray
 from ray.exceptions import RayActorError
 from ray.train import ControllerError, WorkerGroupError
 
+from jobs._training.rank import PROCESS_GROUP
 from jobs.launcher import RanksEnded
 from jobs.measure.telemetry import Sample
 from jobs.point import Measurement, Metric
 from jobs.quantities import GPU_POWER, GPU_UTILIZATION
 from orchestrator.attempt import protocol
-from orchestrator.attempt.ray_launcher import RayLauncher, _ended, _Found
+from orchestrator.attempt.ray_launcher import RayLauncher, _driver, _ended, _Found
 from orchestrator.attempt.ray_rank import Placed, Raised, RankRaised
 
 
@@ -56,3 +62,20 @@ def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
     assert values[GPU_POWER.name] == pytest.approx(200.0)
     assert "GPU a:0" in str(metered.files["telemetry.txt"])
     assert "GPU b:0" in str(metered.files["telemetry.txt"])
+
+
+def test_process_group_variables_of_a_point_a_job_and_a_node_win_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **options: environments.append(options["runtime_env"]["env_vars"]))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    name, job = "TORCH_NCCL_HIGH_PRIORITY", {"env_vars": {"TORCH_NCCL_HIGH_PRIORITY": "job"}}
+
+    def variables(node: dict[str, str], **cluster: Any) -> dict[str, str]:
+        own = {key: value for key, value in os.environ.items() if key not in PROCESS_GROUP}
+        with patch.dict(os.environ, own | node, clear=True), _driver(protocol.Cluster(1, 1, **cluster)):
+            return environments[-1]
+
+    assert PROCESS_GROUP.items() <= variables({}).items()
+    assert name not in variables({name: "node"}), "the ranks inherit it"
+    assert variables({name: "node"}, runtime_env=job)[name] == "job"
+    assert variables({name: "node"}, runtime_env=job, env_vars={name: "point"})[name] == "point"
