@@ -1,6 +1,6 @@
 """A model on several ranks: PyTorch's DistributedDataParallel, gradients averaged in place (Replica), or FSDP2.
 
-All average gradients over the ranks during the backward pass of a step's last micro-batch.
+All begin to average gradients over the ranks while the backward pass of a step's last micro-batch goes on.
 """
 
 from __future__ import annotations

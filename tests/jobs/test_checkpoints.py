@@ -128,7 +128,7 @@ def test_a_training_on_tokens_goes_on_with_the_documents_that_an_uninterrupted_o
     assert by_name(resumed)["heldout_loss"].value == by_name(whole)["heldout_loss"].value
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "replicate", "fsdp"])
 def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_path: Path, parallel: str) -> None:
     def kill() -> None:
         descendants(psutil.Process(), "spawn_main")[-1].kill()
@@ -143,8 +143,20 @@ def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_p
     assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)
     assert by_name(resumed)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-4)
     assert len(_losses(resumed)) == 40
-    if parallel == "ddp":
+    if parallel != "fsdp":
         assert by_name(resumed)["rank_compute_time"].value > 0
+
+
+def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp(text: Path, tmp_path: Path) -> None:
+    """Sums of two ranks have one order, and halves of them are exact."""
+    whole = _train(text, Watching(tmp_path / "whole"), ranks=2, parallel="replicate", steps=60)
+    with pytest.raises(Suspended):
+        _train(text, Watching(tmp_path / "parts", at=5, act=_interrupt), ranks=2, parallel="ddp", steps=60)
+    resumed = _train(text, Watching(tmp_path / "parts"), ranks=2, parallel="replicate", steps=60)
+    assert 5 < by_name(resumed)["resumed_step"].value < 60
+    assert _losses(resumed) == _losses(whole)
+    expected = _weights(tmp_path / "whole")
+    assert all(torch.equal(weight, expected[name]) for name, weight in _weights(tmp_path / "parts").items())
 
 
 def test_sigterm_ends_all_ranks_with_a_checkpoint_and_another_number_of_ranks_goes_on(
