@@ -25,7 +25,7 @@ from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, shown
 
 _CHECK_S = 5.0
-_END_S = 0.5
+_UNLOCK_S, _END_S = 0.3, 0.5
 # A host that lost its power closes no connection: the server asks it, and frees the claim after about a minute.
 _KEEPALIVE = {"tcp_keepalives_idle": 30, "tcp_keepalives_interval": 10, "tcp_keepalives_count": 3}
 
@@ -122,8 +122,9 @@ class _AdvisoryLock:
         self._keeper.start()
 
     def release(self) -> None:
-        """Give the lock back, also while the server hangs."""
+        """Give the lock back: free on return, or as soon as a server that hangs goes on."""
         self._released.set()
+        self._keeper.join(_UNLOCK_S)
         self._hang_up()
         self._keeper.join(_END_S)  # only in a connection attempt it takes longer, and holds nothing
 
@@ -153,6 +154,12 @@ class _AdvisoryLock:
                 self._wire.close()
                 self._wire = None
 
+    def _unlock(self) -> None:
+        """Unlock, and wait for the server to say so: a connection's end it notices some time later."""
+        if self._connection is not None:
+            with contextlib.suppress(Exception):  # the server is away, or `release` has hung up
+                self._connection.exec_driver_sql(f"SELECT pg_advisory_unlock({self._key})")
+
     def _drop(self) -> None:
         """Close the connection, in the thread that uses it."""
         self._hang_up()  # else closing would ask a server that may hang
@@ -172,4 +179,5 @@ class _AdvisoryLock:
                     self._connection.exec_driver_sql("SELECT 1")
             except Exception:  # the server is away, or `release` has hung up
                 self._drop()
+        self._unlock()
         self._drop()
