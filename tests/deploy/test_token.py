@@ -225,7 +225,7 @@ def test_a_cluster_without_a_token_is_reached_and_said_to_be_open() -> None:
         assert up.returncode == 0, up.stdout + up.stderr
         assert "started without a token; nsa down; unset RAY_AUTH_MODE; nsa up" in up.stderr
         assert not (user.home / ".ray").exists()
-        done = user.nsa("submit", "jobs/configs/drill.yaml", "--set", "behaviours=[ok]")
+        done = user.nsa("submit", "--no-wait", "jobs/configs/drill.yaml", "--set", "behaviours=[ok]")
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search(r"^warning: the cluster at \S+ asks for no token", done.stderr, re.MULTILINE)
         assert "without a token" in " ".join(user.nsa("doctor", COLUMNS="300").stdout.split())
