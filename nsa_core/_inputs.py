@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ._tracing import constant
 from .config import NSAConfig
 from .errors import InputError
 
@@ -97,7 +98,7 @@ def _under_autocast(x: Tensor) -> bool:
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
-@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace is_autocast_available
+@constant  # PyTorch 2.11 cannot trace is_autocast_available
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from ._tracing import constant
+
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
 
 RANGE = "nsa_core."
@@ -42,7 +44,7 @@ def capture() -> Iterator[list[BranchRun]]:
         _captures.reset(token)
 
 
-@torch.compiler.assume_constant_result  # traced code calls it once instead of tracing into it
+@constant  # traced code calls it once instead of tracing into it
 def note(branch: Branch, kernel: str) -> None:
     """Record that `kernel` computes `branch` now. For backends; costs nothing without a capture."""
     for runs in _captures.get():

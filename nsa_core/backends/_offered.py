@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .._tracing import constant
+
 GROUP = "nsa_bench.implementations"
 _usable: dict[str, Any] = {}  # filled by `offered`: a plain dict, which a compiler can trace
 _PARTS = ("unavailable", "window", "compressed", "select", "selected")
@@ -63,7 +65,7 @@ def offered_backend(name: str) -> Any:
     return _usable.get(name)
 
 
-@torch.compiler.assume_constant_result  # a compiler that traces a call runs the search instead of tracing it
+@constant  # a compiler that traces a call runs the search instead of tracing it
 def _search() -> None:
     offered()
 

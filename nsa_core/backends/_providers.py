@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.nn.functional import pad
+
+from .._tracing import constant
 
 # Package and module of each kernel; PyTorch's own needs none.
 PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -151,6 +153,8 @@ def widened(x: Tensor, width: int) -> Tensor:
 
 def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`run`, untraced by torch.compile, as the package compiles its own kernels. The graph breaks there."""
+    if find_spec("flash_attn") is None:
+        return run  # it never runs, and the compiler takes long to import
     untraced: Any = torch.compiler.disable(run)
     return untraced
 
@@ -204,10 +208,12 @@ def _torch_varlen_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: in
     return _varlen((q, k, v), (bounds, bounds), (len(q), len(k)), scale, left)
 
 
-# Grouped heads are an option from PyTorch 2.12 on; before, they were always accepted.
-_GROUPS: Mapping[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-)
+@constant
+def _groups_are_an_option() -> bool:
+    """Whether grouped heads must be asked for, as from PyTorch 2.12 on; before, they were always accepted."""
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def _varlen(
@@ -218,7 +224,10 @@ def _varlen(
     left: int | None,
 ) -> Tensor:
     """Attention by PyTorch's kernel; `bounds` and `longest` are each for q, then for k."""
-    out = varlen.varlen_attn(*qkv, *bounds, *longest, scale=scale, window_size=_pair(left), **_GROUPS)
+    from torch.nn.attention import varlen  # imports torch._dynamo, which takes longer than the rest of PyTorch
+
+    groups: Mapping[str, Any] = {"enable_gqa": True} if _groups_are_an_option() else {}
+    out = varlen.varlen_attn(*qkv, *bounds, *longest, scale=scale, window_size=_pair(left), **groups)
     assert isinstance(out, Tensor)
     return out
 

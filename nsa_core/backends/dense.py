@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._inputs import sequence_spans
+from .._tracing import constant
 from ..errors import BackendError
 from ..packed_sequences import checked_bounds
 from ..routes import note
@@ -105,7 +106,7 @@ def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype,
     return (kernel,)
 
 
-_candidates_here = torch.compiler.assume_constant_result(
+_candidates_here = constant(
     lambda kernel, layout, device, dtype, width: candidates(kernel, layout, _providers.here(device), dtype, width)
 )
 
@@ -171,7 +172,7 @@ def _ask(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, 
     return next((name for name in order if _SDPA[name] == chosen), None)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _ask_while_tracing(
     order: tuple[str, ...],
     heads: int,

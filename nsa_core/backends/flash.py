@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._inputs import positive
+from .._tracing import constant
 from ..errors import BackendError
 from ..routes import note
 from . import _providers
@@ -41,7 +42,7 @@ def window(
     return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
     host = _providers.here(device)
     provider = _providers.first_usable(_providers.PROVIDERS, host, dtype, width)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._tracing import constant
 from ..config import NSAConfig
 from ..errors import BackendError, InputError
 from ..routes import Branch, note
@@ -28,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CAPABILITIES = ((8, 0), (9, 0))
 
 
-@torch.compiler.assume_constant_result  # asked once while tracing, which cannot search for modules
+@constant  # asked once while tracing, which cannot search for modules
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason why this backend cannot run there, or None. On the CPU it needs Triton's interpreter, for tests."""
     if dtype not in _DTYPES:

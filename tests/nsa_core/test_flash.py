@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from nsa_core import (
     BackendError,
@@ -111,7 +112,7 @@ def asked(monkeypatch):
     asked: list[bool] = []
     monkeypatch.setitem(sys.modules, "flash_attn", _flash_attn_2(asked))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", _flash_attn_4(asked))
-    monkeypatch.setattr(_providers.varlen, "varlen_attn", _varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", _varlen_attn)
     monkeypatch.setattr(_providers, "here", lambda device: Host(H200, {}))
     monkeypatch.setattr(flash, "unavailable", lambda device, dtype: None)
     return asked
