@@ -52,7 +52,7 @@ _dump: Callable[[], bytes] = _inner._dump_fr_trace_json if _newer else _inner._d
 
 
 def missing_variables() -> dict[str, str]:
-    """Those of PROCESS_GROUP that the environment of this process does not have."""
+    """Variables of PROCESS_GROUP that the environment of this process lacks."""
     return {name: value for name, value in PROCESS_GROUP.items() if name not in os.environ}
 
 

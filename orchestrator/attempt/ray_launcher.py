@@ -286,7 +286,7 @@ def _driver(cluster: protocol.Cluster) -> Iterator[None]:
     import ray
 
     env = dict(cluster.runtime_env)
-    # What Ray sets hides a node's own variables, of which this process has those of its node.
+    # Ray's variables hide a node's own, which this process has.
     env["env_vars"] = {**missing_variables(), **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
     ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
     try:

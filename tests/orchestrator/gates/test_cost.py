@@ -1,4 +1,4 @@
-"""What verdicts read: a few rows of each run, however many points it has, and the points of those that they rest on."""
+"""Verdicts read a few rows of each run, however many points it has, and the points of the runs they rest on."""
 
 from __future__ import annotations
 
