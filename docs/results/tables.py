@@ -16,7 +16,7 @@ from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, 
 from orchestrator.store import Store, queries
 
 _NAMED = {"train": "training", "decode": "decoding"}  # pages that are not called like their kind
-SLOTS = "slots.md"
+_SLOTS = "slots.md"
 
 CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "configs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -45,7 +45,7 @@ def all_tables(store: Store, runs: Sequence[dict[str, Any]]) -> dict[str, str]:
         "training": _training(store, runs),
         "ranks": _ranks(store, runs),
         "decoding": _decoding(store, runs),
-        "slots": _slots(store, paged.get(SLOTS, [])),
+        "slots": _slots(store, paged.get(_SLOTS, [])),
     }
 
 
@@ -59,7 +59,7 @@ def pages(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def _page(run: Mapping[str, Any]) -> str:
     if run["kind"] == KIND and not any(map(is_dense, run["spec"]["implementations"])):
-        return SLOTS  # of Triton alone: one run for each way to write slots
+        return _SLOTS  # of Triton alone: one run for each way to write slots
     return f"{_NAMED.get(run['kind'], run['kind'])}.md"
 
 
@@ -177,7 +177,7 @@ def _dense(bench: Bench, place: Place) -> tuple[str, str]:
 
 
 def _slots(store: Store, runs: Sequence[dict[str, Any]]) -> str:
-    """Times of the operator with slots in 12 bits and exact, by heads and length; the newest run of each."""
+    """Times of the operator with slots in 12 bits and exact, by heads and length, where both were measured."""
     values: dict[tuple[int, str], dict[tuple[str, str], float]] = defaultdict(dict)
     for run in runs:
         slots = (run["spec"].get("nsa") or {}).get("slots", "packed")
@@ -194,6 +194,7 @@ def _slots(store: Store, runs: Sequence[dict[str, Any]]) -> str:
     rows = [
         [heads, f"{seq_len:,}", *cells(found, FORWARD), *cells(found, BOTH)]
         for (seq_len, heads), found in sorted(values.items())
+        if len(found) == 4  # two passes, two kinds of slots
     ]
     return table(["heads, head dim", "S", *names], rows)
 

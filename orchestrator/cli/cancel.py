@@ -33,7 +33,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     """
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
-    if run["state"] not in (RunState.PENDING, RunState.RUNNING):
+    if RunState(run["state"]).ended:
         return f"{run_id} has ended already: {run['state']}"
     job = run["submission_id"]
     try:

@@ -152,6 +152,20 @@ def test_a_claim_is_given_back_at_once_while_the_server_hangs(store: Store, monk
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_a_claim_is_unlocked_before_the_server_sees_its_connection_end(store: Store, monkeypatch: pytest.MonkeyPatch):
+    left = []
+    with monkeypatch.context() as patch:
+        patch.setattr(claim._AdvisoryLock, "_hang_up", lambda self: left.append(self))
+        patch.setattr(claim._AdvisoryLock, "_drop", lambda self: None)
+        with store.claim(RUN):
+            pass
+    assert not refused(store)
+    for lock in left:
+        lock._drop()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
 def test_a_released_claim_takes_no_answer_of_a_later_connection(store: Store, monkeypatch: pytest.MonkeyPatch):
     """The keeper must not go on with the descriptor of its closed connection, which the next connection gets."""
     monkeypatch.setattr(claim, "_CHECK_S", 0.001)
