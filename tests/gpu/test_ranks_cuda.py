@@ -14,7 +14,8 @@ pytestmark = [
 
 def train(**changes):
     """Metrics of a short training, by name."""
-    sizes = {"seq_len": 256, "batch": 4, "steps": 8, "device": "cuda", "precision": "float32"}
+    sizes = {"seq_len": 256, "batch": 4, "steps": 8, "optimizer": {"warmup_steps": 2}}
+    sizes |= {"device": "cuda", "precision": "float32"}
     spec = Spec.model_validate({"kind": "train", "name": "ranks", "preset": "tiny", **sizes, **changes})
     (point,) = spec.points(Machine("cuda", "card", 2**36))
     return {metric.name: metric for metric in measure(point.config, lambda *_: None).metrics}
