@@ -20,6 +20,7 @@ from jobs._fit import dense_reasons, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
 from jobs._peers import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
+from jobs._peers._shared import TORCH_FIXED
 from jobs._peers.check import check_peer
 from jobs._sweep import LayoutsSpec, Sweep, in_a_case
 from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
@@ -69,9 +70,10 @@ class Spec(LayoutsSpec):
     implementations: Annotated[list[str], Unique, implementation_names(*DENSE_KERNELS)] = Field(
         default=[], description="of this project, measured beside them as in kind bench"
     )
-    window_kernel: Literal["auto", "flash-attn-4", "flash-attn-2", "torch-varlen"] = Field(
+    window_kernel: Literal["auto", "flash-attn-4", "flash-attn-2", "torch-varlen", "torch-fixed"] = Field(
         default="auto",
-        description="flash kernel of the window of peers that leave it to flash-attn; auto: the fastest installed",
+        description="flash kernel of the window of peers that leave it to flash-attn; auto: the fastest installed; "
+        "PyTorch's of packed sequences (torch-varlen) or of sequences of one length (torch-fixed)",
     )
     error_factor: float = Field(
         default=2, ge=1, le=8, description="multiple of an eager run's error against the oracle that a peer may have"
@@ -128,7 +130,8 @@ class Spec(LayoutsSpec):
         """Name of the kernel; None for the fastest. Raises SpecError if the machine cannot run it."""
         if self.window_kernel == "auto":
             return None
-        reason = dense_reasons(machine, torch_dtype(self.dtype), head_dim)[f"dense-{self.window_kernel}"]
+        needs = "torch-varlen" if self.window_kernel == TORCH_FIXED else self.window_kernel  # the same kernel's
+        reason = dense_reasons(machine, torch_dtype(self.dtype), head_dim)[f"dense-{needs}"]
         if reason is not None:
             raise SpecError(f"window_kernel: {self.window_kernel!r}: {reason}; use auto")
         return self.window_kernel

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from nsa_core import NSAConfig
 from nsa_core.backends import flash
+from nsa_core.routes import note
+
+TORCH_FIXED = "torch-fixed"
+"""PyTorch's flash attention of sequences of one length, which it offers no public function with a window for."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -53,7 +57,14 @@ def bounds(batch: int, seq_len: int, device: torch.device) -> Tensor:
 
 def window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, kernel: str | None) -> Tensor:
     """Window branch [B,S,Hq,D] over `config.window` positions, the query's own included, by a flash kernel."""
-    return flash.window(q, k, v, None, config.window, q.shape[-1] ** -0.5, kernel)
+    scale = q.shape[-1] ** -0.5
+    if kernel != TORCH_FIXED:
+        return flash.window(q, k, v, None, config.window, scale, kernel)
+    note("win", TORCH_FIXED)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False,
+        scale=scale, window_size_left=config.window - 1, window_size_right=0,
+    )[0]  # fmt: skip
 
 
 def gated(parts: tuple[Tensor, Tensor, Tensor], logits: Tensor) -> Tensor:

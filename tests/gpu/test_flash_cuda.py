@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from jobs._peers import _shared
 from nsa_core import NSAConfig, available_backends, dense_attention, nsa_attention, routes
 from nsa_core.backends import _providers, dense
 
@@ -177,3 +178,15 @@ def test_flash_is_for_half_precision():
     for dtype, fits in ((BF16, True), (FP16, True), (FP32, False)):
         reason = available_backends(torch.device("cuda"), dtype, "win")["flash"]
         assert (reason is None) == fits
+
+
+@pytest.mark.parametrize("window", [1, 512, 5000])
+def test_peers_window_of_fixed_lengths_is_that_of_packed_ones(window):
+    leaves = operands(1500, 16, 4, 128, 128, BF16)
+    fixed, packed = (
+        run(lambda q, k, v, kernel=kernel: _shared.window(q, k, v, NSAConfig(window=window), kernel), leaves)
+        for kernel in (_shared.TORCH_FIXED, "torch-varlen")
+    )
+    assert fixed[1] == ["torch-fixed"]
+    for got, want in zip(fixed[0], packed[0], strict=True):
+        assert distance(got, want) < 1e-3

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from jobs import peers
-from jobs._peers import PEERS, offered_peers
+from jobs._peers import PEERS, _shared, offered_peers
 from jobs._peers.check import _ranked, _wrong
 from jobs.measure.check import WrongResult
 from jobs.peers import measure
 from jobs.point import Machine, Measurement, Point
 from jobs.spec import SpecError, offered_sources, parse_spec
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, routes
 from orchestrator.attempt import requirements
 from orchestrator.cli import doctor
 from orchestrator.messages import Requirements
@@ -250,6 +250,15 @@ def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
     assert _wrong(later, right, early, 2**-7).item() is True
 
 
+def test_the_window_of_fixed_lengths_takes_grouped_heads_and_gives_gradients() -> None:
+    q, k = (torch.empty(2, 64, heads, 64, device="meta", dtype=torch.bfloat16).requires_grad_() for heads in (8, 2))
+    with routes.capture() as runs:
+        out = _shared.window(q, k, k, NSAConfig(window=16), _shared.TORCH_FIXED)
+    assert out.shape == q.shape
+    assert [grad.shape for grad in torch.autograd.grad(out, (q, k), out)] == [q.shape, k.shape]
+    assert [(run.branch, run.kernel) for run in runs] == [("win", "torch-fixed")]
+
+
 @pytest.mark.parametrize(
     ("names", "changes", "message"),
     [
@@ -258,6 +267,11 @@ def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
             ["dense-pytorch"],
             {"window_kernel": "flash-attn-4", "nsa": None},
             r"^window_kernel: 'flash-attn-4': .*; use auto$",
+        ),
+        (
+            ["dense-pytorch"],
+            {"window_kernel": "torch-fixed", "nsa": None},
+            r"^window_kernel: 'torch-fixed': it runs on cuda, not on the cpu; use auto$",
         ),
         (["dense-pytorch"], {"lengths": [48]}, r"^lengths: 48: use a divisor of tokens = 128"),
         (["dense-pytorch"], {"error_factor": 100}, r"^error_factor: 100"),
