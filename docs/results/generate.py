@@ -128,13 +128,14 @@ def _nsa(*command: str) -> tuple[int, str]:
 
 
 def _durations(runs: list[dict[str, Any]]) -> str:
-    """One row a complete run on GPUs: what predictions of minutes rest on (orchestrator.gates)."""
+    """One row a complete run on GPUs that was not resumed: what predictions of minutes rest on."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["name", "kind", "spec_hash", "gpu", "gpus", "points", "minutes", "run_id", "commit"])
     for run in runs:
-        if run["state"] == "done" and run["gpu"]:
-            sizes = [run["gpu"], tables.gpus(run), run["points"], f"{tables.minutes(run):.1f}"]
+        took = tables.minutes(run)
+        if run["state"] == "done" and run["gpu"] and took is not None:
+            sizes = [run["gpu"], tables.gpus(run), run["points"], f"{took:.1f}"]
             rows.writerow([run["name"], run["kind"], run["spec_hash"], *sizes, run["run_id"], run["git_commit"]])
     return text.getvalue()
 

@@ -63,9 +63,9 @@ def _page(run: Mapping[str, Any]) -> str:
     return f"{_NAMED.get(run['kind'], run['kind'])}.md"
 
 
-def minutes(run: Mapping[str, Any]) -> float:
-    """Minutes from a run's beginning to its end."""
-    return (run["ended_at"] - run["created_at"]).total_seconds() / 60
+def minutes(run: Mapping[str, Any]) -> float | None:
+    """Minutes from a run's beginning to its end; None of a resumed run, whose pause they would count."""
+    return None if run["resumed"] else (run["ended_at"] - run["created_at"]).total_seconds() / 60
 
 
 def gpus(run: Mapping[str, Any]) -> int:
@@ -91,20 +91,25 @@ def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         points = ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda item: -item[1]))
         as_job = "Ray job" if run["submission_id"] else "`--local`"
         device = f"{gpus(run)} × {run['gpu']}" if run["gpu"] and gpus(run) > 1 else run["gpu"] or "CPU"
-        return [run["run_id"], spec_of(run), device, as_job, points, f"{minutes(run):.1f}", commits([run])]
+        took = minutes(run)
+        shown = "resumed" if took is None else f"{took:.1f}"
+        return [run["run_id"], spec_of(run), device, as_job, points, shown, commits([run])]
 
     return table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
 
 
 def _ran_in_short(store: Store, runs: Sequence[dict[str, Any]]) -> str:
-    """One row a host and commit."""
+    """One row a kind of card and commit; a run without a card counts to the card of its host."""
+    cards = {(run["git_commit"], run["host"]): run["gpu"] for run in runs if run["gpu"]}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        card = run["gpu"] or cards.get((run["git_commit"], run["host"]), "CPU")
+        groups[run["git_commit"], card].append(run)
     rows = []
-    for commit, host in dict.fromkeys((run["git_commit"], run["host"]) for run in runs):
-        own = [run for run in runs if (run["git_commit"], run["host"]) == (commit, host)]
+    for (_, card), own in groups.items():
         with_card = [run for run in own if run["gpu"]] or own
-        cards = ", ".join(dict.fromkeys(run["gpu"] or "CPU" for run in with_card))
         many = " or ".join({1: "one", 2: "two"}.get(n, str(n)) for n in sorted({gpus(run) for run in own}))
-        where = f"{many} {cards} ({_versions(store, with_card[0])}), commit {commits(own)}"
+        where = f"{many} {card} ({_versions(store, with_card[0])}), commit {commits(own)}"
         as_jobs = ", as Ray jobs" if all(run["submission_id"] for run in own) else ""
         rows.append([where, f"{_specs(own)}{as_jobs}"])
     return table(["where", "what"], rows)
