@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from free_ports import free_ports
+from waiting import wait_for
 
 BIN = Path(sys.executable).parent
 NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
@@ -80,14 +80,6 @@ def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variab
     finally:
         stop_node(node)
         wait_for(lambda: _living_nodes(cluster) == before, 60)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, log: Callable[[], str] = str) -> None:
-    """Wait until a condition holds; fail with the log's text after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, log()
-        time.sleep(0.2)
 
 
 def point_processes(cluster: Cluster) -> list[psutil.Process]:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from textwrap import shorten
 from typing import Any, TypeVar
 
 from jobs._training.errors import noting_sigterm
@@ -342,6 +343,6 @@ def _host(found: _Found, number: int) -> str:
 
 
 def _line(err: BaseException) -> str:
-    """The first 300 characters of an exception's message, on one line."""
+    """The first words of an exception's message, up to 400 characters, on one line."""
     inner = getattr(err, "health_check_failure", err)  # Ray Train wraps the death of a worker
-    return " ".join(str(inner).split())[:300] or type(inner).__name__
+    return shorten(str(inner), 400, placeholder=" ...") or type(inner).__name__

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 from free_ports import free_ports
-from ray_clusters import NODE_PORTS, Cluster, stop_node, wait_for
+from ray_clusters import NODE_PORTS, Cluster, stop_node
+from waiting import wait_for
 
 _CPUS = 2
 _HEAD = "head"

@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from free_ports import free_ports
+from waiting import wait_for
 
 from jobs.kinds import kinds
 from orchestrator import provenance
@@ -125,8 +125,8 @@ def test_every_kind_runs_as_a_ray_job(env: dict[str, str]) -> None:
         fewer = ["--set", FEWER_POINTS[kind]] if kind in FEWER_POINTS else []
         done = _run(env, "nsa", "submit", "--no-wait", f"jobs/configs/{kind}_smoke.yaml", *fewer)
         assert done.returncode == 0, done.stdout + done.stderr
-    _until(lambda: len(submitted()) == len(SMALL), 240)
-    _until(lambda: all(run["state"] not in ("pending", "running") for run in submitted()), 480)
+    wait_for(lambda: len(submitted()) == len(SMALL), 240)
+    wait_for(lambda: all(run["state"] not in ("pending", "running") for run in submitted()), 480)
     assert {run["kind"] for run in submitted()} == SMALL
     for run in submitted():
         assert (run["state"], run["failed"], run["skipped"], run["ok"] > 0) == ("done", 0, 0, True), run
@@ -136,9 +136,9 @@ def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
     before = _last(env)["run_id"]
     done = _run(env, "nsa", "submit", "--no-wait", DRILL, "--set", "behaviours=[timeout, ok]", "--set", "slow_s=60")
     assert done.returncode == 0, done.stdout + done.stderr
-    _until(lambda: _last(env)["run_id"] != before and _last(env)["running"] > 0)
+    wait_for(lambda: _last(env)["run_id"] != before and _last(env)["running"] > 0, 60)
     assert "stopping" in _run(env, "nsa", "cancel", "last").stdout
-    _until(lambda: _last(env)["state"] == "cancelled")
+    wait_for(lambda: _last(env)["state"] == "cancelled", 60)
     assert _last(env)["cancelled"] >= 1
 
 
@@ -154,10 +154,3 @@ def _runs(env: dict[str, str]) -> dict[str, dict]:
 def _last(env: dict[str, str]) -> dict:
     with Store.open(f"sqlite:///{env['NSA_HOME']}/nsa.db", readonly=True) as store:
         return queries.runs(store, limit=1).to_dict("records")[0]
-
-
-def _until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)

@@ -17,7 +17,8 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
+from ray_clusters import Cluster, point_processes, running_cluster, running_node
+from waiting import wait_for
 
 from orchestrator import journal
 from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord

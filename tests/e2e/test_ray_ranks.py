@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_clusters import Cluster, point_processes, running_cluster, running_node, wait_for
+from ray_clusters import Cluster, point_processes, running_cluster, running_node
 from trainings import of_the_kill, write_text
+from waiting import wait_for
 
 from jobs.point import Machine
 from jobs.spec import load_spec

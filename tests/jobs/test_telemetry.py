@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pynvml
 import pytest
-from ray_clusters import wait_for
+from waiting import wait_for
 
 from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module

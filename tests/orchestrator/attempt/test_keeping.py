@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
-from ray_clusters import wait_for
+from waiting import wait_for
 
 from jobs.spec import Deadlines
 from orchestrator.artifacts import Source

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 from processes import is_alive
-from ray_clusters import wait_for
 from supervised import Ended, supervised
+from waiting import wait_for
 
 from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric, Reading

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from ray_clusters import wait_for
+from waiting import wait_for
 
 from orchestrator.attempt import protocol, worker
 from orchestrator.attempt.worker import BEAT_INTERVAL_S, Events, classify, run_point

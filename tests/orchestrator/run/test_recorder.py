@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from full_disk import full_disk
+from waiting import wait_for
 
 from orchestrator import journal
 from orchestrator.database_url import StoreError, StoreUnavailable
@@ -31,13 +32,6 @@ def note(message: str) -> EventRecord:
 
 def texts(records: list[Record]) -> list[str]:
     return [record.message for record in records if isinstance(record, EventRecord)]
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class FlakyStore:
@@ -101,16 +95,16 @@ def stored(recorder: Recorder) -> bool:
 
 def test_a_database_gets_missed_records_later_and_in_order(recorder, flaky, told, path) -> None:
     recorder.write([note("a")])
-    until(lambda: stored(recorder))
+    wait_for(lambda: stored(recorder))
     flaky.error = AWAY
     recorder.write([note("b")])
     recorder.write([note("c")])
     assert texts(list(journal.read(path))) == ["a", "b", "c"]
-    until(lambda: bool(recorder.look() or told))
+    wait_for(lambda: bool(recorder.look() or told))
     assert not recorder.stored
     flaky.error = None
-    until(lambda: bool(recorder.look() or len(told) == 2))
-    until(lambda: stored(recorder))
+    wait_for(lambda: bool(recorder.look() or len(told) == 2))
+    wait_for(lambda: stored(recorder))
     assert texts(flaky.kept)[:3] == ["a", "b", "c"]
     assert flaky.kept[3].message.startswith("the database was away for ")
     assert flaky.kept == list(journal.read(path))
@@ -150,15 +144,15 @@ def test_a_database_that_does_not_answer_holds_nothing_up(recorder, flaky, told,
 
 def test_progress_is_dropped_while_the_database_is_away(recorder, flaky, told) -> None:
     recorder.progress(Progress("r", "r/0", now(), "first", 1, 2))
-    until(lambda: flaky.signs == ["first"])
+    wait_for(lambda: flaky.signs == ["first"])
     flaky.error = AWAY
     recorder.write([note("a")])
-    until(lambda: bool(recorder.look() or told))
+    wait_for(lambda: bool(recorder.look() or told))
     recorder.progress(Progress("r", "r/0", now(), "second", 1, 2))
     flaky.error = None
-    until(lambda: stored(recorder))
+    wait_for(lambda: stored(recorder))
     recorder.progress(Progress("r", "r/0", now(), "third", 1, 2))
-    until(lambda: flaky.signs == ["first", "third"])
+    wait_for(lambda: flaky.signs == ["first", "third"])
 
 
 def test_closing_waits_for_the_database_and_then_gives_up(recorder, flaky) -> None:
@@ -193,7 +187,7 @@ def test_records_that_the_journal_got_while_they_were_stored_are_stored_from_the
 def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path) -> None:
     flaky.error = StoreError("NSA_DATABASE_URL: 'x': refused the data")
     recorder.write([note("a")])
-    until(lambda: bool(recorder.look() or told))
+    wait_for(lambda: bool(recorder.look() or told))
     recorder.write([note("b")])
     recorder.close(patience_s=20)
     assert not recorder.stored
@@ -211,7 +205,7 @@ def test_a_full_disk_costs_no_record(recorder, flaky, told, path) -> None:
         recorder.write([note("c")])
         assert "cannot be written (File too large)" in told[0]
         assert told[0].endswith("until then results are kept in memory and in the database")
-        until(lambda: stored(recorder))
+        wait_for(lambda: stored(recorder))
         [line] = recorder.missing()
         assert line.startswith("warning: records that the journal lacks: 3 (journal: ")
         assert recorder.kept

@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from orchestrator import journal
 from orchestrator.cli.cancel import CancelError, cancel_run
@@ -57,13 +57,6 @@ def stored(url: str, run_id: str) -> tuple[str, list[tuple[str, int]]]:
     return row["state"], list(zip(points["state"], points["attempt"], strict=True))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def only_run(url: str) -> str:
     with Store.open(url, create=False) as store:
         [run_id] = queries.runs(store)["run_id"]
@@ -84,12 +77,12 @@ def test_a_run_whose_disk_is_lost_in_mid_run_is_resumed_from_the_database(
     codes[2] = WAIT.format(str(third)) + codes[2]
     path = spec(*codes)
     first = processes(path)
-    until(lambda: log.exists() and stored(database_url, only_run(database_url))[1][1] == ("running", 1))
+    wait_for(lambda: log.exists() and stored(database_url, only_run(database_url))[1][1] == ("running", 1), 60)
     run_id = only_run(database_url)
 
     shutil.rmtree(at)
     second.touch()
-    until(lambda: [state for state, _ in stored(database_url, run_id)[1]] == ["ok", "ok", "running", "pending"])
+    wait_for(lambda: [state for state, _ in stored(database_url, run_id)[1]] == ["ok", "ok", "running", "pending"], 60)
     assert run("--resume", run_id) == 2
     assert f"--resume: {run_id!r}: is being measured by another process" in capsys.readouterr().err
     with Store.open(database_url) as store, pytest.raises(CancelError, match="its driver is alive"):
@@ -102,7 +95,7 @@ def test_a_run_whose_disk_is_lost_in_mid_run_is_resumed_from_the_database(
 
     # In processes of their own: the key includes the machine as the real probe describes it.
     two = [processes("--resume", run_id) for _ in range(2)]
-    until(lambda: any(process.poll() is not None for process in two))
+    wait_for(lambda: any(process.poll() is not None for process in two), 60)
     refused, again = sorted(two, key=lambda process: process.poll() is None)
     assert refused.returncode == 2
     third.touch()

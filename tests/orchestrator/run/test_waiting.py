@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray_clusters import wait_for
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from jobs.point import Machine
 from orchestrator import journal

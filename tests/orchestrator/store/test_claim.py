@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from waiting import wait_for
 
 from orchestrator.store import Store, StoreError, StoreUnavailable, claim
 from orchestrator.store.claim import ClaimedError
@@ -57,13 +57,6 @@ def entered(stack: ExitStack, store: Store) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_claim_lasts_until_its_process_is_killed(store: Store, database_url: str):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, database_url, RUN], stdout=subprocess.PIPE, text=True)
     try:
@@ -75,7 +68,7 @@ def test_a_claim_lasts_until_its_process_is_killed(store: Store, database_url: s
     finally:
         holder.kill()
         holder.wait()
-    until(lambda: not refused(store))  # Postgres notices the end of a connection within moments
+    wait_for(lambda: not refused(store), 10)  # Postgres notices the end of a connection within moments
 
 
 def test_a_claim_ends_with_its_context(store: Store):
@@ -129,7 +122,7 @@ def test_a_claim_lost_with_its_connection_is_taken_again(store: Store, monkeypat
     monkeypatch.setattr(claim, "_CHECK_S", 0.05)
     with store.claim(RUN):
         assert end_others() == 1
-        until(lambda: refused(store))
+        wait_for(lambda: refused(store), 10)
     assert not refused(store)
 
 
@@ -147,7 +140,7 @@ def test_a_claim_is_given_back_at_once_while_the_server_hangs(store: Store, monk
             time.sleep(0.5)  # the keeper waits for an answer
             asked = time.monotonic()
         assert time.monotonic() - asked < 1
-    until(lambda: free(store))
+    wait_for(lambda: free(store), 10)
 
 
 @pytest.mark.postgres
@@ -172,7 +165,7 @@ def test_a_released_claim_takes_no_answer_of_a_later_connection(store: Store, mo
     monkeypatch.setattr(claim, "_UNLOCK_S", 0)  # as if the server did not answer in time
     for _ in range(300):
         with ExitStack() as stack:
-            until(lambda stack=stack: entered(stack, store), 5)
+            wait_for(lambda stack=stack: entered(stack, store), 5)
             time.sleep(0.002)
             keepers = [thread for thread in threading.enumerate() if thread.name == f"claim on {RUN}"]
         assert not any(keeper.is_alive() for keeper in keepers)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from ray_clusters import wait_for
 from sqlalchemy import text
+from waiting import wait_for
 
 from orchestrator.records import RunEndRecord, RunRecord
 from orchestrator.states import RunState

@@ -1,0 +1,14 @@
+"""Waiting in tests: for what other processes and threads do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20, log: Callable[[], str] = str) -> None:
+    """Wait until a condition holds; fail with the log's text after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.05)
