@@ -142,9 +142,11 @@ def _lengths(lengths: Sequence[Any]) -> str:
 
 
 def took(run: dict) -> str:
-    """Duration of a run; a dash for a reported one."""
-    measured = run["origin"] == Origin.MEASURED
-    return parts.duration(run["created_at"], run["ended_at"]) if measured else "–"
+    """Duration of a run, pauses before a resume included and said; a dash for a reported one."""
+    if run["origin"] != Origin.MEASURED:
+        return "–"
+    length = parts.duration(run["created_at"], run["ended_at"])
+    return f"{length}, resumed" if run["resumed"] else length
 
 
 def _short(column: pd.Series) -> pd.Series:

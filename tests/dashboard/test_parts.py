@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pandas as pd
 import pytest
 
-from dashboard import parts
-from orchestrator.states import PointState, Result, RunState
+from dashboard import grids, parts
+from orchestrator.states import Origin, PointState, Result, RunState
 
 NBSP = "\N{NO-BREAK SPACE}"
 
@@ -93,3 +93,17 @@ def test_code_stays_code():
     assert parts.code("x` ![](http://x) `y") == "`x' ![](http://x) 'y`"
     assert parts.code("x\n\n![](http://x)") == "`x ![](http://x)`"
     assert parts.run_link("a)b c", "demo") == "[demo](runs?run=a%29b+c)"
+
+
+@pytest.mark.parametrize(
+    ("origin", "resumed", "text"),
+    [
+        (Origin.MEASURED, 0, "2 min 00 s"),
+        (Origin.MEASURED, 1, "2 min 00 s, resumed"),
+        (Origin.REPORTED, 0, "–"),
+    ],
+)
+def test_how_long_a_run_took(origin: Origin, resumed: int, text: str):
+    start = datetime(2026, 11, 20, 12, tzinfo=UTC)
+    run = {"origin": origin, "created_at": start, "ended_at": start + timedelta(minutes=2), "resumed": resumed}
+    assert grids.took(run) == text
