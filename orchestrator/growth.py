@@ -41,7 +41,6 @@ class PowerLaw:
         ci_low, ci_high: its 95 % confidence interval.
         coefficient: log10 of the value at S = 1.
         n: points fitted.
-        r2: share of the variance of log10(value) explained by the line.
         lengths: the distinct lengths fitted, ascending.
     """
 
@@ -50,7 +49,6 @@ class PowerLaw:
     ci_high: float
     coefficient: float
     n: int
-    r2: float
     lengths: tuple[int, ...]
 
     def at(self, seq_len: float) -> float:
@@ -84,11 +82,6 @@ class Growth:
     def at(self, seq_len: float) -> float:
         """Fitted value at a length."""
         return self.overhead + 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
-
-    @property
-    def formula(self) -> str:
-        """The law in short: "S^1.93", or "0.07 + c S^1.93" with an overhead."""
-        return f"{self.overhead:.3g} + c S^{self.exponent:.2f}" if self.overhead else f"S^{self.exponent:.2f}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         return None
     line: Any = stats.linregress(np.log10(x), np.log10(y))
     if np.ptp(y) == 0:  # constant values have no variance, and scipy gives NaN
-        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), 1.0, distinct)
+        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), distinct)
     half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr)
     slope = float(line.slope)
     return PowerLaw(
@@ -138,7 +131,6 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         ci_high=slope + half,
         coefficient=float(line.intercept),
         n=len(x),
-        r2=float(line.rvalue) ** 2,
         lengths=distinct,
     )
 
