@@ -65,7 +65,7 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
     """Chart of local exponents, the slopes over about an octave, against the sequence length, for one quantity.
 
     Args:
-        fits: fits of one metric (`fits_frame`), with the `orchestrator.growth.LocalSlope`s of each in a column `local`.
+        fits: fits of one metric (`fits_frame`), each with its `LocalSlope`s in a column `local`.
 
     Raises:
         ValueError: there is no fit.
