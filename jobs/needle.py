@@ -161,7 +161,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     trainer = Trainer(config, corpus, device, notes=notes)
     model = trainer.model.config
     beat("check")
-    shape, dtype = HeadShape(model.heads, model.kv_heads, model.head_dim), torch_dtype(config["precision"])
+    shape, dtype = HeadShape.of(model), torch_dtype(config["precision"])
     settings = config["implementation"], model.nsa, shape, dtype, device
     agreement = check_attention(*settings, backward=True, seed=config["seed"])
     with noting_sigterm() as stop:

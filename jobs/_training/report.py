@@ -97,7 +97,7 @@ def train_rank(
     agreement = check.check_attention(
         implementation(model),
         model.nsa,
-        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
+        check.HeadShape.of(model),
         torch_dtype(config["precision"]),
         device,
         backward=True,
