@@ -82,7 +82,7 @@ def branch_trace(config: Mapping[str, Any]) -> dict[str, str]:
     model = model_of(config)
     if model.branches == BRANCHES:
         return {}
-    shape = HeadShape(model.heads, model.kv_heads, model.head_dim)
+    shape = HeadShape.of(model)
     settings = replace(model.nsa, compress="mean"), shape, torch_dtype(config["precision"])
     device = torch.device(config["device"])
     text = trace_branch(model.branches[0], config["implementation"], *settings, device, backward=True)

@@ -40,7 +40,7 @@ class OperatorCase(PointCase):
 
     @property
     def shape(self) -> check.HeadShape:
-        return check.HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
+        return check.HeadShape.of(self.model)
 
     def estimate(self) -> MemoryEstimate | None:
         """Memory predicted by nsa_core.memory; None if it has no prediction for the implementation."""

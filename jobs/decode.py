@@ -36,7 +36,7 @@ from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.point import Beat, Machine, Measurement, Metric, Point
 from jobs.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.spec import JobSpec
 from nsa_core.decode import TRITON
@@ -114,24 +114,11 @@ class Spec(JobSpec):
             timing=self.timing.plan,
         )
         needed = held_bytes(case.model, self.batch, seq_len, case.torch_dtype.itemsize)
-        axes = Axes(
-            implementation=implementation,
-            workload=self.workload,
-            pass_="decode",
-            seq_len=seq_len,
-            batch=self.batch,
-            query_heads=case.model.heads,
-            kv_heads=case.model.kv_heads,
-            head_dim=case.model.head_dim,
-            layers=case.model.layers,
-            dtype=self.dtype,
-            device=machine.device,
-        )
         return Point(
             kind="decode",
             label=f"{implementation} decode S={seq_len}",
             config=case.to_config(),
-            axes=axes,
+            axes=replace(case.axes("decode"), layers=case.model.layers),  # steps go through all of them
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers"),
         )
 

@@ -22,19 +22,19 @@ from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
 from jobs._live import LOSS, SERIES
 from jobs._nsa_effect import refuse_idle
-from jobs._pass import Implementations, model_of_preset
+from jobs._pass import Implementations, model_axes, model_of_preset
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate
 from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
 from jobs._training.metrics import energy_per_token
-from jobs._training.optimizer import OptimizerSpec
+from jobs._training.optimizer import OptimizerSpec, check_warm_up
 from jobs._training.results import Run, first_steady, steady_steps
 from jobs.measure.check import HeadShape, check_attention
 from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak
 from jobs.measure.stats import summarize
 from jobs.measure.telemetry import Telemetry
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.spec import JobSpec
 
@@ -100,11 +100,7 @@ class Spec(JobSpec):
             if self.tokens % length:
                 nearest = max(1, round(self.tokens / length)) * length
                 raise ValueError(f"tokens: {self.tokens}: is no multiple of the length {length}; use {nearest}")
-        if self.optimizer.warmup_steps >= self.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the {self.steps} "
-                f"steps; use at most {self.steps - 1}"
-            )
+        check_warm_up(self.optimizer, self.steps)
         refuse_idle(self, self.nsa, self.implementations, self.precision)
         return self
 
@@ -140,19 +136,7 @@ class Spec(JobSpec):
             kind="needle",
             label=f"{implementation} {self.preset} S={seq_len}",
             config=config,
-            axes=Axes(
-                implementation=implementation,
-                workload="model",
-                pass_="train",
-                seq_len=seq_len,
-                batch=batch,
-                query_heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                layers=model.layers,
-                dtype=self.precision,
-                device=machine.device,
-            ),
+            axes=model_axes({"pass": "train", **config}, model),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),
         )
@@ -177,7 +161,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     trainer = Trainer(config, corpus, device, notes=notes)
     model = trainer.model.config
     beat("check")
-    shape, dtype = HeadShape(model.heads, model.kv_heads, model.head_dim), torch_dtype(config["precision"])
+    shape, dtype = HeadShape.of(model), torch_dtype(config["precision"])
     settings = config["implementation"], model.nsa, shape, dtype, device
     agreement = check_attention(*settings, backward=True, seed=config["seed"])
     with noting_sigterm() as stop:

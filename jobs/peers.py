@@ -168,7 +168,7 @@ class PeerCase(PointCase):
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
+        return HeadShape.of(self.model)
 
     def _used(self) -> tuple[str, ...]:
         return ("heads", "kv_heads", "head_dim", "nsa")

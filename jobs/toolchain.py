@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,7 +18,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs._environments import env_text
+from jobs._comparison import (
+    COMPARISON,
+    DIFFERENCES,
+    Outputs,
+    compare_outputs,
+    comparison_metrics,
+    comparison_table,
+    differences,
+    lock_file,
+    toolchain_name,
+)
 from jobs._fields import TimingSpec, torch_dtype
 from jobs._pass import ModelPass, PassSpec, agree, model_of
 from jobs.measure.check import CEILING
@@ -26,37 +36,13 @@ from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
 from jobs.measure.trial import End, Limits, Toolchain, own_gpu_share, run_trial
 from jobs.measure.variables import effective
 from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import (
-    AGREEMENT,
-    MEMORY,
-    PEAK_EXTRA_MEMORY,
-    TELEMETRY,
-    TIME,
-    Better,
-    Quantity,
-    Role,
-)
+from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
 from jobs.spec import Strict
 from nsa_core.model import NSATransformer
 
-DIFFERENCES = Quantity(
-    "differences", "1", "Differences beyond their tolerance", "differences", Better.LOWER, Role.HEADLINE
-)
-OUTPUT_DIFFERENCE = Quantity(
-    "output_difference", "1", "Largest difference of an output", "output difference", Better.LOWER, Role.HEADLINE
-)
-TENSORS_EQUAL = Quantity("tensors_equal", "%", "Outputs equal bit for bit", better=Better.HIGHER)
-TIME_CHANGE = Quantity("time_change", "%", "Time against the first toolchain's", "time change", role=Role.HEADLINE)
-MEMORY_CHANGE = Quantity(
-    "memory_change", "%", "Memory against the first toolchain's", "memory change", role=Role.HEADLINE
-)
-FIRST_TIME = Quantity("first_time", "ms", "Time under the first toolchain", better=Better.LOWER)
-FIRST_MEMORY = Quantity("first_memory", "MiB", "Peak memory beyond inputs under the first", better=Better.LOWER)
-COMPARISON = (DIFFERENCES, OUTPUT_DIFFERENCE, TENSORS_EQUAL, TIME_CHANGE, MEMORY_CHANGE, FIRST_TIME, FIRST_MEMORY)
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 _MOST_NAMED = 5  # tensors in the message of a failed point
@@ -130,23 +116,6 @@ class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"
     """The outputs under two toolchains differ by more than the tolerance."""
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Comparison of the loss and the gradients.
-
-    Attributes:
-        differences: of each tensor, relative to its norm under the first toolchain.
-        equal: number of tensors that are equal bit for bit.
-    """
-
-    differences: Mapping[str, float]
-    equal: int
-
-    @property
-    def largest(self) -> float:
-        return max(self.differences.values())
-
-
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     """Run the pass under both toolchains and compare them.
 
@@ -155,7 +124,6 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         OutputsDiffer: its outputs are not the same.
         MemoryError: memory ran out under one of them.
     """
-    tolerance = config["tolerance"]
     with tempfile.TemporaryDirectory(prefix="toolchain-") as name:
         folder = Path(name)
         beat("inputs")
@@ -163,24 +131,30 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         first, other = (_run(config, number, folder, beat) for number in (1, 2))
         beat("comparison")
         outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
-    beyond = {name: x for name, x in outputs.differences.items() if not x <= tolerance["outputs"]}
+    _check_outputs(config, outputs)
+    metrics = comparison_metrics(first, other, outputs)
+    values = {metric.name: metric.value for metric in metrics}
+    found = differences(values, config["tolerance"], first["route"], other["route"])
+    for difference in found:
+        reporter(beat).warn(f"{toolchain_name(config, 2)} against {toolchain_name(config, 1)}: {difference}")
+    method = "changes of time and memory beyond the tolerance, and other kernels"
+    counted = Metric.of(DIFFERENCES, len(found), method=method)
+    files = {f"lock-{number}.txt": lock_file(config, number, run) for number, run in ((1, first), (2, other))}
+    files["comparison.txt"] = comparison_table(config, first, other, values, found)
+    return Measurement((*metrics, counted), other["route"], other["environment"], files)
+
+
+def _check_outputs(config: Mapping[str, Any], outputs: Outputs) -> None:
+    """Raise OutputsDiffer if a tensor differs by more than the tolerance."""
+    allowed = config["tolerance"]["outputs"]
+    beyond = {name: x for name, x in outputs.differences.items() if not x <= allowed}
     if beyond:
         worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
         named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
         raise OutputsDiffer(
-            f"{_name(config, 2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
-            f"{_name(config, 1)} by more than {tolerance['outputs']:.1e} of their norm: {named}"
+            f"{toolchain_name(config, 2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
+            f"{toolchain_name(config, 1)} by more than {allowed:.1e} of their norm: {named}"
         )
-    metrics = _metrics(first, other, outputs)
-    values = {metric.name: metric.value for metric in metrics}
-    found = differences(values, tolerance, first["route"], other["route"])
-    for difference in found:
-        reporter(beat).warn(f"{_name(config, 2)} against {_name(config, 1)}: {difference}")
-    method = "changes of time and memory beyond the tolerance, and other kernels"
-    counted = Metric.of(DIFFERENCES, len(found), method=method)
-    files = {f"lock-{number}.txt": _lock(config, number, run) for number, run in ((1, first), (2, other))}
-    files["comparison.txt"] = _table(config, first, other, values, found)
-    return Measurement((*metrics, counted), other["route"], other["environment"], files)
 
 
 def _write_inputs(config: Mapping[str, Any], path: Path) -> None:
@@ -194,7 +168,7 @@ def _write_inputs(config: Mapping[str, Any], path: Path) -> None:
 def _run(config: Mapping[str, Any], number: int, folder: Path, beat: Beat) -> Mapping[str, Any]:
     """Findings of `try_pass` under the first or second toolchain."""
     toolchain = Toolchain(**config["toolchains"][number - 1])
-    name = _name(config, number)
+    name = toolchain_name(config, number)
 
     def told(phase: str, done: int = 0, total: int = 0) -> None:
         beat(f"{name}: {phase}", done, total)
@@ -256,105 +230,6 @@ def packages() -> dict[str, str]:
     """Versions of all distributions that this interpreter finds, by name."""
     found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
-
-
-def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Outputs:
-    """Differences of tensors by name. One that is not finite, or that only one side has, differs infinitely."""
-    found, equal = {}, 0
-    for name in dict.fromkeys([*first, *other]):
-        if name not in first or name not in other or first[name].shape != other[name].shape:
-            found[name] = float("inf")
-            continue
-        equal += torch.equal(first[name], other[name])
-        norm = first[name].double().norm().item()
-        difference = (other[name].double() - first[name].double()).norm().item()
-        relative = difference / norm if norm > 0 else difference
-        found[name] = relative if relative == relative else float("inf")
-    return Outputs(found, equal)
-
-
-def differences(
-    values: Mapping[str, float], tolerance: Mapping[str, float], first: Mapping[str, str], other: Mapping[str, str]
-) -> list[str]:
-    """Changes of time and memory beyond their tolerance, and other routes: a phrase each."""
-    found = []
-    for name, word in (("time", "time"), ("memory", "peak memory")):
-        change, allowed = values[f"{name}_change"], tolerance[f"{name}_percent"]
-        if abs(change) > allowed:
-            found.append(f"{word} {change:+.1f} %, beyond {allowed:g} %")
-    for branch in dict.fromkeys([*first, *other]):
-        kernels = first.get(branch, "nothing"), other.get(branch, "nothing")
-        if kernels[0] != kernels[1]:
-            found.append(f"branch {branch} ran {kernels[1]}, not {kernels[0]}")
-    return found
-
-
-def _metrics(first: Mapping[str, Any], other: Mapping[str, Any], outputs: Outputs) -> list[Metric]:
-    """Metrics of the second toolchain, and beside those of the first."""
-    kept = [Metric(**{**metric, "samples": tuple(metric["samples"])}) for metric in other["metrics"]]
-    time, before = (summarize(TIME, run["samples_ms"], run["method"]) for run in (other, first))
-    memory = next(metric for metric in kept if metric.name == PEAK_EXTRA_MEMORY.name)
-    held = next(metric for metric in first["metrics"] if metric["name"] == PEAK_EXTRA_MEMORY.name)
-    method = "relative to the first toolchain's, on the same device in the same point"
-    norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
-    share = 100 * outputs.equal / len(outputs.differences)
-    return [
-        time,
-        replace(before, name=FIRST_TIME.name),
-        Metric.of(TIME_CHANGE, 100 * (time.value / before.value - 1), method=f"medians; {method}"),
-        *kept,
-        Metric.of(FIRST_MEMORY, held["value"], method=held["method"]),
-        Metric.of(MEMORY_CHANGE, 100 * (memory.value / held["value"] - 1), method=method),
-        Metric.of(OUTPUT_DIFFERENCE, outputs.largest, method=norms),
-        Metric.of(TENSORS_EQUAL, share, method=f"{outputs.equal} of {len(outputs.differences)} tensors"),
-    ]
-
-
-def _name(config: Mapping[str, Any], number: int) -> str:
-    """A toolchain in words."""
-    toolchain = Toolchain(**config["toolchains"][number - 1])
-    words = [toolchain.python or "", env_text(toolchain.env) or ""]
-    return f"toolchain {number} ({' '.join(filter(None, words)) or 'as it is'})"
-
-
-def _lock(config: Mapping[str, Any], number: int, run: Mapping[str, Any]) -> str:
-    """Interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it."""
-    there = run["environment"]
-    head = [_name(config, number), f"Python {there['python']}, {there['interpreter']}", there["platform"]]
-    if "cuda" in there:
-        head.append(f"CUDA {there['cuda']}, cuDNN {there['cudnn']}, driver {there['gpu'].get('driver', 'unknown')}")
-    head += [f"{name} in effect: {value}" for name, value in there["settings"].items()]
-    lines = [f"{name}=={version}" for name, version in run["packages"].items()]
-    return "\n".join([*(f"# {line}" for line in head), *lines, ""])
-
-
-def _table(
-    config: Mapping[str, Any],
-    first: Mapping[str, Any],
-    other: Mapping[str, Any],
-    values: Mapping[str, float],
-    found: Sequence[str],
-) -> str:
-    """The comparison as text."""
-    rows = [
-        f"1: {_name(config, 1)}",
-        f"2: {_name(config, 2)}",
-        "",
-        f"time         {values['first_time']:12.3f} {values['time']:12.3f} ms   {values['time_change']:+7.1f} %",
-        f"peak memory  {values['first_memory']:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  "
-        f"{values['memory_change']:+7.1f} %",
-        f"outputs      {values['output_difference']:.2e} at most, {values['tensors_equal']:.1f} % equal bit for bit",
-        "",
-        *(found or ["no difference beyond the tolerance"]),
-        "",
-        "packages that differ:",
-    ]
-    versions = first["packages"], other["packages"]
-    for name in sorted({*versions[0], *versions[1]}, key=str.lower):
-        before, after = (each.get(name, "none") for each in versions)
-        if before != after:
-            rows.append(f"  {name}: {before}, {after}")
-    return "\n".join([*rows, ""])
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -18,16 +18,17 @@ from jobs._data.spec import DataSpec
 from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._nsa_effect import refuse_idle
+from jobs._pass import model_axes
 from jobs._training.checkpoints import CheckpointSpec
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate, implementation
 from jobs._training.launch import run_ranks
 from jobs._training.layout import Layout, Parallel, divided
 from jobs._training.metrics import QUANTITIES, measurement
-from jobs._training.optimizer import OptimizerSpec
+from jobs._training.optimizer import OptimizerSpec, check_warm_up
 from jobs._training.report import train_rank
 from jobs.axes import Axis
-from jobs.point import Axes, Beat, Machine, Measurement, Point
+from jobs.point import Beat, Machine, Measurement, Point
 from jobs.spec import JobSpec, Recovery, SpecError
 from jobs.training_plan import TrainingPlan
 from nsa_core.backends import default
@@ -93,11 +94,7 @@ class TrainingSpec(JobSpec):
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Self:
-        if self.optimizer.warmup_steps >= self.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps: {self.optimizer.warmup_steps}: must end before the last of the "
-                f"{self.steps} steps; use at most {self.steps - 1}"
-            )
+        check_warm_up(self.optimizer, self.steps)
         return self
 
     @model_validator(mode="after")
@@ -236,24 +233,12 @@ class TrainingSpec(JobSpec):
             **self._resuming(),
         }
         needed = estimate(model, config)
+        named = {"implementation": implementation(model), "pass": "train", **config}
         return Point(
             kind=self.kind,
             label=f"{attention} {self.preset} S={self.seq_len}{self._ending()}",
             config=config,
-            axes=Axes(
-                implementation=implementation(model),
-                workload="model",
-                pass_="train",
-                seq_len=self.seq_len,
-                batch=self.batch,
-                query_heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                layers=model.layers,
-                dtype=self.precision,
-                device=machine.device,
-                more={"ranks": self.ranks} if self.ranks > 1 else {},
-            ),
+            axes=model_axes(named, model, more={"ranks": self.ranks} if self.ranks > 1 else {}),
             estimate_bytes=needed,
             skip_reason=self._does_not_fit(needed, machine),
         )

@@ -18,7 +18,8 @@ from scipy import stats
 
 from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
-from orchestrator.growth import Growth, LocalSlope, PowerLaw, fit_growth, fit_power_law, local_slopes
+from orchestrator.growth import Growth, PowerLaw, fit_growth, fit_power_law
+from orchestrator.local_slopes import LocalSlope, local_slopes
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")

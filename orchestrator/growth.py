@@ -21,14 +21,11 @@ HOLDS = 0.05  # relative residual up to which a law describes its values
 _EXACT = 0.002  # up to here it is exact, as of memory: preferred to a longer range on which it only holds
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
-_LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
+LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _IMMENSE = 1e100
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons with an overhead; measured in the tests
-_OCTAVE = 1.9  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
-_FEW_OCTAVES = 3  # beyond, a slope spans more than one
-_SURE = 0.25  # half of a local slope's interval up to which it stands alone
 _EXPONENTS = np.linspace(-1, 4, 2001)
 
 
@@ -41,7 +38,6 @@ class PowerLaw:
         ci_low, ci_high: its 95 % confidence interval.
         coefficient: log10 of the value at S = 1.
         n: points fitted.
-        r2: share of the variance of log10(value) explained by the line.
         lengths: the distinct lengths fitted, ascending.
     """
 
@@ -50,7 +46,6 @@ class PowerLaw:
     ci_high: float
     coefficient: float
     n: int
-    r2: float
     lengths: tuple[int, ...]
 
     def at(self, seq_len: float) -> float:
@@ -85,33 +80,6 @@ class Growth:
         """Fitted value at a length."""
         return self.overhead + 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
 
-    @property
-    def formula(self) -> str:
-        """The law in short: "S^1.93", or "0.07 + c S^1.93" with an overhead."""
-        return f"{self.overhead:.3g} + c S^{self.exponent:.2f}" if self.overhead else f"S^{self.exponent:.2f}"
-
-
-@dataclass(frozen=True)
-class LocalSlope:
-    """Slope on log-log axes between two lengths, about an octave apart.
-
-    Attributes:
-        low, high: the shortest and the longest length that it rests on.
-        exponent: the slope: 1 is linear, 2 quadratic.
-        error: half of its 95 % interval, from the spread of the values.
-    """
-
-    low: int
-    high: int
-    exponent: float
-    error: float
-
-    def __str__(self) -> str:
-        """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
-        start = f"{_short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
-        slope = round(self.exponent, 1) + 0.0  # not -0.0
-        return f"{start}{_short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
-
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
     """Fit value = c · S^p to all values by least squares on log10, with Student's interval.
@@ -123,13 +91,13 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
             state, not a zero).
     """
-    x, y = _checked(lengths, values)
-    distinct = _distinct(x)
+    x, y = checked(lengths, values)
+    distinct = distinct_lengths(x)
     if len(distinct) < MIN_LENGTHS:
         return None
     line: Any = stats.linregress(np.log10(x), np.log10(y))
     if np.ptp(y) == 0:  # constant values have no variance, and scipy gives NaN
-        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), 1.0, distinct)
+        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), distinct)
     half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr)
     slope = float(line.slope)
     return PowerLaw(
@@ -138,7 +106,6 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         ci_high=slope + half,
         coefficient=float(line.intercept),
         n=len(x),
-        r2=float(line.rvalue) ** 2,
         lengths=distinct,
     )
 
@@ -164,11 +131,11 @@ def fit_growth(
     Raises:
         ValueError: as in `fit_power_law`, or there is not one spread a value, or one is not a number of 0 or more.
     """
-    x, y = _checked(lengths, values)
-    distinct = _distinct(x)
+    x, y = checked(lengths, values)
+    distinct = distinct_lengths(x)
     if len(distinct) < MIN_LENGTHS or y.min() < 1 / _IMMENSE or y.max() > _IMMENSE:
         return None
-    noise = _noise(len(x), spreads, _NOISE)
+    noise = noise_of(len(x), spreads, _NOISE)
     last = max(0, len(distinct) - _MIN_RANGE)
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
     exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
@@ -177,65 +144,6 @@ def fit_growth(
         return law
     law = next(holding, None) or laws[-1]
     return law if law.overhead else _widened(law, x, y, noise)
-
-
-def local_slopes(
-    lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None = None
-) -> tuple[LocalSlope, ...]:
-    """Slopes of neighbouring octaves on log-log axes, shortest first; they show bends that a single fit hides.
-
-    Octaves are counted from the longest length down; lengths within one share its slope, by least squares weighted
-    with the spreads. An octave without a length at its lower end reaches to the next one that was measured, as does one
-    whose slope is less certain than ±0.25. Several values at one length count as their geometric mean.
-
-    Args:
-        spreads: as in `fit_growth`; 0.1 % at least.
-
-    Raises:
-        ValueError: as in `fit_growth`.
-    """
-    x, y = _checked(lengths, values)
-    points = _means(x, y, _noise(len(x), spreads, _LEAST_NOISE))
-    slopes: list[LocalSlope] = []
-    high = len(points) - 1
-    while high > 0:
-        low = high - 1
-        while low > 0 and (
-            points[high].length < _OCTAVE * points[low].length or _slope(points[low : high + 1]).error > _SURE
-        ):
-            low -= 1
-        slopes.append(_slope(points[low : high + 1]))
-        high = low
-    return tuple(reversed(slopes))
-
-
-@dataclass(frozen=True)
-class _Mean:
-    """Geometric mean of the values at one length: log2 of it, and its standard error."""
-
-    length: int
-    log: float
-    error: float
-
-
-def _means(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> list[_Mean]:
-    """Means of the values at each length, shortest first."""
-    logs = np.log2(y)
-    places = [(length, np.flatnonzero(x.astype(int) == length)) for length in _distinct(x)]
-    return [
-        _Mean(length, float(logs[at].mean()), float(np.sqrt((noise[at] ** 2).sum()) / len(at) / math.log(2)))
-        for length, at in places
-    ]
-
-
-def _slope(points: Sequence[_Mean]) -> LocalSlope:
-    """Weighted line through two points or more."""
-    x = np.array([math.log2(point.length) for point in points])
-    y, weights = np.array([point.log for point in points]), np.array([point.error for point in points]) ** -2.0
-    away = x - np.average(x, weights=weights)
-    squares = float(weights @ away**2)
-    error = float(stats.norm.ppf(0.975)) / math.sqrt(squares)
-    return LocalSlope(points[0].length, points[-1].length, float(weights * away @ y) / squares, error)
 
 
 @dataclass(frozen=True)
@@ -251,7 +159,7 @@ def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
     """The law of lower information criterion; the overhead needs more points than parameters."""
     weights = noise**-2 / np.mean(noise**-2)
     plain, criterion = _law(x, y, weights, with_overhead=False)
-    if len(_distinct(x)) <= _MIN_RANGE:
+    if len(distinct_lengths(x)) <= _MIN_RANGE:
         return plain
     other, others = _law(x, y, weights, with_overhead=True)
     return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
@@ -264,14 +172,14 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     the plain law alone misses the exponent. On the longest range on which the law with an overhead holds as
     well, an F test of a low level decides.
     """
-    for first in _distinct(x)[:-_MIN_RANGE]:
+    for first in distinct_lengths(x)[:-_MIN_RANGE]:
         kept = x >= first
         weights = noise[kept] ** -2 / np.mean(noise[kept] ** -2)
         other, _ = _law(x[kept], y[kept], weights, with_overhead=True)
         if other.residual <= max(HOLDS, law.residual) and other.overhead > 0:
             plain, _ = _law(x[kept], y[kept], weights, with_overhead=False)
             free = other.n - 3
-            gain = (plain.residual / max(other.residual, _LEAST_NOISE)) ** 2 * (free + 1) - free
+            gain = (plain.residual / max(other.residual, LEAST_NOISE)) ** 2 * (free + 1) - free
             if gain > float(stats.f.ppf(_SUSPECT, 1, free)):
                 return replace(law, ci_low=min(law.ci_low, other.ci_low), ci_high=max(law.ci_high, other.ci_high))
             break
@@ -289,7 +197,7 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
     best = int(fine.total.argmin())
     least = float(fine.total[best])
     seen = least / (n - parameters) * float(stats.f.ppf(_LEVEL, 1, n - parameters))
-    bound = least + max(seen, _LEAST_NOISE**2 * float(stats.chi2.ppf(_LEVEL, 1)))
+    bound = least + max(seen, LEAST_NOISE**2 * float(stats.chi2.ppf(_LEVEL, 1)))
     inside = [*_EXPONENTS[squares.total <= bound], *exponents[fine.total <= bound]]
     law = Growth(
         exponent=float(exponents[best]),
@@ -299,7 +207,7 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
         overhead=float(fine.overhead[best]),
         residual=math.sqrt(least / (n - parameters)),
         n=n,
-        lengths=_distinct(x),
+        lengths=distinct_lengths(x),
     )
     return law, _criterion(least, n, parameters + 1)
 
@@ -331,7 +239,8 @@ def _criterion(squares: float, n: int, parameters: int) -> float:
     return n * math.log((squares + exact) / n) + 2 * parameters * n / (n - parameters - 1)
 
 
-def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and values as float64 [n] each. Raises ValueError as `fit_power_law`."""
     x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
     if len(x) != len(y):
         raise ValueError(f"lengths and values differ in number: {len(x)} and {len(y)}")
@@ -340,21 +249,14 @@ def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
     return x, y
 
 
-def _noise(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
-    """The relative noise of `n` values, `least` at least."""
+def noise_of(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
+    """Relative noise of `n` values, `least` at least, float64 [n]. Raises ValueError as `fit_growth`."""
     noise = np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float)
     if len(noise) != n or not (noise >= 0).all():
         raise ValueError(f"spreads: {noise.tolist()}: give one of 0 or more for each of the {n} values")
     return np.clip(noise, least, _VAGUE)
 
 
-def _short(length: int) -> str:
-    """A length in three digits: 512, 4K, 90.5K, 1M."""
-    for size, suffix in ((2**20, "M"), (2**10, "K")):
-        if length >= size:
-            return f"{length / size:.3g}{suffix}"
-    return str(length)
-
-
-def _distinct(x: np.ndarray) -> tuple[int, ...]:
+def distinct_lengths(x: np.ndarray) -> tuple[int, ...]:
+    """Each length once, ascending."""
     return tuple(sorted({int(length) for length in x}))

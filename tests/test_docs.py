@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,29 @@ def test_files_that_are_named_exist(page: str) -> None:
     files = [path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).rglob("*.py")]
     for named in re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text()):
         assert any(f"/{file}".endswith(f"/{named}") for file in files), named
+
+
+def _mapped() -> Iterator[str]:
+    """Yield the modules that the tables of docs/architecture.md name: a folder holds for the rest of its row."""
+    root = ""
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        if heading := re.search(r": `(\w+/)`\.$", line):
+            root = heading[1]
+        root = "" if line.startswith("`dashboard/`") else root
+        folder = root
+        for path, name in re.findall(r"`([\w/]*/)?([\w*]+\.\w+)?`", line):
+            folder = root + path if path else folder
+            yield folder + name
+
+
+def test_every_module_is_on_the_map() -> None:
+    """Kernels, backends, their memory, adapters of peers and migrations are described folder by folder."""
+    whole, named = {"kernels", "backends", "_footprints", "_peers", "migrations"}, set(_mapped())
+    for package in ("nsa_core", "jobs", "orchestrator", "dashboard"):
+        for path in (ROOT / package).rglob("*.py"):
+            module = path.relative_to(ROOT)
+            if path.name not in ("__init__.py", "__main__.py") and not whole & set(module.parts):
+                assert any(fnmatch(module.as_posix(), name) for name in named), module
 
 
 @pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=lambda page: page.relative_to(ROOT).as_posix())

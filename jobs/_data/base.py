@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,33 @@ class Corpus(Protocol):
     def about(self) -> Mapping[str, Any]:
         """Description of the corpus, for the result's environment."""
         ...
+
+
+class DrawnBatches(Iterator[tuple[Tensor, Tensor]]):
+    """Batches that a random generator draws: its state is the position in them.
+
+    Args:
+        draw: (tokens, targets), int64 [batch, seq_len] each, by the numbers of a generator alone.
+    """
+
+    def __init__(self, draw: Callable[[torch.Generator], tuple[Tensor, Tensor]], generator: torch.Generator) -> None:
+        self._draw = draw
+        self._generator = generator
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        return self._draw(self._generator)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The position: the state of the generator, uint8."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go to the position that `state_dict` gave."""
+        self._generator.set_state(state["generator"])
+
+    def about(self) -> dict[str, Any]:
+        """Nothing: what was drawn tells nothing of a text."""
+        return {}
 
 
 def is_heldout(content: bytes, share: float) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs._data.base import DataError, files_below, is_heldout, spread_windows, windows
+from jobs._data.base import DataError, DrawnBatches, files_below, is_heldout, spread_windows, windows
 
 _MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
 
@@ -36,9 +35,14 @@ class ByteCorpus:
     files: int
     sha256: str
 
-    def batches(self, batch: int, seq_len: int, seed: int) -> ByteBatches:
+    def batches(self, batch: int, seq_len: int, seed: int) -> DrawnBatches:
         """Endless (tokens, targets), int64 [batch, seq_len] each, from random places seeded by `seed`."""
-        return ByteBatches(self, batch, seq_len, seed)
+
+        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            starts = torch.randint(len(self.train) - seq_len, (batch,), generator=generator)
+            return windows(self.train, starts, seq_len)
+
+        return DrawnBatches(draw, torch.Generator().manual_seed(seed))
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out part."""
@@ -52,32 +56,6 @@ class ByteCorpus:
         """Files, sizes of both parts [bytes], and their digest."""
         sizes = {"train_bytes": len(self.train), "heldout_bytes": len(self.heldout)}
         return {"files": self.files, **sizes, "sha256": self.sha256}
-
-
-class ByteBatches(Iterator[tuple[Tensor, Tensor]]):
-    """Endless batches of a corpus (ByteCorpus.batches), whose position can be kept and taken up again."""
-
-    def __init__(self, corpus: ByteCorpus, batch: int, seq_len: int, seed: int) -> None:
-        self._data = corpus.train
-        self._batch, self._seq_len = batch, seq_len
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        places = len(self._data) - self._seq_len
-        starts = torch.randint(places, (self._batch,), generator=self._generator)
-        return windows(self._data, starts, self._seq_len)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The position: the state of the generator, uint8."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go to the position that `state_dict` gave."""
-        self._generator.set_state(state["generator"])
-
-    def about(self) -> dict[str, Any]:
-        """Nothing: places are drawn at random."""
-        return {}
 
 
 def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:

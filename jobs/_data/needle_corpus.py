@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from jobs._data.base import DrawnBatches
 from nsa_core.loss import IGNORED
 
 _Length = TypeVar("_Length", int, Tensor)
@@ -42,9 +43,9 @@ class NeedleCorpus:
         """Tokens that a model needs: straw, keys, values; up to a multiple of 64."""
         return -(-(_STRAW + 2 * self.alphabet) // _MULTIPLE) * _MULTIPLE
 
-    def batches(self, batch: int, seq_len: int, seed: int) -> NeedleBatches:
+    def batches(self, batch: int, seq_len: int, seed: int) -> DrawnBatches:
         """Endless (tokens, targets), int64 [batch, seq_len] each, seeded by `seed`."""
-        return NeedleBatches(self, batch, seq_len, seed)
+        return DrawnBatches(partial(self.draw, batch, seq_len), _generator("training", seed))
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """`count` fixed (tokens, targets) as in `batches`, of other seeds."""
@@ -112,30 +113,6 @@ class NeedleCorpus:
     def _places(self, length: _Length) -> _Length:
         """Places for needles in haystacks of `length` tokens with their questions."""
         return (length - self.needles) // 2
-
-
-class NeedleBatches(Iterator[tuple[Tensor, Tensor]]):
-    """Endless batches of a corpus (NeedleCorpus.batches), whose position can be kept and taken up again."""
-
-    def __init__(self, corpus: NeedleCorpus, batch: int, seq_len: int, seed: int) -> None:
-        self._corpus = corpus
-        self._shape = (batch, seq_len)
-        self._generator = _generator("training", seed)
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        return self._corpus.draw(*self._shape, self._generator)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The position: the state of the generator, uint8."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go to the position that `state_dict` gave."""
-        self._generator.set_state(state["generator"])
-
-    def about(self) -> dict[str, Any]:
-        """Nothing: sequences are drawn at random."""
-        return {}
 
 
 def _generator(use: str, seed: int) -> torch.Generator:

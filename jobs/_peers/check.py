@@ -17,13 +17,15 @@ from jobs.measure.check import (
     MISMATCH,
     REACHES,
     Agreement,
+    Attend,
     HeadShape,
     WrongResult,
     attend_densely,
     attend_to,
     judge,
     make_inputs,
-    results,
+    results_of_sides,
+    small_case,
 )
 from nsa_core import NSAConfig, compress
 from nsa_core.backends import BACKENDS, Backend
@@ -54,9 +56,7 @@ def check_peer(
     Raises:
         WrongResult: the error of the selection, the output or a gradient exceeds its bound.
     """
-    kv_heads = min(shape.kv_heads, 2)
-    small = HeadShape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
-    seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
+    small, seq_len = small_case(config, shape)
     inputs = make_inputs(small, _SEQUENCES, seq_len, dtype, device, seed, backward)
     claimed = peer.semantics(config)
     if claimed is None:
@@ -65,22 +65,15 @@ def check_peer(
     else:
         _check_choice(name, peer, config, claimed, make_inputs(small, 1, _longer(config), dtype, device, seed, False))
         by = _sparsely(claimed, _choice(peer, config, inputs))
-    wide = {key: x.detach().double().requires_grad_(backward) for key, x in inputs.items()}
-    truth = results(by(BACKENDS["reference"]), wide, backward)
-    eager = results(by(BACKENDS["naive"]), inputs, backward)
-    got = results(lambda tensors: peer.attend(tensors, config, window_kernel), inputs, backward)
-    heads = f"{small.query_heads}/{small.kv_heads} heads of {small.head_dim}"
-    return judge(got, eager, truth, dtype, f"{_SEQUENCES} sequences, S={seq_len}, {heads}", name, factor)
+    sides = results_of_sides(lambda x: peer.attend(x, config, window_kernel), by, inputs, backward)
+    return judge(*sides, dtype, f"{_SEQUENCES} sequences, S={seq_len}, {small}", name, factor)
 
 
-_Attend = Callable[[Mapping[str, Tensor]], Tensor]
-
-
-def _densely(backend: Backend) -> _Attend:
+def _densely(backend: Backend) -> Attend:
     return lambda tensors: attend_densely(tensors, backend)
 
 
-def _sparsely(config: NSAConfig, blocks: Tensor) -> Callable[[Backend], _Attend]:
+def _sparsely(config: NSAConfig, blocks: Tensor) -> Callable[[Backend], Attend]:
     return lambda backend: lambda tensors: attend_to(blocks, tensors, config, backend, BRANCHES)
 
 

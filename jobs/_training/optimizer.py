@@ -22,6 +22,15 @@ class OptimizerSpec(Strict):
     grad_clip: float = Field(default=1.0, gt=0, description="highest norm of all gradients together")
 
 
+def check_warm_up(spec: OptimizerSpec, steps: int) -> None:
+    """Raise ValueError, in the words of a spec's mistake, if the warm-up does not end before the last step."""
+    if spec.warmup_steps >= steps:
+        raise ValueError(
+            f"optimizer.warmup_steps: {spec.warmup_steps}: must end before the last of the {steps} steps; use at most "
+            f"{steps - 1}"
+        )
+
+
 def new_optimizer(model: torch.nn.Module, spec: OptimizerSpec, device: torch.device) -> torch.optim.AdamW:
     """AdamW over the model's parameters, which may be sharded."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]

@@ -92,17 +92,8 @@ def train_rank(
     plan = SoakPlan.from_config(config)
     watch = None if plan is None else SoakWatch(plan, SoakHistory(), device, rank, beat)
     trainer = Trainer(config, corpus, device, rank, watch, notes)
-    model = trainer.model.config
     beat("check")
-    agreement = check.check_attention(
-        implementation(model),
-        model.nsa,
-        check.HeadShape(model.heads, model.kv_heads, model.head_dim),
-        torch_dtype(config["precision"]),
-        device,
-        backward=True,
-        seed=config["seed"],
-    )
+    agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")
     telemetry = _telemetry(device, trainer.layout.ranks)
     checkpoints = new_checkpoints(config, device, rank, beat)
@@ -118,22 +109,23 @@ def train_rank(
     beat("memory")
     graphs = config.get("cuda_graphs", False)
     peak = measure_peak(trainer.step, device, trainer.resident, cuda_graphs=graphs)
-    about = {
-        "corpus": {**corpus.about(), **trainer.state.batches.about()},
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "checkpointing": trainer.model.checkpointing_effective,
-        "compile": config["compile"],  # in one graph, else the first step would have raised
-        "cuda_graphs": graphs,
-        "launcher": "none",  # run_ranks knows what started several ranks
-        **trainer.layout.to_config(),
-    }
-    utilization = next((metric for metric in sampled.metrics if metric.name == GPU_UTILIZATION.name), None)
-    found = environment(device) | {"training": about}
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    history, energy = None if checkpoints is None else checkpoints.report, trainer.energy.energy
+    report = RankReport(
+        run=run,
+        peak=peak,
+        agreement=agreement,
+        utilization=next((metric for metric in sampled.metrics if metric.name == GPU_UTILIZATION.name), None),
+        route=trainer.route,
+        environment=environment(device) | {"training": _about(trainer, config)},
+        model=trainer.model.config,
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        state=state,
+        energy=trainer.energy.energy,
+        checkpoints=None if checkpoints is None else checkpoints.report,
+        topology=host,
+    )
     if graphs:
         torch.compiler.reset()  # frees their memory, which the process's next point would find taken
-    return RankReport(run, peak, agreement, utilization, trainer.route, found, model, gpu, state, energy, history, host)
+    return report
 
 
 def open_corpus(data: DataSpec, config: Mapping[str, Any], beat: Beat) -> Corpus:
@@ -158,6 +150,27 @@ def new_checkpoints(config: Mapping[str, Any], device: torch.device, rank: int, 
     found = Checkpoints(spec, there.checkpoints, there.key, steps_of(config), exchange, device, beat)
     check_reach(there.checkpoints, exchange)
     return found
+
+
+def _agree(model: ModelConfig, config: Mapping[str, Any], device: torch.device) -> Agreement:
+    """Compare the model's attention with the oracle. Raises WrongResult."""
+    heads, dtype = check.HeadShape.of(model), torch_dtype(config["precision"])
+    return check.check_attention(
+        implementation(model), model.nsa, heads, dtype, device, backward=True, seed=config["seed"]
+    )
+
+
+def _about(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Section `training` of a point's environment: what was trained, and how."""
+    return {
+        "corpus": {**trainer.corpus.about(), **trainer.state.batches.about()},
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "checkpointing": trainer.model.checkpointing_effective,
+        "compile": config["compile"],  # in one graph, else the first step would have raised
+        "cuda_graphs": config.get("cuda_graphs", False),
+        "launcher": "none",  # run_ranks knows what started several ranks
+        **trainer.layout.to_config(),
+    }
 
 
 def _telemetry(device: torch.device, ranks: int) -> Telemetry:

@@ -34,6 +34,9 @@ DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
     {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
 )
 
+Attend = Callable[[Mapping[str, Tensor]], Tensor]
+"""Operator: output [B,S,Hq,D] from inputs by name, as `make_inputs` names them."""
+
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
     """An implementation disagrees with the oracle, and is not timed."""
@@ -46,6 +49,14 @@ class HeadShape:
     query_heads: int
     kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> HeadShape:
+        """Heads of a model's attention."""
+        return cls(model.heads, model.kv_heads, model.head_dim)
+
+    def __str__(self) -> str:
+        return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -126,26 +137,20 @@ def check_attention(
         WrongResult: the error of the selection, the output or a gradient exceeds its bound.
     """
     config = replace(config, compress="mean")
-    kv_heads = min(shape.kv_heads, 2)
-    small = HeadShape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
-    seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
+    small, seq_len = small_case(config, shape)
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     blocks = None
     if implementation not in DENSE_KERNELS and "slc" in branches:
         _check_selection(implementation, config, small, dtype, device, seed)
         blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
 
-    def by(backend: Backend) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    def by(backend: Backend) -> Attend:
         if implementation in DENSE_KERNELS:
             return lambda tensors: attend_densely(tensors, backend)
         return lambda tensors: attend_to(blocks, tensors, config, backend, branches)
 
-    wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
-    truth = results(by(BACKENDS["reference"]), wide, backward)
-    eager = results(by(BACKENDS["naive"]), inputs, backward)
-    got = results(lambda tensors: attend(tensors, config, implementation, branches), inputs, backward)
-    heads = f"{small.query_heads}/{small.kv_heads} heads of {small.head_dim}"
-    return judge(got, eager, truth, dtype, f"S={seq_len}, {heads}", implementation)
+    sides = results_of_sides(lambda x: attend(x, config, implementation, branches), by, inputs, backward)
+    return judge(*sides, dtype, f"S={seq_len}, {small}", implementation)
 
 
 @lru_cache(maxsize=64)
@@ -211,9 +216,28 @@ def judge(
     return agreement
 
 
-def results(
-    call: Callable[[Mapping[str, Tensor]], Tensor], inputs: Mapping[str, Tensor], backward: bool
-) -> dict[str, Tensor]:
+def small_case(config: NSAConfig, shape: HeadShape) -> tuple[HeadShape, int]:
+    """Heads and length to compare at: at most two kv heads, and one block more than a query selects."""
+    kv_heads = min(shape.kv_heads, 2)
+    heads = HeadShape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
+    return heads, (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
+
+
+def results_of_sides(
+    timed: Attend, by: Callable[[Backend], Attend], inputs: Mapping[str, Tensor], backward: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Results of the timed operator, of an eager run and of the oracle in float64: the first arguments of `judge`.
+
+    Args:
+        by: the same operator computed by a backend.
+    """
+    wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
+    truth = _results(by(BACKENDS["reference"]), wide, backward)
+    eager = _results(by(BACKENDS["naive"]), inputs, backward)
+    return _results(timed, inputs, backward), eager, truth
+
+
+def _results(call: Attend, inputs: Mapping[str, Tensor], backward: bool) -> dict[str, Tensor]:
     """Output and, with `backward`, gradients of a weighted sum of it, by name."""
     with torch.set_grad_enabled(backward):
         out = call(inputs)

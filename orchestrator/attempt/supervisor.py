@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jobs.measure.process_usage import ProcessUsage
-from jobs.measure.telemetry import Telemetry
+from jobs.measure.telemetry import Telemetry, TelemetrySummary
 from jobs.point import Point
 from orchestrator.artifacts import Source
 from orchestrator.attempt import diagnostics, gpu_release, protocol
@@ -196,8 +196,11 @@ def _watch(
     yield from watch.warnings()
     if (piece := live.rest()) is not None:
         yield piece
-    if conditions.device != "cuda" or cluster is not None:
-        return ended
+    return ended if conditions.device != "cuda" or cluster is not None else _with_telemetry(ended, sampled)
+
+
+def _with_telemetry(ended: Ended, sampled: TelemetrySummary) -> Ended:
+    """The end of a point with the samples of its GPUs: a table as a file, and metrics if it is ok and lacks them."""
     ended = replace(ended, files=(Source("telemetry.txt", sampled.text), *ended.files))
     if ended.outcome.state is not PointState.OK:
         return ended

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.cli.usage import Runs
 from orchestrator.settings import Settings, load_settings
 from orchestrator.states import Result
 
@@ -20,9 +21,7 @@ _TARGET = "TARGET, or TARGET/HARDWARE"
 
 
 def gate(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
-    ] = None,
+    runs: Runs = None,
     gates: Rules = None,
     target: Annotated[str | None, typer.Option(help=f"only this: {_TARGET}")] = None,
 ) -> None:

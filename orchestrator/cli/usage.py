@@ -18,9 +18,7 @@ _VALUE = 200  # characters
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
 ]
-Runs = Annotated[
-    list[str] | None, typer.Argument(metavar="[RUN]...", help="run ids, or 'last'; none: all measured runs")
-]
+Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
 
 

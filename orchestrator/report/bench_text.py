@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from orchestrator.branches import Branch, take_overs
-from orchestrator.growth import fit_growth, local_slopes
+from orchestrator.growth import fit_growth
+from orchestrator.local_slopes import local_slopes
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
 from orchestrator.states import PointState

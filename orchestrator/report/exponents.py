@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 import pandas as pd
 
 from jobs.quantities import Quantities
 from orchestrator.analysis import Fit
+from orchestrator.local_slopes import LocalSlope
 from orchestrator.report import series
 from orchestrator.report.charts import at, fit_rows, layered, length_axis, length_label
 from orchestrator.report.series import GREY
 
 _LONG = 40  # characters of a name that in one line would leave no room for the exponents beside it
+_GUIDES = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})  # for reference, in both charts
 _TWO_LINES = (
     "indexof(datum.label, ' · ') < 0 ? datum.label : [slice(datum.label, 0, indexof(datum.label, ' · ')),"
     " slice(datum.label, indexof(datum.label, ' · ') + 3)]"
@@ -45,11 +48,10 @@ def exponent_chart(
     axis = alt.Axis(labelLimit=320, ticks=False, domain=False, labelFlush=False, **two)
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
-    marks = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
     tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
     layers = [
-        alt.Chart(marks).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
-        alt.Chart(marks).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
+        alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
+        alt.Chart(_GUIDES).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
         alt.Chart(frame)
         .mark_rule(strokeWidth=3, clip=True)
         .encode(x=at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
@@ -65,7 +67,7 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
     """Chart of local exponents, the slopes over about an octave, against the sequence length, for one quantity.
 
     Args:
-        fits: fits of one metric (`fits_frame`), with the `orchestrator.growth.LocalSlope`s of each in a column `local`.
+        fits: fits of one metric (`fits_frame`), each with its `LocalSlope`s in a column `local`.
 
     Raises:
         ValueError: there is no fit.
@@ -74,28 +76,13 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
     if not rows:
         raise ValueError("fits: there is none to draw")
     names = series.labels(rows, quantities)
-    points = [
-        {
-            "series": names[series.key(row)],
-            "color": series.look(row["implementation"]).color,
-            "mark": series.look(row["implementation"]).mark,
-            "seq_len": math.sqrt(slope.low * slope.high),
-            "range": f"{length_label(slope.low)} to {length_label(slope.high)}",
-            "exponent": slope.exponent,
-            "low": slope.exponent - slope.error,
-            "high": slope.exponent + slope.error,
-        }
-        for row in rows
-        for slope in row["local"]
-    ]
-    frame = pd.DataFrame(points)
+    frame = pd.DataFrame([_point(slope, row, names) for row in rows for slope in row["local"]])
     title = f"local exponent of {quantities.of(rows[0]['metric']).legend}"
     shown = [min(0, *frame["exponent"]) - 0.2, max(2.1, *frame["exponent"]) + 0.2]  # no mark is cut
     y = alt.Y("exponent:Q", title=title, scale=alt.Scale(domain=shown, nice=False), axis=alt.Axis(grid=False))
     lengths = [length for row in rows for slope in row["local"] for length in (slope.low, slope.high)]
     x = length_axis(lengths)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
-    guides = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})
     dashes = dict(zip(names, map(list, series.dashes(rows)), strict=True))
     lines = [
         alt.Chart(frame.loc[frame["series"] == names[key]])
@@ -106,13 +93,28 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities, *, height: int = 260
     tooltip = ["series:N", "range:N", *(alt.Tooltip(f"{name}:Q", format=".2f") for name in ("exponent", "low", "high"))]
     marks = alt.Chart(frame).mark_point(filled=True, size=60, opacity=1, clip=True)
     layers = [
-        alt.Chart(guides).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=y),
-        alt.Chart(guides).mark_text(color=GREY, align="left", dx=4, dy=-7).encode(x=alt.value(0), y=y, text="text:N"),
+        alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=y),
+        alt.Chart(_GUIDES).mark_text(color=GREY, align="left", dx=4, dy=-7).encode(x=alt.value(0), y=y, text="text:N"),
         alt.Chart(frame).mark_rule(clip=True).encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color),
         *lines,
         marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
     ]
     return layered(layers).properties(height=height)
+
+
+def _point(slope: LocalSlope, row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A mark of the chart: one slope of a series, in the middle of its lengths."""
+    look = series.look(row["implementation"])
+    return {
+        "series": names[series.key(row)],
+        "color": look.color,
+        "mark": look.mark,
+        "seq_len": math.sqrt(slope.low * slope.high),
+        "range": f"{length_label(slope.low)} to {length_label(slope.high)}",
+        "exponent": slope.exponent,
+        "low": slope.exponent - slope.error,
+        "high": slope.exponent + slope.error,
+    }
 
 
 def local_legend(fits: pd.DataFrame, quantities: Quantities) -> list[tuple[str, series.Look]]:

@@ -1,17 +1,11 @@
-"""The executor for a Ray cluster: connects, checks its resources, runs batches as tasks."""
+"""The executor for a Ray cluster: checks its resources, runs batches as tasks."""
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jobs.point import Machine
@@ -20,14 +14,12 @@ from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
-from orchestrator.run import ray_token
 from orchestrator.run.aside import Aside, interruptibly
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.run.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
+from orchestrator.run.ray_connection import connect, in_brief
 from orchestrator.run.room import Share, card_types, check_resources
-from orchestrator.run.upload import collect
 from orchestrator.run.waiting import ClusterWatch
-from orchestrator.settings import SOURCES, Installation, Settings, installation
+from orchestrator.settings import Settings
 from orchestrator.states import PointState
 from orchestrator.terminal import warn
 
@@ -52,7 +44,7 @@ class RayExecutor:
         """
         self._spec = spec
         _check_interpreters(spec)
-        _connect(spec, settings)
+        connect(spec, settings)
         self._by_id = interruptibly(_nodes)
         self._nodes = list(self._by_id.values())
         check_resources(spec, self._nodes)
@@ -208,106 +200,6 @@ def _check_interpreters(spec: JobSpec) -> None:
         )
 
 
-def ray_address(settings: Settings) -> str:
-    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
-
-    Raises:
-        ExecutorError: none is given, and this user has none on this host.
-    """
-    inherited = os.environ.get("RAY_ADDRESS", "")
-    if inherited.startswith("http"):  # the job server's address, for `ray job` only
-        inherited = ""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
-        return inherited
-    given = (address for address in (settings.ray_address, inherited) if address and address != "auto")
-    if found := next(given, None) or local_address(settings) or own_address():
-        return found
-    raise _unreachable("auto")
-
-
-def _connect(spec: JobSpec, settings: Settings) -> None:
-    address = ray_address(settings)
-    if address.startswith("ray://"):
-        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
-    if not listens(address):
-        raise _unreachable(address)
-    if not answers(address):
-        raise ExecutorError(
-            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
-            "correct it, restart the cluster or use --local"
-        )
-    if node := frozen_node(address):
-        raise ExecutorError(
-            f"NSA_RAY_ADDRESS: {address!r}: its node on this host (process {node}) answers nothing; restart the "
-            "cluster or use --local"
-        )
-    if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray_token.send_it()
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
-        env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
-        try:
-            with _own_sigterm() as look_for_it:
-                watch = ClusterWatch(address, lambda: None)
-                interruptibly(  # a cluster that falls silent meanwhile would let no signal through
-                    lambda: ray.init(
-                        address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR
-                    ),
-                    lambda: (look_for_it(), watch.look()),
-                )
-        except ExecutorGone:
-            raise
-        except ConnectionError:
-            raise ExecutorError(
-                f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
-                "token which is not this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
-            ) from None
-        except Exception as err:  # other versions, a wrong token: Ray's message is the reason
-            raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {_line(err)}; correct it or use --local") from None
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[Callable[[], None]]:
-    """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process.
-
-    The function given, to be called meanwhile, raises KeyboardInterrupt if the signal waits; the handler then gets it.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-    def look() -> None:
-        if signal.SIGTERM in signal.sigpending():
-            raise KeyboardInterrupt
-        signal.signal(signal.SIGTERM, handler)  # a thread that was there before would let Ray's have it
-
-    try:
-        yield look
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _unreachable(address: str) -> ExecutorError:
-    return ExecutorError(
-        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
-    )
-
-
-def _working_dir(spec: JobSpec, folder: Path) -> str | None:
-    """The files to send to the workers: the checkout, or a package, made in `folder`, if the spec names files.
-
-    None in a Ray job, whose own upload reaches the workers, and where the package is installed and no file is named.
-    """
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        return None
-    if all(path.is_absolute() for path in spec.paths().values()):
-        return str(SOURCES) if installation() is Installation.CHECKOUT else None
-    collect(spec).write(package := folder / "upload.zip")
-    return str(package)
-
-
 def _probe(wanted: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
     """The id of the node where this task runs, and the machine there. Raises ProbeError."""
     import ray
@@ -340,12 +232,12 @@ def _batch_ended(err: Exception) -> BatchEnded:
     from ray import exceptions
 
     if isinstance(err, exceptions.OutOfMemoryError):  # Ray's memory monitor ended the task before the kernel did
-        return BatchEnded(PointState.OOM, f"ended by Ray, the node was nearly out of memory: {_line(err)}")
+        return BatchEnded(PointState.OOM, f"ended by Ray, the node was nearly out of memory: {in_brief(err)}")
     if isinstance(err, exceptions.TaskCancelledError):
         return BatchEnded(PointState.CANCELLED, "its task was cancelled")
     if isinstance(err, exceptions.RayTaskError):  # a bug of ours: show the cause without Ray's framing
-        return BatchEnded(PointState.LOST, f"the supervisor failed: {type(err.cause).__name__}: {_line(err.cause)}")
-    return BatchEnded(PointState.LOST, f"{type(err).__name__}: {_line(err)}")
+        return BatchEnded(PointState.LOST, f"the supervisor failed: {type(err.cause).__name__}: {in_brief(err.cause)}")
+    return BatchEnded(PointState.LOST, f"{type(err).__name__}: {in_brief(err)}")
 
 
 @contextmanager
@@ -357,9 +249,4 @@ def _gone() -> Iterator[None]:
     except RayTaskError as err:
         raise err.cause from None
     except (RayError, ConnectionError) as err:
-        raise ExecutorGone(f"the Ray cluster went away: {_line(err)}") from None
-
-
-def _line(err: Exception) -> str:
-    """The first 300 characters of an exception's message, on one line, without colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(err).split()))[:300]
+        raise ExecutorGone(f"the Ray cluster went away: {in_brief(err)}") from None

@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from old_driver import OLD_DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]
-OLD_DRIVER = """
-class NVMLError(Exception): ...
-def nvmlInit(): ...
-def nvmlShutdown(): ...
-def nvmlSystemGetDriverVersion(): return "535.183.01"
-def nvmlSystemGetCudaDriverVersion_v2(): return 12020
-"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.growth import fit_growth, fit_power_law, local_slopes
+from orchestrator.growth import fit_growth, fit_power_law
+from orchestrator.local_slopes import local_slopes
 
 LENGTHS = (512, 1024, 2048, 4096)
 OCTAVES = np.array([512 * 2**n for n in range(8)])  # 512 to 65,536

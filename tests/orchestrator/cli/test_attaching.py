@@ -7,19 +7,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from example_databases import HALF, RUN, complete, complete_file, database, half_finished
+from nsa_command import Nsa
 
 from jobs._diagnosis.rank_state import Memory, RankState, identity
 from orchestrator import records as rec
 from orchestrator.attempt import diagnostics
-from orchestrator.cli import attaching, commands
+from orchestrator.cli import attaching
 from orchestrator.states import RunState
 from orchestrator.store import Store, queries
 
@@ -30,18 +32,10 @@ BUSY = "import time\ndef train():\n    while True:\n        time.sleep(0.001)\np
 
 
 @pytest.fixture
-def nsa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command's exit code, stdout and stderr; this process keeps its priority."""
+def diagnose(monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
+    """Runs `nsa diagnose`; this process keeps its priority."""
     monkeypatch.setattr(attaching, "give_way", lambda: None)
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["nsa", "diagnose", *args])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
+    return partial(run_nsa, "diagnose")
 
 
 @pytest.fixture
@@ -80,11 +74,11 @@ def _store(url: str, states: list[RankState], names: list[str] | None = None) ->
                 )  # fmt: skip
 
 
-def test_a_live_run_is_seen_from_outside(half_finished: str, nsa: Callable, busy: int) -> None:
+def test_a_live_run_is_seen_from_outside(half_finished: str, diagnose: Nsa, busy: int) -> None:
     here = _state(0, busy, identity(busy) or "", "here")
     elsewhere = _state(1, busy, "another boot 1 2", "far-away")  # the same number on another host
     _store(half_finished, [here, elsewhere])
-    code, out, _ = nsa("--attach", HALF[:13], "--seconds", "0.5")
+    code, out, _ = diagnose("--attach", HALF[:13], "--seconds", "0.5")
     assert code == 0
     assert "timing 3/10" in out
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| 0 | 101", "| 1 | 101"))]
@@ -112,18 +106,18 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
         diagnostics.frames(os.getpid())
 
 
-def test_the_newest_process_of_a_rank_counts(half_finished: str, nsa: Callable) -> None:
+def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) -> None:
     old, new = (_state(0, 2**30, f"gone {n}", host) for n, host in enumerate(("old-host", "new-host")))
     _store(half_finished, [new, old], ["rank0-2.json", "rank0.json"])
-    _, out, _ = nsa("--attach", HALF)
+    _, out, _ = diagnose("--attach", HALF)
     assert "new-host" in out
     assert "old-host" not in out
 
 
-def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, nsa: Callable) -> None:
+def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, diagnose: Nsa) -> None:
     with Store.open(half_finished) as store:
         store.beat(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0)
-    code, out, _ = nsa("--attach", "last")
+    code, out, _ = diagnose("--attach", "last")
     assert code == 0
     assert "has not done its first step" in out
     assert re.search(r"no progress for 3\d\d s, last in phase 'corpus'; see `nsa logs", out)
@@ -132,10 +126,10 @@ def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_fini
 HOSTILE = "\x1b]0;owned\x07\x1b[31m![x](http://evil.example/x.png) <img src=x> [y](http://evil.example) ` a|b"
 
 
-def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished: str, nsa: Callable) -> None:
+def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished: str, diagnose: Nsa) -> None:
     state = replace(_state(0, 1, "gone", HOSTILE), gpu="", route={"slc": HOSTILE}, versions={"torch": HOSTILE})
     _store(half_finished, [state])
-    code, out, _ = nsa("--attach", HALF)
+    code, out, _ = diagnose("--attach", HALF)
     assert code == 0
     assert "\x1b" not in out
     assert "x1b]0;owned" in out
@@ -145,9 +139,9 @@ def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished
     assert len(re.findall(r"(?<!\\)\|", row)) == 9
 
 
-def test_what_a_host_says_of_itself_does_not_act_on_a_terminal(nsa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_host_says_of_itself_does_not_act_on_a_terminal(diagnose: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG_FILE", HOSTILE)
-    code, out, _ = nsa()
+    code, out, _ = diagnose()
     assert code == 0
     assert "\x1b" not in out
     assert "- NCCL_DEBUG_FILE=" in out
@@ -174,16 +168,16 @@ def test_a_state_of_wrong_values_is_passed_over(name: str, value: object) -> Non
 
 
 @pytest.mark.parametrize("text", ["{", '{"rank": 0}', "[1]", "null"])
-def test_a_state_that_cannot_be_read_is_passed_over(half_finished: str, nsa: Callable, text: str) -> None:
+def test_a_state_that_cannot_be_read_is_passed_over(half_finished: str, diagnose: Nsa, text: str) -> None:
     with Store.open(half_finished) as store:
         file = rec.ArtifactData(name="rank0.json", path="2/rank0.json", size=1, sha256="0" * 64, content=text)
         store.apply(rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file))
-    code, out, _ = nsa("--attach", HALF)
+    code, out, _ = diagnose("--attach", HALF)
     assert code == 0
     assert "has not done its first step" in out
 
 
-def test_what_is_not_live_is_refused_in_a_line(complete: str, nsa: Callable) -> None:
+def test_what_is_not_live_is_refused_in_a_line(complete: str, diagnose: Nsa) -> None:
     with Store.open(complete, readonly=True) as store:
         (reported, *_) = queries.runs(store, origin="reported")["run_id"]
     for args, words in (
@@ -193,25 +187,25 @@ def test_what_is_not_live_is_refused_in_a_line(complete: str, nsa: Callable) -> 
         (["--attach", str(reported)], "was imported from a report"),
         (["--point", "0"], "has no effect without --attach"),
     ):
-        code, out, err = nsa(*args)
+        code, out, err = diagnose(*args)
         assert (code, out) == (2, "")
         assert words in err
         assert err.count("\n") == 1
-    assert nsa("--attach", RUN, "--seconds", "0")[0] == 2
-    assert nsa("--attach", RUN, "--seconds", "nan")[0] == 2
+    assert diagnose("--attach", RUN, "--seconds", "0")[0] == 2
+    assert diagnose("--attach", RUN, "--seconds", "nan")[0] == 2
 
 
-def test_points_that_do_not_run_are_refused(half_finished: str, nsa: Callable) -> None:
-    assert "use 2, `nsa show" in nsa("--attach", HALF, "--point", "0")[2]
-    assert "use 2, `nsa show" in nsa("--attach", HALF, "--point", "99")[2]
+def test_points_that_do_not_run_are_refused(half_finished: str, diagnose: Nsa) -> None:
+    assert "use 2, `nsa show" in diagnose("--attach", HALF, "--point", "0")[2]
+    assert "use 2, `nsa show" in diagnose("--attach", HALF, "--point", "99")[2]
     with Store.open(half_finished) as store:
         store.apply(rec.RunEndRecord(run_id=HALF, state=RunState.CANCELLED))
-    assert "is cancelled, not running" in nsa("--attach", HALF)[2]
+    assert "is cancelled, not running" in diagnose("--attach", HALF)[2]
 
 
-def test_without_a_run_it_is_this_host(nsa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_it_is_this_host(diagnose: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    code, out, _ = nsa()
+    code, out, _ = diagnose()
     assert code == 0
     assert "- CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel; unset CUDA_LAUNCH_BLOCKING" in out
     assert "- NUMA: " in out

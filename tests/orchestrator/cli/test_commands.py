@@ -7,15 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from nsa_command import Nsa
 
 from nsa_core.backends.dense import Host
 from orchestrator import journal
-from orchestrator.cli import commands, doctor
+from orchestrator.cli import doctor
 from orchestrator.database_url import hide_password
 from orchestrator.journal import Journal
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
@@ -26,38 +26,6 @@ from orchestrator.store import Store, queries
 
 DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a command: exit code, stdout, stderr."""
-
-    code: int
-    out: str
-    err: str
-
-
-Nsa = Callable[..., Done]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NSA_HOME", str(tmp_path))
-    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
-    monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
-
-
-@pytest.fixture
-def nsa(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Nsa:
-    def call(*args: str) -> Done:
-        monkeypatch.setattr("sys.argv", ["nsa", *args])
-        with pytest.raises(SystemExit) as ended:
-            commands.main()
-        out, err = capfd.readouterr()
-        return Done(int(ended.value.code or 0), out, err)
-
-    return call
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nsa_command import Nsa
 
 from orchestrator.cli.planning import Node
 from orchestrator.gates.decisions import decisions
@@ -15,16 +15,7 @@ from orchestrator.gates.verdicts import judge
 from orchestrator.records import MetricData, OutcomeRecord
 from orchestrator.store import Store, queries
 
-Nsa = Callable[..., tuple[int, str, str]]
 H200 = "NVIDIA H200"
-
-
-@pytest.fixture
-def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
-    """As run_nsa, in an empty home and without a cluster."""
-    monkeypatch.setenv("NSA_HOME", str(tmp_path))
-    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
-    return run_nsa
 
 
 @pytest.fixture

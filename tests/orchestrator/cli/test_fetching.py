@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nsa_command import Nsa
 from sqlalchemy import event
 
 from orchestrator.artifacts import ArtifactStore, Source
@@ -17,21 +18,6 @@ from orchestrator.states import PointState
 from orchestrator.store import Store
 
 RUN = "20261120-120000-demo-abcd"
-Nsa = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NSA_HOME", str(tmp_path))
-    monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")  # nothing answers there
-    monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
-
-
-@pytest.fixture
-def nsa(home: Path, run_nsa: Nsa) -> Nsa:
-    """As run_nsa, in the test's home."""
-    return run_nsa
 
 
 def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-Nsa = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
-    """As run_nsa, in an empty home."""
-    monkeypatch.setenv("NSA_HOME", str(tmp_path))
-    return run_nsa
-
+from nsa_command import Nsa
 
 MISUSED = [
     # arguments, the line expected
