@@ -46,8 +46,12 @@ class Submitted:
     upload_bytes: int
 
 
-def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume: str | None = None) -> Submitted:
+def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: Sequence[str] = ()) -> Submitted:
     """Submit `python -m jobs SPEC` with the spec and the files that it names; from a checkout, with the sources too.
+
+    Args:
+        overrides: KEY=VALUE of the spec.
+        more: further arguments of `python -m jobs`, as `--resume RUN`.
 
     Raises:
         SpecError: the spec or an override is wrong.
@@ -58,7 +62,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), resume
     args = ["python", "-m", "jobs", str(upload.spec)]
     for item in overrides:
         args += ["--set", item]
-    args += ["--resume", resume] if resume else []
+    args += more
     client = _client(settings)
     if not asks_for_token(settings):
         warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")

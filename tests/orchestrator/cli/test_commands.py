@@ -165,6 +165,7 @@ BAD = {
     "empty run": ["cancel", ""],
     "unknown run to resume": ["submit", "{spec}", "--resume", "no-such-run"],
     "unknown run to resume, dry": ["submit", "{spec}", "--resume", "no-such-run", "--dry-run"],
+    "failed points of no run": ["submit", "{spec}", "--retry-failed"],
     "backend that cannot run on the spec's device": ["submit", "{spec}", "--set", "implementations=[triton]"],
     "missing journal": ["import", "missing.jsonl"],
     "missing gates": ["gate", "--gates", "missing.yaml"],

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from nsa_command import Nsa
 from ray.dashboard.modules.version import CURRENT_VERSION
 
 from orchestrator.cli import submission
-from orchestrator.cli.submission import SubmissionError
+from orchestrator.cli.submission import SubmissionError, Submitted
+from orchestrator.gates.rules import READY_SPECS
 from orchestrator.run.upload import Upload
 from orchestrator.settings import Settings
+from orchestrator.store import Store
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -65,3 +68,20 @@ def test_a_job_that_is_not_taken_is_told(settings: Settings, monkeypatch: pytest
     monkeypatch.setattr(submission, "collect", lambda *_: Upload({}, "spec.yaml"))
     with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http.*': did not take the job: .*`nsa status`$"):
         submission.submit(settings, Path("spec.yaml"))
+
+
+@pytest.mark.parametrize("options", [(), ("--retry-failed",)])
+def test_a_resume_reaches_the_job_with_the_runs_whole_id(
+    nsa: Nsa, home: Path, sweep: Callable[..., list], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+):
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many(sweep("r1", laws={"chunked": 1.0}))
+    sent: list[Sequence[str]] = []
+
+    def submit(settings: Settings, spec: Path, overrides: Sequence[str], more: Sequence[str]) -> Submitted:
+        sent.append(more)
+        return Submitted("raysubmit_1", 0)
+
+    monkeypatch.setattr(submission, "submit", submit)
+    assert nsa("submit", str(READY_SPECS / "demo.yaml"), "--resume", "last", *options, "--no-wait").code == 0
+    assert sent == [["--resume", "r1", *options]]
