@@ -49,9 +49,13 @@ class SpecError(ValueError):
 
 
 class Strict(BaseModel):
-    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity."""
+    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    Defaults are validated, too: a float's default of 20 would else come back from a stored spec as 20.0, and the point
+    under another key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 class Resources(Strict):

@@ -18,7 +18,7 @@ _HEADROOM = 0.15
 class TrainingPlan(BaseModel):
     """Steps, tokens a step and hours. A stated throughput must agree with them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
     steps: Amount
     tokens_per_step: Amount
