@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import posixpath
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 import fsspec
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 MANIFEST = "complete.json"
 
@@ -29,6 +31,8 @@ class CheckpointError(Exception):
 @dataclass(frozen=True)
 class WrittenFile:
     """A file of a checkpoint: its size [bytes] and the SHA-256 of its content."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     size: int
     sha256: str
@@ -50,7 +54,10 @@ class Manifest:
         foreign: first steps that were done under another key.
         route: kernels that ran, by branch.
         files: its files by name.
+        text: digest of the text that is learned; empty in older manifests.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     number: int
     first: int
@@ -63,6 +70,7 @@ class Manifest:
     foreign: int
     route: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, WrittenFile] = field(default_factory=dict)
+    text: str = ""
 
     @property
     def name(self) -> str:
@@ -81,12 +89,13 @@ class Manifest:
     def from_json(cls, content: bytes) -> Manifest | None:
         """The manifest in a file's content; None if it is torn or not ours."""
         try:
-            data: dict[str, Any] = json.loads(content)
-            data["files"] = {name: WrittenFile(**file) for name, file in data["files"].items()}
-            data["begun"] = tuple(data["begun"])
-            return cls(**data) if {entry.name for entry in fields(cls)} == set(data) else None
-        except (ValueError, TypeError, KeyError, AttributeError):
+            found = _MANIFEST.validate_json(content)
+        except ValidationError:
             return None
+        return found if found.files and 1 <= found.first <= found.number else None
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 class CheckpointFolder:
@@ -118,7 +127,11 @@ class CheckpointFolder:
 
     def complete(self) -> list[Manifest]:
         """Manifests of the complete checkpoints, newest first. Raises CheckpointError."""
-        return [manifest for name in self.names() if (manifest := self._manifest(name)) is not None]
+        return [manifest for _, manifest in self._manifests() if manifest is not None]
+
+    def torn(self) -> list[str]:
+        """Folders whose manifest is torn or not ours, newest first. Raises CheckpointError."""
+        return [name for name, manifest in self._manifests() if manifest is None]
 
     def damage(self, manifest: Manifest, name: str, sign: Callable[[], None]) -> str | None:
         """The difference of a file from the one that was written, in words; None if it is the same.
@@ -146,6 +159,8 @@ class CheckpointFolder:
         if self.url.startswith("file:"):
             with self._fs.open(f"{folder}/.{MANIFEST}.part", "wb") as file:
                 file.write(manifest.to_json())
+                file.flush()
+                os.fsync(file.fileno())  # a name without content would count as a torn checkpoint
             self._fs.mv(f"{folder}/.{MANIFEST}.part", f"{folder}/{MANIFEST}")
         else:  # an object appears whole or not at all; elsewhere a torn one is no JSON
             self._fs.pipe_file(f"{folder}/{MANIFEST}", manifest.to_json())
@@ -157,14 +172,16 @@ class CheckpointFolder:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{name}", recursive=True)
 
-    def _manifest(self, name: str) -> Manifest | None:
-        try:
-            found = Manifest.from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
-        except FileNotFoundError:
-            return None
-        except Exception as err:
-            raise self._failed(err) from None
-        return found if found is not None and found.name == name else None
+    def _manifests(self) -> Iterator[tuple[str, Manifest | None]]:
+        """Each folder that has a manifest, newest first, with it; None where it is torn or not ours."""
+        for name in self.names():
+            try:
+                found = Manifest.from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            except FileNotFoundError:
+                continue
+            except Exception as err:
+                raise self._failed(err) from None
+            yield name, found if found is not None and found.name == name else None
 
     def _failed(self, err: Exception) -> CheckpointError:
         return CheckpointError(f"checkpoints: {self.url}: cannot be read: {line_of(err)}; mend the artifact store")

@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from jobs._fields import Count
-from jobs._training.checkpoint_folder import CheckpointError, CheckpointFolder, Manifest, line_of, number_of
+from jobs._training.checkpoint_folder import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointFolder,
+    Manifest,
+    line_of,
+    number_of,
+)
 from jobs._training.checkpoint_io import Reader, Writer
 from jobs._training.exchange import Exchange
 from jobs._training.rank_messages import CHECKPOINT
@@ -88,6 +95,7 @@ class Checkpoints:
     Args:
         url: folder of the checkpoints (jobs.point.Surroundings).
         key: the point's key.
+        text: digest of the text that is learned.
         steps: of the whole training; ENDLESS for a soak.
         beat: gets progress, failures and the series CHECKPOINT_FAILURES.
 
@@ -100,7 +108,15 @@ class Checkpoints:
     """
 
     def __init__(
-        self, spec: CheckpointSpec, url: str, key: str, steps: int, exchange: Exchange, device: torch.device, beat: Beat
+        self,
+        spec: CheckpointSpec,
+        url: str,
+        key: str,
+        text: str,
+        steps: int,
+        exchange: Exchange,
+        device: torch.device,
+        beat: Beat,
     ) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on one rank
         self.report = CheckpointReport(url)
@@ -108,6 +124,7 @@ class Checkpoints:
         self._spec = spec
         self._folder = CheckpointFolder(url)
         self._key = key
+        self._text = text
         self._steps = steps
         self._exchange = exchange
         self._device = device
@@ -135,14 +152,18 @@ class Checkpoints:
             The route of its training; None if there is no checkpoint, and `state` and `run` are as they were.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: the folder cannot be read, or the checkpoint is of another text.
         """
-        manifests, self._number = self._exchange.from_first(self._listed)
+        manifests, torn, self._number = self._exchange.from_first(self._listed)
         self._first = self._number + 1
+        for name in torn:
+            if not manifests or number_of(name) > manifests[0].number:
+                self._tell(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
         for manifest in manifests:
             if manifest.step >= manifest.steps and manifest.key != self._key:
                 return None  # measured to the end by other code: this training is a new one
             if (damage := self._damage(manifest)) is None:
+                self._check_text(manifest)
                 self._read(manifest, state, run)
                 self._first, self.latest = manifest.first, manifest.step
                 return manifest.route
@@ -167,6 +188,7 @@ class Checkpoints:
             begun=tuple(run.begun),
             foreign=run.foreign,
             route=dict(route),
+            text=self._text,
         )
         saving = _Saving(Writer(self._folder, manifest, self._wrote), begun)
         options: dict[str, Any] = {"storage_writer": saving.writer, "process_group": self._exchange.group}
@@ -266,9 +288,17 @@ class Checkpoints:
         else:
             run.compute_ms = [math.nan] * manifest.step
 
-    def _listed(self) -> tuple[list[Manifest], int]:
-        """Complete checkpoints, newest first, and the highest number in use."""
-        return self._folder.complete(), max(map(number_of, self._folder.names()), default=0)
+    def _check_text(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint of another text: what is held out now could be what it has learned."""
+        if manifest.text not in ("", self._text):
+            raise CheckpointError(
+                f"data: its text is not the one that the checkpoint of step {manifest.step} has learned; give that "
+                "text again, or start a new run"
+            )
+
+    def _listed(self) -> tuple[list[Manifest], list[str], int]:
+        """Complete checkpoints and torn ones' names, newest first, and the highest number in use."""
+        return self._folder.complete(), self._folder.torn(), max(map(number_of, self._folder.names()), default=0)
 
     def _damage(self, manifest: Manifest) -> str | None:
         """The damage of a checkpoint, in words, or None. Each rank looks at a part of the files."""

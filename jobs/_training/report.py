@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +98,7 @@ def train_rank(
     agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")
     telemetry = _telemetry(device, trainer.layout.ranks)
-    checkpoints = new_checkpoints(config, device, rank, beat)
+    checkpoints = new_checkpoints(config, corpus, device, rank, beat)
     try:
         run = trainer.run(data.heldout_batches, beat, stop, telemetry, checkpoints)
     finally:
@@ -135,7 +137,9 @@ def open_corpus(data: DataSpec, config: Mapping[str, Any], beat: Beat) -> Corpus
     return load_tokens(data, config["model"]["vocab_size"], config["batch"], config["seq_len"], beat)
 
 
-def new_checkpoints(config: Mapping[str, Any], device: torch.device, rank: int, beat: Beat) -> Checkpoints | None:
+def new_checkpoints(
+    config: Mapping[str, Any], corpus: Corpus, device: torch.device, rank: int, beat: Beat
+) -> Checkpoints | None:
     """The checkpoints of a point as its configuration has them; None if it keeps none. Called by all ranks together.
 
     Raises:
@@ -147,7 +151,8 @@ def new_checkpoints(config: Mapping[str, Any], device: torch.device, rank: int, 
     if there.checkpoints is None:
         raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
     spec, exchange = CheckpointSpec.model_validate(section), Exchange(rank, Layout.from_config(config).ranks)
-    found = Checkpoints(spec, there.checkpoints, there.key, steps_of(config), exchange, device, beat)
+    text = hashlib.sha256(json.dumps(corpus.about(), sort_keys=True).encode()).hexdigest()
+    found = Checkpoints(spec, there.checkpoints, there.key, text, steps_of(config), exchange, device, beat)
     check_reach(there.checkpoints, exchange)
     return found
 

@@ -21,7 +21,7 @@ import torch
 from processes import descendants
 from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint.state_dict_loader import load
-from trainings import Keeping, by_name, of_the_kill, small
+from trainings import Keeping, by_name, of_the_kill, small, write_text
 
 from jobs._training.checkpoint_folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs._training.checkpoint_io import Reader
@@ -298,6 +298,36 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(text: Path, t
     assert watching.trained[0] == 8
     assert result.environment["training"]["checkpoints"]["damaged"] == [warning]
     assert _steps(tmp_path) == [12, 8], "the damaged one took no place"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: data | {"number": str(data["number"])}, lambda data: data | {"files": {}}, None],
+    ids=["other types", "no files", "torn"],
+)
+def test_a_checkpoint_without_a_good_manifest_is_reported_and_the_one_before_taken(
+    text: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None
+) -> None:
+    with pytest.raises(Suspended):
+        _train(text, Watching(tmp_path, at=9, act=_interrupt))
+    newest = tmp_path / CheckpointFolder(f"file://{tmp_path}").complete()[0].name / MANIFEST
+    content = newest.read_text()
+    newest.write_text(json.dumps(change(json.loads(content))) if change else content[:40])
+    watching = Watching(tmp_path)
+    result = _train(text, watching)
+    (warning,) = watching.warnings
+    assert warning == f"checkpoint {newest.parent.name} is damaged and not used: complete.json is no manifest"
+    assert by_name(result)["resumed_step"].value == 8
+
+
+def test_another_text_is_refused_by_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(Suspended):
+        _train(text, Watching(tmp_path / "kept", at=5, act=_interrupt))
+    other = write_text(tmp_path / "other")
+    (other / "00.txt").write_text("a text that was not there before. " * 30)
+    with pytest.raises(CheckpointError, match=r"^data: its text is not the one that the checkpoint of step 6 has lea"):
+        _train(other, Watching(tmp_path / "kept"))
+    assert by_name(_train(text, Watching(tmp_path / "kept")))["resumed_step"].value == 6
 
 
 @contextmanager
