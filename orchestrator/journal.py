@@ -145,6 +145,12 @@ def read(path: Path) -> Iterator[Record]:
         yield record
 
 
+def owner(path: Path) -> str | None:
+    """The id of the run that a journal is of; None if it has no record. Raises JournalError."""
+    first = next(read(path), None)
+    return None if first is None else first.run_id
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """Lines with their ends. Raises JournalError."""
     try:

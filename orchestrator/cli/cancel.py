@@ -6,9 +6,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from jobs.plain_text import in_a_line
 from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalError, JournalFull
+from orchestrator.journal import NAME, Journal, JournalError, JournalFull, owner
 from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -43,17 +44,35 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         gone = f"its job could not be asked to stop ({err})"
     else:
         gone = "its job has ended" if job else "it was not run as a Ray job"
-    left = _mark_cancelled(store, run)
-    return f"{gone}; marked {left} unfinished points of {run_id} as cancelled"
+    path, note = _own_journal(run)
+    left = _mark_cancelled(store, run, path)
+    return f"{gone}; marked {left} unfinished points of {run_id} as cancelled{note}"
 
 
-def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
-    """Cancel the unfinished points in the journal, if it is on this machine, and in the store. Returns their number."""
-    run_id = run["run_id"]
+def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
+    """The run's journal, if it is on this machine; else None, and what to tell of another file in its place.
+
+    The path is the database's, so that of any imported journal: the file there may be anything.
+    """
     path = Path(run["artifacts"] or "") / NAME
+    if not path.is_file():
+        return None, ""
+    try:
+        found = owner(path)
+    except JournalError as err:
+        return None, f" in the database alone: {in_a_line(err)}"
+    if found == run["run_id"]:
+        return path, ""
+    of = f"is of the run {found!r}" if found else "has no record"
+    return None, f" in the database alone: {in_a_line(path)} {of}, so it stays as it is"
+
+
+def _mark_cancelled(store: Store, run: dict[str, Any], path: Path | None) -> int:
+    """Cancel the unfinished points in the journal at `path` and in the store. Returns their number."""
+    run_id = run["run_id"]
     try:
         # The claim, and the lock of the journal where it is here, prove that no driver is alive.
-        with store.claim(run_id), Journal(path) if path.is_file() else nullcontext() as journal:
+        with store.claim(run_id), Journal(path) if path else nullcontext() as journal:
             records = _unfinished(store, run_id)
             if journal is not None:
                 with suppress(JournalFull):  # a resume completes the journal from the database
