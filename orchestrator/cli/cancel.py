@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from jobs.plain_text import in_a_line
 from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalError, JournalFull, owner
+from orchestrator.journal import NAME, Journal, JournalError, JournalFull, JournalHeld, held, owner
 from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -44,8 +45,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         gone = f"its job could not be asked to stop ({err})"
     else:
         gone = "its job has ended" if job else "it was not run as a Ray job"
-    path, note = _own_journal(run)
-    left = _mark_cancelled(store, run, path)
+    left, note = _mark_cancelled(store, run)
     return f"{gone}; marked {left} unfinished points of {run_id} as cancelled{note}"
 
 
@@ -67,23 +67,41 @@ def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
     return None, f" in the database alone: {in_a_line(path)} {of}, so it stays as it is"
 
 
-def _mark_cancelled(store: Store, run: dict[str, Any], path: Path | None) -> int:
-    """Cancel the unfinished points in the journal at `path` and in the store. Returns their number."""
+def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
+    """Cancel the unfinished points in journal and store. Returns their number, and a note for the user."""
     run_id = run["run_id"]
+    path, note = _own_journal(run)
     try:
         # The claim, and the lock of the journal where it is here, prove that no driver is alive.
-        with store.claim(run_id), Journal(path) if path else nullcontext() as journal:
+        with store.claim(run_id), _locked(path) as journal:
             records = _unfinished(store, run_id)
             if journal is not None:
                 with suppress(JournalFull):  # a resume completes the journal from the database
                     journal.append(records)
+            elif path is not None:
+                note = f" in the database alone: {in_a_line(path)} cannot be written"
             store.apply_many(records)
-    except (JournalError, ClaimedError):
+    except (JournalHeld, ClaimedError):
         host = run["host"] or "its host"
         raise CancelError(
             f"RUN: {run_id!r}: its driver is alive on {host}; interrupt it there with Ctrl-C, or stop its Ray job"
         ) from None
-    return len(records) - 1
+    return len(records) - 1, note
+
+
+@contextmanager
+def _locked(path: Path | None) -> Iterator[Journal | None]:
+    """The journal at `path`, locked; None where it cannot be written. Raises JournalHeld."""
+    with ExitStack() as stack:
+        try:
+            journal = stack.enter_context(Journal(path)) if path else None
+        except JournalHeld:
+            raise
+        except JournalError as err:
+            if path and held(path):
+                raise JournalHeld(str(err)) from None
+            journal = None
+        yield journal
 
 
 def _unfinished(store: Store, run_id: str) -> list[Record]:

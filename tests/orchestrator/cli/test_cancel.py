@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,3 +62,37 @@ def test_a_file_that_is_no_journal_stays_as_it_is(nsa: Nsa, home: Path, stored, 
     assert (done.code, "in the database alone" in done.out, done.out.count("\n")) == (0, True, 1)
     assert path.read_bytes() == content
     assert states(home) == {"cancelled"}
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes every file read-only, also for root."""
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", *args, **kwargs):
+        if mode.strip("bt") != "r":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, mode, *args, **kwargs)
+
+    return lambda: monkeypatch.setattr(Path, "open", refuse)
+
+
+def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver(nsa: Nsa, home: Path, stored, read_only) -> None:
+    path = home / "own" / "journal.jsonl"
+    before = write(path, stored(path.parent))
+    read_only()
+    done = nsa("cancel", "r2")
+    assert (done.code, done.err) == (0, "")
+    assert f"marked 4 unfinished points of r2 as cancelled in the database alone: {path} cannot be" in done.out
+    assert path.read_bytes() == before
+    assert states(home) == {"cancelled"}
+
+
+def test_the_lock_of_a_journal_that_cannot_be_written_is_seen(nsa: Nsa, home: Path, stored, read_only) -> None:
+    path = home / "own" / "journal.jsonl"
+    write(path, stored(path.parent))
+    with Journal(path):
+        read_only()
+        done = nsa("cancel", "r2")
+    assert (done.code, "its driver is alive" in done.err) == (2, True)
+    assert states(home) == {"pending"}
