@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -55,8 +56,13 @@ def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
     The path is the database's, so that of any imported journal: the file there may be anything.
     """
     path = Path(run["artifacts"] or "") / NAME
-    if not path.is_file():
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None, ""
+    except (FileNotFoundError, NotADirectoryError):
         return None, ""
+    except OSError as err:  # Path.is_file raises it, too
+        return None, f" in the database alone: {in_a_line(path)} cannot be looked at ({err.strerror})"
     try:
         found = owner(path)
     except JournalError as err:

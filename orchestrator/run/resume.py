@@ -70,7 +70,7 @@ def opened(
         StoreError, StoreUnavailable: the database refuses the journal's records, or cannot be used.
     """
     path = folder / journal.NAME
-    missing = not path.is_file()
+    missing = not os.path.isfile(path)  # Path.is_file raises below a folder that may not be entered
     with Journal(path) as book:
         kept = list(journal.read(path))
         if other := next((record.run_id for record in kept if record.run_id != run_id), None):
