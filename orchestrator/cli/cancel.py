@@ -80,7 +80,7 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
     try:
         # The claim, and the lock of the journal where it is here, prove that no driver is alive.
         with store.claim(run_id), _locked(path) as journal:
-            records = _unfinished(store, run_id)
+            records = _unfinished(store, run)
             if journal is not None:
                 with suppress(JournalFull):  # a resume completes the journal from the database
                     journal.append(records)
@@ -110,7 +110,8 @@ def _locked(path: Path | None) -> Iterator[Journal | None]:
         yield journal
 
 
-def _unfinished(store: Store, run_id: str) -> list[Record]:
+def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
+    run_id = run["run_id"]
     outcomes = [
         OutcomeRecord(
             run_id=run_id, point_id=p["point_id"], attempt=_attempt(p), state=PointState.CANCELLED, reason=_REASON
@@ -118,7 +119,7 @@ def _unfinished(store: Store, run_id: str) -> list[Record]:
         for p in queries.points(store, run_id).to_dict("records")
         if not PointState(p["state"]).ended
     ]
-    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON)]
+    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON, resumed=run["resumed"])]
 
 
 def _attempt(point: dict[str, Any]) -> int:

@@ -159,7 +159,16 @@ def _measure(
             raise
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         retries, restarts = order.spec.retries, order.spec.recovery.restarts
-        scheduler = Scheduler(executor, recorder, watching, conditions, slots=slots, retries=retries, restarts=restarts)
+        scheduler = Scheduler(
+            executor,
+            recorder,
+            watching,
+            conditions,
+            slots=slots,
+            retries=retries,
+            restarts=restarts,
+            resumed=todo.run.resumed,
+        )
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
         except Exception as err:
