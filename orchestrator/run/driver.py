@@ -101,7 +101,9 @@ def _run(order: Order) -> int:
                 _refuse_resume(order, store, err)
             raise
         run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
-        with announced(store if job else None, run):
+        # Where nothing is left to measure, the run stays as it ended while its resume waits, and where that is killed.
+        waits = job and not (resumed and plan.nothing_left(resumed[1], again=order.retry_failed))
+        with announced(store if waits else None, run):
             executor = executor or _executor(order)
             machines = executor.probe()
             points = _points(order.spec, machines)
