@@ -156,7 +156,7 @@ def _measure(
         try:
             recorder.begin(todo.records)
         except JournalFull as err:
-            if store is not None and todo.run.submission_id:
+            if store is not None and todo.run.submission_id and (todo.assignments or not todo.run.resumed):
                 never_began(store, todo.run, err)
             raise
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)

@@ -306,3 +306,12 @@ def test_a_resume_with_points_to_measure_is_pending_while_it_waits(home, spec, w
     assert driver.main(["--local", "--resume", run_id]) == 1
     assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 1
     assert seen == ["done", "pending"]
+
+
+def test_a_finished_run_stays_so_where_its_journal_cannot_be_written(home, spec, waits, monkeypatch) -> None:
+    waits(lambda: None)
+    assert driver.main([str(spec("pass")), "--local"]) == 0
+    run_id = only_run(home)["run_id"]
+    monkeypatch.setattr(Journal, "append", lambda self, records: fail(JournalFull("journal: no space")))
+    assert driver.main(["--local", "--resume", run_id]) == 2
+    assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
