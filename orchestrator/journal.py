@@ -33,6 +33,10 @@ class JournalError(UserError):
     """The journal cannot be used; one line: field, value, fix."""
 
 
+class JournalHeld(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
+    """Another process is writing the journal."""
+
+
 class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
     """The journal's disk takes no more now; the journal is as it was before."""
 
@@ -47,7 +51,8 @@ class Journal:
         """Create the journal, or open an existing one and remove its torn last line.
 
         Raises:
-            JournalError: the file cannot be written, or another process is writing it.
+            JournalHeld: another process is writing it.
+            JournalError: the file cannot be written.
         """
         self.path = path
         try:
@@ -61,7 +66,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise JournalError(
+            raise JournalHeld(
                 f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
             ) from None
         self._end = _whole(path)
@@ -143,6 +148,24 @@ def read(path: Path) -> Iterator[Record]:
                 f"journal: {str(path)!r}: line {number} {fault} {run_id!r}; give the journal as the run wrote it"
             )
         yield record
+
+
+def owner(path: Path) -> str | None:
+    """The id of the run that a journal is of; None if it has no record. Raises JournalError."""
+    first = next(read(path), None)
+    return None if first is None else first.run_id
+
+
+def held(path: Path) -> bool:
+    """Whether another process is writing the journal; it need not be writable here. Raises JournalError."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+    return False
 
 
 def _lines(path: Path) -> Iterator[bytes]:

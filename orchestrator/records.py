@@ -230,11 +230,12 @@ class EventRecord(_Record):
 
 
 class RunEndRecord(_Record):
-    """End of a run."""
+    """End of a run; `resumed` is that of the beginning that it ends."""
 
     type: Literal["run_end"] = "run_end"
     state: RunState
     reason: str | None = None
+    resumed: Small | None = None  # None: written before ends had it
 
     @field_validator("state", mode="after")
     @classmethod

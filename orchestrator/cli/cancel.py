@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from jobs.plain_text import in_a_line
 from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalError, JournalFull
+from orchestrator.journal import NAME, Journal, JournalError, JournalFull, JournalHeld, held, owner
 from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -43,31 +46,72 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         gone = f"its job could not be asked to stop ({err})"
     else:
         gone = "its job has ended" if job else "it was not run as a Ray job"
-    left = _mark_cancelled(store, run)
-    return f"{gone}; marked {left} unfinished points of {run_id} as cancelled"
+    left, note = _mark_cancelled(store, run)
+    return f"{gone}; marked {left} unfinished points of {run_id} as cancelled{note}"
 
 
-def _mark_cancelled(store: Store, run: dict[str, Any]) -> int:
-    """Cancel the unfinished points in the journal, if it is on this machine, and in the store. Returns their number."""
-    run_id = run["run_id"]
+def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
+    """The run's journal, if it is on this machine; else None, and what to tell of another file in its place.
+
+    The path is the database's, so that of any imported journal: the file there may be anything.
+    """
     path = Path(run["artifacts"] or "") / NAME
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None, ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except OSError as err:  # Path.is_file raises it, too
+        return None, f" in the database alone: {in_a_line(path)} cannot be looked at ({err.strerror})"
+    try:
+        found = owner(path)
+    except JournalError as err:
+        return None, f" in the database alone: {in_a_line(err)}"
+    if found == run["run_id"]:
+        return path, ""
+    of = f"is of the run {found!r}" if found else "has no record"
+    return None, f" in the database alone: {in_a_line(path)} {of}, so it stays as it is"
+
+
+def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
+    """Cancel the unfinished points in journal and store. Returns their number, and a note for the user."""
+    run_id = run["run_id"]
+    path, note = _own_journal(run)
+    try:
         # The claim, and the lock of the journal where it is here, prove that no driver is alive.
-        with store.claim(run_id), Journal(path) if path.is_file() else nullcontext() as journal:
-            records = _unfinished(store, run_id)
+        with store.claim(run_id), _locked(path) as journal:
+            records = _unfinished(store, run)
             if journal is not None:
                 with suppress(JournalFull):  # a resume completes the journal from the database
                     journal.append(records)
+            elif path is not None:
+                note = f" in the database alone: {in_a_line(path)} cannot be written"
             store.apply_many(records)
-    except (JournalError, ClaimedError):
+    except (JournalHeld, ClaimedError):
         host = run["host"] or "its host"
         raise CancelError(
             f"RUN: {run_id!r}: its driver is alive on {host}; interrupt it there with Ctrl-C, or stop its Ray job"
         ) from None
-    return len(records) - 1
+    return len(records) - 1, note
 
 
-def _unfinished(store: Store, run_id: str) -> list[Record]:
+@contextmanager
+def _locked(path: Path | None) -> Iterator[Journal | None]:
+    """The journal at `path`, locked; None where it cannot be written. Raises JournalHeld."""
+    with ExitStack() as stack:
+        try:
+            journal = stack.enter_context(Journal(path)) if path else None
+        except JournalHeld:
+            raise
+        except JournalError as err:
+            if path and held(path):
+                raise JournalHeld(str(err)) from None
+            journal = None
+        yield journal
+
+
+def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
+    run_id = run["run_id"]
     outcomes = [
         OutcomeRecord(
             run_id=run_id, point_id=p["point_id"], attempt=_attempt(p), state=PointState.CANCELLED, reason=_REASON
@@ -75,7 +119,7 @@ def _unfinished(store: Store, run_id: str) -> list[Record]:
         for p in queries.points(store, run_id).to_dict("records")
         if not PointState(p["state"]).ended
     ]
-    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON)]
+    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON, resumed=run["resumed"])]
 
 
 def _attempt(point: dict[str, Any]) -> int:

@@ -52,4 +52,4 @@ def failed_at_once(store: Store, run: RunRecord, err: Exception) -> None:
 def _end(run: RunRecord, state: RunState, reason: str) -> list[Record]:
     level = "error" if state is RunState.FAILED else "info"
     event = EventRecord(run_id=run.run_id, level=level, message=f"ended before its first point: {reason}")
-    return [event, RunEndRecord(run_id=run.run_id, state=state, reason=reason)]
+    return [event, RunEndRecord(run_id=run.run_id, state=state, reason=reason, resumed=run.resumed)]

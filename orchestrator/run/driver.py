@@ -101,7 +101,9 @@ def _run(order: Order) -> int:
                 _refuse_resume(order, store, err)
             raise
         run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
-        with announced(store if job else None, run):
+        # Where nothing is left to measure, the run stays as it ended while its resume waits, and where that is killed.
+        waits = job and not (resumed and plan.nothing_left(resumed[1], again=order.retry_failed))
+        with announced(store if waits else None, run):
             executor = executor or _executor(order)
             machines = executor.probe()
             points = _points(order.spec, machines)
@@ -154,12 +156,21 @@ def _measure(
         try:
             recorder.begin(todo.records)
         except JournalFull as err:
-            if store is not None and todo.run.submission_id:
+            if store is not None and todo.run.submission_id and (todo.assignments or not todo.run.resumed):
                 never_began(store, todo.run, err)
             raise
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         retries, restarts = order.spec.retries, order.spec.recovery.restarts
-        scheduler = Scheduler(executor, recorder, watching, conditions, slots=slots, retries=retries, restarts=restarts)
+        scheduler = Scheduler(
+            executor,
+            recorder,
+            watching,
+            conditions,
+            slots=slots,
+            retries=retries,
+            restarts=restarts,
+            resumed=todo.run.resumed,
+        )
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
         except Exception as err:

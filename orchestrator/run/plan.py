@@ -11,7 +11,7 @@ from jobs.point import Machine, Point
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
 from orchestrator.records import EventRecord, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
-from orchestrator.states import PointState
+from orchestrator.states import FAILED, PointState
 
 
 class PlanError(UserError):
@@ -142,6 +142,18 @@ def history(records: Iterable[Record]) -> History | None:
 
 def _labels(run: RunRecord, points: Sequence[Point]) -> dict[str, str]:
     return {f"{run.run_id}/{index}": point.label for index, point in enumerate(points)}
+
+
+def nothing_left(old: History, *, again: bool) -> bool:
+    """Whether every point of a run has ended so that a resume measures it only if its key has changed.
+
+    Args:
+        again: measure failed points again, too.
+    """
+    kept = {PointState.OK, PointState.SKIPPED}
+    if not again:
+        kept |= FAILED - {PointState.LOST}
+    return bool(old.points) and all(point.state in kept for point in old.points.values())
 
 
 def _settled(state: PointState, point: Point, again: bool) -> bool:

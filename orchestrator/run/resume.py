@@ -70,7 +70,7 @@ def opened(
         StoreError, StoreUnavailable: the database refuses the journal's records, or cannot be used.
     """
     path = folder / journal.NAME
-    missing = not path.is_file()
+    missing = not os.path.isfile(path)  # Path.is_file raises below a folder that may not be entered
     with Journal(path) as book:
         kept = list(journal.read(path))
         if other := next((record.run_id for record in kept if record.run_id != run_id), None):
@@ -101,7 +101,7 @@ def _exchange(store: Store, run_id: str, path: Path, kept: list[Record], tell: C
         if not _complete(kept, history.records(store, run_id)):
             raise
         # The driver went on without a record that was refused: so does its resume.
-        for record, reason in store.apply_each(kept):
+        for record, reason in store.apply_each(importer.numbered(kept)):
             tell(f"warning: {path}: a record of {getattr(record, 'point_id', run_id)} is not stored: {reason}")
     return history.records(store, run_id)
 

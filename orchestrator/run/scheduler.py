@@ -43,6 +43,7 @@ class Scheduler:
         slots: number of batches at a time.
         retries: number of times that a lost point is handed out again.
         restarts: the same for a point whose process crashed, and at least for a lost one.
+        resumed: how often the run was resumed before it began now.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Scheduler:
         slots: int,
         retries: int,
         restarts: int = 0,
+        resumed: int = 0,
     ) -> None:
         self._executor = executor
         self._recorder = recorder
         self._watcher = watcher
         self._conditions = conditions
         self._slots = slots
+        self._resumed = resumed
         self._again = {PointState.LOST: max(retries, restarts), PointState.CRASH: restarts}
         self._queue: deque[Assignment] = deque()
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
@@ -85,7 +88,7 @@ class Scheduler:
                 if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
             self._recorder.look()
-        self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE)])
+        self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE, resumed=self._resumed)])
         return RunState.DONE
 
     def give_up(self, run_id: str, reason: str) -> None:
@@ -192,7 +195,8 @@ class Scheduler:
             for a in left
         ]
         events = [_incomplete(last, reason) for last in self._keeping.values()]
-        records: list[Record] = [*events, *outcomes, RunEndRecord(run_id=run_id, state=run, reason=reason)]
+        end = RunEndRecord(run_id=run_id, state=run, reason=reason, resumed=self._resumed)
+        records: list[Record] = [*events, *outcomes, end]
         self._recorder.write(records)
         self.states[point] += len(left)
         return len(left)

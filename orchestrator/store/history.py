@@ -37,7 +37,7 @@ from orchestrator.store.store import Store
 _AXES = TypeAdapter(tuple[Axis, ...])
 _QUANTITIES = TypeAdapter(tuple[Quantity, ...])
 _PIECE = 1000  # samples of a record
-_COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}
+_COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "state", "resumed", "quantities", "axes"}
 
 
 def begun(store: Store, run_id: str) -> RunRecord | None:
@@ -72,9 +72,13 @@ def _runs(session: Session, run: Run) -> list[RunRecord]:
         **{name: getattr(run, name) for name in _COPIED},
     )
     going = run.state if run.state is RunState.PENDING else RunState.RUNNING
-    if run.state_at > run.created_at and (run.resumed or not run.state.ended):
-        return [first, first.model_copy(update={"at": run.state_at, "state": going})]
-    return [first.model_copy(update={"state": going})]
+    if run.resumed:
+        latest = first.model_copy(update={"at": run.state_at, "state": going, "resumed": run.resumed})
+        return [first, latest]
+    first = first.model_copy(update={"state": going})
+    if run.state_at > run.created_at and not run.state.ended:
+        return [first, first.model_copy(update={"at": run.state_at})]
+    return [first]
 
 
 def _points(session: Session, run: Run) -> Iterator[Record]:
@@ -174,4 +178,4 @@ def _rest(session: Session, run: Run) -> Iterator[Record]:
         values = {name: getattr(row, name) for name in ("run_id", "at", "point_id", "level", "message")}
         yield EventRecord.model_validate(values)
     if run.state.ended:
-        yield RunEndRecord(run_id=run.id, at=run.state_at, state=run.state, reason=run.reason)
+        yield RunEndRecord(run_id=run.id, at=run.state_at, state=run.state, reason=run.reason, resumed=run.resumed)

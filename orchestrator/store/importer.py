@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from jobs.plain_text import from_csv_cell, in_a_line, shown
 from orchestrator import journal
 from orchestrator.errors import UserError
-from orchestrator.records import OutcomeRecord, PointRecord, Record, RunRecord
+from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
 from orchestrator.states import Origin
 from orchestrator.store import bulk, reported_layouts, writer
 from orchestrator.store.models import Run
@@ -82,16 +82,29 @@ def store_journal(store: Store, path: Path, records: list[Record]) -> None:
         ImportFileError: the database has another run of the same id.
         StoreError: the database refuses the records. StoreUnavailable: it cannot be reached.
     """
+    begun = [record for record in records if isinstance(record, RunRecord)]
     with store.session(writes=True) as session:
         for first in _beginnings(records):
             stored = session.get(Run, first.run_id)
-            if stored is not None and not _same_run(stored, first):
+            if stored is not None and not _same_run(stored, [r for r in begun if r.run_id == first.run_id]):
                 raise ImportFileError(
                     f"file: '{path}' is of another run than the {first.run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
-        for record in records:
+        for record in numbered(records):
             writer.apply(session, record)
+
+
+def numbered(records: Iterable[Record]) -> Iterator[Record]:
+    """The records of a journal; an end that does not say which beginning it ends is of the one before it."""
+    resumed = None
+    for record in records:
+        if isinstance(record, RunRecord):
+            resumed = record.resumed
+        if isinstance(record, RunEndRecord) and record.resumed is None:
+            yield record.model_copy(update={"resumed": resumed})
+        else:
+            yield record
 
 
 def _beginnings(records: list[Record]) -> list[RunRecord]:
@@ -103,10 +116,14 @@ def _beginnings(records: list[Record]) -> list[RunRecord]:
     return list(found.values())
 
 
-def _same_run(stored: Run, first: RunRecord) -> bool:
-    """Whether a journal's first beginning can be of the stored run; it is a resumption where earlier lines are lost."""
+def _same_run(stored: Run, begun: Sequence[RunRecord]) -> bool:
+    """Whether a journal's beginnings can be of the stored run; the first is a resumption where earlier lines are lost.
+
+    Of a resumption on a host whose clock was behind, `created_at` may be the time: 0.1.0 took the earliest.
+    """
+    first = begun[0]
     same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
-    return same and (first.at == stored.created_at or (first.resumed > 0 and first.at > stored.created_at))
+    return same and (first.resumed > 0 or any(each.at == stored.created_at for each in begun))
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:

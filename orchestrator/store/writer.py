@@ -1,6 +1,7 @@
 """Writes journal records as rows. Replaying a journal, whole or in part, changes nothing.
 
-A record only moves a run or a point forward: its attempt and time are compared with the stored ones.
+A record only moves a run or a point forward: its attempt (a run's: the number of its resumption), its stage and only
+then its time are compared with the stored ones, as clocks step back and differ between hosts.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from orchestrator.store.models import (
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _MOST = (1 << 63) - 1
+_RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
+_RUN_ENDED = 2
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
 
 
@@ -106,9 +109,9 @@ def insert_new(session: Session, table: type[Event] | type[Environment], new: li
 def _run(session: Session, record: RunRecord) -> None:
     run = session.get(Run, record.run_id, with_for_update=True)
     if run is not None:
-        run.created_at = min(run.created_at, record.at)
-        begins = run.state is RunState.PENDING and record.state is RunState.RUNNING
-        if record.at < run.state_at or (record.at == run.state_at and not begins):
+        if not record.resumed:
+            run.created_at = min(run.created_at, record.at)
+        if not _later(run, record.resumed, record.state, record.at):
             return
     else:
         run = Run(id=record.run_id, created_at=record.at)
@@ -132,9 +135,20 @@ def _run_end(session: Session, record: RunEndRecord) -> None:
     run = session.get(Run, record.run_id, with_for_update=True)
     if run is None:
         raise _unknown("run", record.run_id)
-    if record.at >= run.state_at:
+    if record.resumed is None:
+        later = record.at >= run.state_at
+    else:
+        later = _later(run, record.resumed, record.state, record.at)
+    if later:
         run.state, run.reason = record.state, rows.clean(record.reason)
         run.state_at = run.ended_at = record.at
+        run.resumed = max(run.resumed, record.resumed or 0)
+
+
+def _later(run: Run, resumed: int, state: RunState, at: datetime) -> bool:
+    """Whether a record's state of a run is later than the row's, comparing resumption, then stage, then time."""
+    stage, stored = (_RUN_STAGES.get(each, _RUN_ENDED) for each in (state, run.state))
+    return (resumed, stage, at) > (run.resumed, stored, run.state_at)
 
 
 def _point(session: Session, record: PointRecord) -> None:

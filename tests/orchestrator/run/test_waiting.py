@@ -280,3 +280,38 @@ def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - started < 2
     executor._live.clear()
     thaw.set()
+
+
+def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> None:
+    """Also where the resume is stopped, or fails, before it could tell that nothing is left to measure."""
+    waits(lambda: None)
+    assert driver.main([str(spec("pass")), "--local"]) == 0
+    run_id, seen = only_run(home)["run_id"], []
+    waits(lambda: seen.append(only_run(home)["state"]))
+    assert driver.main(["--local", "--resume", run_id]) == 0
+    assert seen == ["done"]
+    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert driver.main(["--local", "--resume", run_id]) == 130
+    assert only_run(home)["state"] == "done"
+    waits(lambda: fail(ExecutorError("resources.num_gpus: 8: no node has more")))
+    assert driver.main(["--local", "--resume", run_id]) == 2
+    assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
+
+
+def test_a_resume_with_points_to_measure_is_pending_while_it_waits(home, spec, waits) -> None:
+    waits(lambda: None)
+    assert driver.main([str(spec("raise ValueError")), "--local"]) == 1
+    run_id, seen = only_run(home)["run_id"], []
+    waits(lambda: seen.append(only_run(home)["state"]))
+    assert driver.main(["--local", "--resume", run_id]) == 1
+    assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 1
+    assert seen == ["done", "pending"]
+
+
+def test_a_finished_run_stays_so_where_its_journal_cannot_be_written(home, spec, waits, monkeypatch) -> None:
+    waits(lambda: None)
+    assert driver.main([str(spec("pass")), "--local"]) == 0
+    run_id = only_run(home)["run_id"]
+    monkeypatch.setattr(Journal, "append", lambda self, records: fail(JournalFull("journal: no space")))
+    assert driver.main(["--local", "--resume", run_id]) == 2
+    assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])

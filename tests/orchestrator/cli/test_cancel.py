@@ -1,0 +1,154 @@
+"""`nsa cancel` of a run whose journal is another's, or cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nsa_command import Nsa
+
+from orchestrator.journal import Journal
+from orchestrator.records import Record
+from orchestrator.store import Store, queries
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def stored(home: Path, sweep: Callable[..., list[Record]]) -> Callable[[Path | str], list[Record]]:
+    """Stores an unfinished run `r2` whose journal the database expects in a folder; returns its records."""
+
+    def store_in(folder: Path | str) -> list[Record]:
+        records = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+        records[0] = records[0].model_copy(update={"artifacts": str(folder)})
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply_many(records)
+        return records
+
+    return store_in
+
+
+def write(path: Path, records: list[Record]) -> bytes:
+    with Journal(path) as journal:
+        journal.append(records)
+    return path.read_bytes()
+
+
+def states(home: Path) -> set[str]:
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        return set(queries.points(store, "r2")["state"])
+
+
+def test_the_journal_of_another_run_stays_as_it_is(nsa: Nsa, home: Path, sweep, stored) -> None:
+    """Its path comes with an imported journal, so it may be any."""
+    path = home / "other" / "journal.jsonl"
+    stored(path.parent)
+    before = write(path, sweep("r1"))
+    done = nsa("cancel", "r2")
+    assert (done.code, done.err) == (0, "")
+    assert f"in the database alone: {path} is of the run 'r1', so it stays as it is" in done.out
+    assert done.out.count("\n") == 1
+    assert path.read_bytes() == before
+    assert states(home) == {"cancelled"}
+
+
+@pytest.mark.parametrize("content", [b"", b"a torn line", b"no journal\n"])
+def test_a_file_that_is_no_journal_stays_as_it_is(nsa: Nsa, home: Path, stored, content: bytes) -> None:
+    path = home / "other" / "journal.jsonl"
+    stored(path.parent)
+    path.parent.mkdir()
+    path.write_bytes(content)
+    done = nsa("cancel", "r2")
+    assert (done.code, "in the database alone" in done.out, done.out.count("\n")) == (0, True, 1)
+    assert path.read_bytes() == content
+    assert states(home) == {"cancelled"}
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes every file read-only, also for root."""
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", *args, **kwargs):
+        if mode.strip("bt") != "r":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, mode, *args, **kwargs)
+
+    return lambda: monkeypatch.setattr(Path, "open", refuse)
+
+
+def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver(nsa: Nsa, home: Path, stored, read_only) -> None:
+    path = home / "own" / "journal.jsonl"
+    before = write(path, stored(path.parent))
+    read_only()
+    done = nsa("cancel", "r2")
+    assert (done.code, done.err) == (0, "")
+    assert f"marked 4 unfinished points of r2 as cancelled in the database alone: {path} cannot be" in done.out
+    assert path.read_bytes() == before
+    assert states(home) == {"cancelled"}
+
+
+def test_the_lock_of_a_journal_that_cannot_be_written_is_seen(nsa: Nsa, home: Path, stored, read_only) -> None:
+    path = home / "own" / "journal.jsonl"
+    write(path, stored(path.parent))
+    with Journal(path):
+        read_only()
+        done = nsa("cancel", "r2")
+    assert (done.code, "its driver is alive" in done.err) == (2, True)
+    assert states(home) == {"pending"}
+
+
+def test_a_path_longer_than_any_is_told_in_a_line(nsa: Nsa, home: Path, stored) -> None:
+    stored("/" + "x" * 5000)
+    done = nsa("cancel", "r2")
+    assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
+    assert "cannot be looked at (File name too long)" in done.out
+    assert len(done.out) < 1500
+    assert states(home) == {"cancelled"}
+
+
+BELOW = """
+import os, sys
+from pathlib import Path
+from orchestrator import journal
+from orchestrator.cli import cancel
+from orchestrator.journal import Journal, JournalError
+from orchestrator.run import resume
+
+folder = Path(sys.argv[1])
+with resume.opened("r2", folder, None, print):  # what is imported on the way must be, before root gives up its rights
+    pass
+folder.chmod(0)
+if os.geteuid() == 0:
+    os.chown(folder, 65534, 65534)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+print(cancel._own_journal({"run_id": "r2", "artifacts": str(folder)}))
+try:
+    with resume.opened("r2", folder, None, print):
+        pass
+except JournalError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_may_not_be_entered_is_told_in_a_line(home: Path, stored) -> None:
+    """In a process without root's rights, as root may enter every folder."""
+    with tempfile.TemporaryDirectory() as open_to_all:
+        os.chmod(open_to_all, 0o755)
+        path = Path(open_to_all) / "r2" / "journal.jsonl"
+        write(path, stored(path.parent))
+        command = [sys.executable, "-c", BELOW, str(path.parent)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        path.parent.chmod(0o700)
+    assert (done.returncode, done.stderr) == (0, "")
+    cancelled, resumed = done.stdout.splitlines()
+    assert f"in the database alone: {path} cannot be looked at (Permission denied)" in cancelled
+    assert resumed.startswith(f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written (Permission denied)")

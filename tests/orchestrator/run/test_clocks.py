@@ -1,0 +1,131 @@
+"""Clocks that step back, or are behind on the host that resumes a run: the order of a run's states needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from orchestrator import journal
+from orchestrator.journal import Journal
+from orchestrator.records import Record, RunEndRecord, RunRecord
+from orchestrator.run import driver
+from orchestrator.states import RunState
+from orchestrator.store import Store, history, importer, queries
+from orchestrator.store.models import Base, Run
+
+RUN = "20261120-120000-demo-abcd"
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def lived(sweep: Callable[..., list[Record]]) -> list[Record]:
+    """A run that is cancelled, and resumed to its end on a host whose clock is an hour behind."""
+    first, *points, end = sweep(RUN)
+    assert isinstance(end, RunEndRecord)
+    again = first.model_copy(update={"at": first.at - HOUR, "resumed": 1, "host": "bench2"})
+    return [
+        first,
+        *points,
+        end.model_copy(update={"state": RunState.CANCELLED, "resumed": 0}),
+        again,
+        end.model_copy(update={"at": end.at - HOUR, "resumed": 1}),
+    ]
+
+
+@pytest.fixture
+def other(new_database: Callable[[], str], store: Store) -> Iterator[Store]:
+    with Store.open(new_database()) as opened:
+        yield opened
+
+
+def of(store: Store) -> Run:
+    with store.session() as session:
+        return session.get_one(Run, RUN)
+
+
+def rows(store: Store) -> list[str]:
+    with store.session() as session:
+        table = Base.metadata.tables["run"]
+        return [*map(repr, session.execute(select(table)).all())]
+
+
+def older(records: list[Record]) -> list[Record]:
+    """The records as they were before an end said which beginning it ends."""
+    return [r.model_copy(update={"resumed": None}) if isinstance(r, RunEndRecord) else r for r in records]
+
+
+def test_a_run_ends_although_the_clock_has_stepped_back(store: Store, sweep) -> None:
+    first, *_, end = sweep(RUN)
+    store.apply(first)
+    store.apply(end.model_copy(update={"at": first.at - HOUR, "resumed": 0}))
+    assert (of(store).state, of(store).ended_at) == (RunState.DONE, first.at - HOUR)
+    store.apply(first)
+    assert of(store).state is RunState.DONE
+
+
+def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Store, lived) -> None:
+    for count in (-1, -2):  # its driver is alive, and its old journal is imported meanwhile
+        store.apply_many(lived[:-1])
+        run = of(store)
+        assert (run.state, run.resumed, run.host, run.ended_at) == (RunState.RUNNING, 1, "bench2", None)
+        importer.store_journal(store, Path("journal.jsonl"), older(lived[:count]))
+    store.apply(lived[-1])
+    store.apply_many(lived[:-1])
+    assert (of(store).state, of(store).created_at) == (RunState.DONE, lived[0].at)
+
+
+@pytest.mark.parametrize("written", [list, older])
+def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived, written) -> None:
+    path, records = Path("journal.jsonl"), written(lived)
+    importer.store_journal(store, path, records)
+    before = rows(store)
+    assert (of(store).state, of(store).resumed, of(store).created_at) == (RunState.DONE, 1, lived[0].at)
+    for part in (records, records[:1], records[:-2], records[:-1], records[-2:], records):
+        importer.store_journal(store, path, part)
+        assert rows(store) == before
+
+
+def test_a_database_that_took_the_earliest_time_takes_the_journal(store: Store, lived) -> None:
+    store.apply_many(lived)
+    with store.session(writes=True) as session:
+        session.get_one(Run, RUN).created_at = lived[-2].at
+    importer.store_journal(store, Path("journal.jsonl"), lived)
+    assert of(store).state is RunState.DONE
+
+
+@pytest.mark.parametrize("count", [-1, None])
+def test_its_journal_is_rebuilt(store: Store, other: Store, lived, count: int | None) -> None:
+    store.apply_many(lived[:count])
+    other.apply_many(history.records(store, RUN))
+    assert rows(other) == rows(store)
+    importer.store_journal(other, Path("journal.jsonl"), lived[:count])
+    assert rows(other) == rows(store)
+
+
+def test_a_run_of_yesterday_is_resumed_today_by_a_host_of_last_week(home, spec, quick_probe, tmp_path) -> None:
+    mended = tmp_path / "mended"
+    assert driver.main(["--local", str(spec(f"if not os.path.exists({str(mended)!r}): raise ValueError"))]) == 1
+    database = f"sqlite:///{home / 'nsa.db'}"
+    with Store.open(database) as store:
+        [run_id] = queries.run_ids(store)
+        path = home / "artifacts" / run_id / journal.NAME
+        week = timedelta(days=7)  # the run's host was ahead
+        kept = [r.model_copy(update={"at": r.at + week}) for r in journal.read(path)]
+        with store.session(writes=True) as session:
+            session.delete(session.get_one(Run, run_id))
+        path.unlink()
+        with Journal(path) as book:
+            book.append(kept)
+    mended.touch()
+    assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 0
+    kept = [(r.type, r.resumed) for r in journal.read(path) if isinstance(r, RunRecord | RunEndRecord)]
+    assert kept == [("run", 0), ("run_end", 0), ("run", 1), ("run_end", 1)]
+    with Store.open(database) as store:
+        row = queries.run(store, run_id)
+        assert row is not None
+        assert (row["state"], row["resumed"]) == ("done", 1)
+    assert driver.main(["--local", "--resume", run_id]) == 0
