@@ -270,3 +270,16 @@ def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, n
     assert row["state"] == "cancelled"
     assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
     assert len([r for r in records(home) if isinstance(r, PointRecord)]) == 3
+
+
+@pytest.mark.parametrize("redirection", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
+def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection: str) -> None:
+    path = spec("value = 1.0", "import time; time.sleep(0.5)", "value = 3.0")
+    command = ["bash", "-c", f'"$0" -m jobs "$1" --local {redirection}', sys.executable, path]
+    env = {**os.environ, **kinds_path, "NSA_HOME": str(home)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    row, points = stored(home, only_run(home))
+    assert row["state"] == "done"
+    assert list(points["state"]) == ["ok"] * 3
