@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.prepare()
     order = None
     try:
+        provenance.check_variables()
         order = read_order(argv)
         if not order.dry_run:
             with _interruptible():
