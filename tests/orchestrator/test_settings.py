@@ -121,3 +121,16 @@ def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: P
     command = [sys.executable, "-c", NO_DATABASE, str(locked)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "(True, True)\n"), done.stderr
+
+
+@pytest.mark.parametrize("variable", ["NSA_HOME", "NSA_ARTIFACTS", "HOME"])
+def test_a_folder_whose_name_is_no_text_is_a_mistake_in_one_line(monkeypatch: pytest.MonkeyPatch, variable) -> None:
+    monkeypatch.delenv("NSA_HOME", raising=False)
+    monkeypatch.setattr(settings, "installation", lambda: Installation.INSTALLED)
+    monkeypatch.setenv(variable, os.fsdecode(b"/tmp/caf\xe9"))
+    named = "NSA_ARTIFACTS" if variable == "NSA_ARTIFACTS" else "NSA_HOME"
+    below = "/.nsa" if variable == "HOME" else ""
+    with pytest.raises(SettingsError) as refused:
+        settings.load_settings()
+    told = rf"{named}: '/tmp/caf\udce9{below}': has characters that are no text; remove them"
+    assert str(refused.value) == told
