@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -82,8 +83,9 @@ def env_file() -> Path | None:
     match installation():
         case Installation.CHECKOUT:
             return SOURCES / ".env"
-        case Installation.INSTALLED if not _unpacked_by_ray(Path.cwd()):
-            return Path.cwd() / ".env"
+        case Installation.INSTALLED:
+            with suppress(FileNotFoundError):  # the current folder was deleted
+                return None if _unpacked_by_ray(Path.cwd()) else Path.cwd() / ".env"
     return None
 
 
@@ -159,6 +161,15 @@ class Settings(BaseSettings):
             _absolute(path)
         return value
 
+    @field_validator("home", "artifacts", "gates")
+    @classmethod
+    def _of_the_user(cls, value: Path | None) -> Path | None:
+        """The path with ~ replaced, as no shell does it in a `.env`."""
+        try:
+            return value and value.expanduser()
+        except RuntimeError:
+            raise ValueError("begins with ~, and there is no such home; write an absolute path") from None
+
     @field_validator("home", "artifacts")
     @classmethod
     def _may_be_a_folder(cls, value: Path | None) -> Path | None:
@@ -199,7 +210,10 @@ def _encodes(text: str) -> bool:
 
 def _absolute(path: Path) -> Path:
     """The absolute path. Raises ValueError for one that the database's driver or a record cannot hold."""
-    whole = path.absolute()
+    try:
+        whole = path.absolute()
+    except FileNotFoundError:
+        raise ValueError("is relative, and the current folder was deleted; write an absolute path") from None
     if "\0" in str(whole) or not _encodes(str(whole)):
         raise ValueError("has characters that are no text; remove them")
     return whole
