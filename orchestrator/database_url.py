@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from orchestrator.errors import UserError
 
 SETTING = "NSA_DATABASE_URL"
 _FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
 _SCHEMES = ("sqlite", "postgresql", "postgresql+psycopg")
+# What a Postgres URL may add: where and as whom to connect. SQLAlchemy and psycopg would take more from it, which
+# changes what their calls do, and so what is stored.
+_OPTIONS = re.compile(
+    "host|hostaddr|port|user|password|passfile|application_name|options|target_session_attrs|load_balance_hosts"
+    "|channel_binding|require_auth|requirepeer|krbsrvname|gssencmode|ssl_?[a-z_]+"
+    "|connect_timeout|keepalives(_idle|_interval|_count)?|tcp_user_timeout"
+)
 
 
 class StoreError(UserError):
@@ -25,18 +32,20 @@ def check_url(url: str) -> str:
     """The URL with its driver named, after validation.
 
     Raises:
-        StoreError: not a URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
+        StoreError: not a URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name, or
+            with an option that is not about the connection.
     """
     shown = hide_password(url)
     parts = _split(url)
-    if parts.scheme not in _SCHEMES or "://" not in url:
+    scheme, rest = url[: len(parts.scheme)].lower(), url[len(parts.scheme) :]
+    if scheme not in _SCHEMES or "://" not in url:
         raise StoreError(f"{SETTING}: {shown!r}: unknown kind of database; use {_FORMS}")
     if parts.scheme == "sqlite":
         if parts.netloc or parts.path in ("", "/") or ":memory:" in url:
             raise StoreError(f"{SETTING}: {shown!r}: names no file; use sqlite:///PATH (four slashes if absolute)")
         if "?" in url:
             raise StoreError(f"{SETTING}: {shown!r}: a file takes no options; leave out '?', or write %3F in a path")
-        return url
+        return scheme + rest
     host = parts.hostname or ""
     if "@" in parts.netloc.rpartition("@")[0] or " " in parts.netloc:
         raise StoreError(f"{SETTING}: {shown!r}: has an @ or a space in its password; write %40 or %20 for it")
@@ -44,7 +53,17 @@ def check_url(url: str) -> str:
         raise StoreError(f"{SETTING}: {shown!r}: its host is no name; use {_FORMS}")
     if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):
         raise StoreError(f"{SETTING}: {shown!r}: lacks a host or a database name; use {_FORMS}")
-    return "postgresql+psycopg" + url.removeprefix(parts.scheme)
+    _check_options(parts.query, shown)
+    return f"postgresql+psycopg{rest}"
+
+
+def _check_options(query: str, url: str) -> None:
+    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    for name in names:
+        if not _OPTIONS.fullmatch(name):
+            raise StoreError(f"{SETTING}: {url!r}: the option {name!r} is not one of the connection; remove it")
+        if names.count(name) > 1 and name != "host":
+            raise StoreError(f"{SETTING}: {url!r}: the option {name!r} is there twice; remove one")
 
 
 def with_absolute_path(url: str) -> str:
@@ -63,7 +82,7 @@ def sqlite_url(path: Path) -> str:
 def sqlite_path(url: str) -> Path | None:
     """The file of a SQLite URL; None for another database."""
     scheme, _, path = url.partition(":///")
-    return Path(unquote(path)) if scheme == "sqlite" else None
+    return Path(unquote(path)) if scheme.lower() == "sqlite" else None
 
 
 def hide_password(text: str) -> str:

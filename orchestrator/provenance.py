@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.plain_text import shown
 from jobs.spec import JobSpec, offered_sources
+from orchestrator.errors import UserError
 from orchestrator.settings import SOURCES
 
 _SOURCES = ("nsa_core", "jobs")
+_COMMIT = re.compile(r"[ -~]{1,64}")
+_JOB_LENGTH = 200  # of a submission id, as records and the database hold it
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,13 @@ def git_state(root: Path = SOURCES) -> GitState:
 
     Ray's unpacked copy has no .git, nor has an installed package. There, it comes from the submitter
     (`GitState.variables`), or from the cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
+
+    Raises:
+        UserError: NSA_GIT_COMMIT is set to what is no commit.
     """
-    if commit := os.environ.get("NSA_GIT_COMMIT"):
-        dirty, branch = os.environ.get("NSA_GIT_DIRTY"), os.environ.get("NSA_GIT_BRANCH")
-        return GitState(commit, branch or None, None if not dirty else dirty.lower() not in ("0", "false", "no"))
+    if commit := _told_commit():
+        dirty, branch = os.environ.get("NSA_GIT_DIRTY"), _as_text(os.environ.get("NSA_GIT_BRANCH"))
+        return GitState(commit, branch, None if not dirty else dirty.lower() not in ("0", "false", "no"))
     beside = os.environ.get("NSA_CHECKOUT")
     if beside and Path(beside) != root and code_hash(Path(beside)) == code_hash(root):
         return git_state(Path(beside))
@@ -48,8 +56,8 @@ def git_state(root: Path = SOURCES) -> GitState:
     if top is None or Path(top).resolve() != root.resolve():
         return GitState()
     commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
-    branch = _git(root, "branch", "--show-current")
-    return GitState(commit or None, branch or None, None if changes is None else bool(changes))
+    branch = _as_text(_git(root, "branch", "--show-current"))
+    return GitState(commit or None, branch, None if changes is None else bool(changes))
 
 
 def code_hash(root: Path = SOURCES) -> str:
@@ -81,18 +89,46 @@ def spec_hash(spec: JobSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def check_variables() -> None:
+    """Raise UserError if a variable that tells of the commit or the submission has a value that cannot be stored."""
+    _told_commit()
+    if (job := _submission_id()) and len(job) > _JOB_LENGTH:
+        raise UserError(
+            f"submission id: {shown(job)}: has {len(job)} characters; give `ray job submit --submission-id` at most "
+            f"{_JOB_LENGTH}"
+        )
+
+
 def submission_id() -> str | None:
-    """Submission id of this process's Ray job; None outside of a job."""
+    """Submission id of this process's Ray job, shortened to what is stored; None outside of a job."""
+    job = _submission_id()
+    return job and job[:_JOB_LENGTH]
+
+
+def _told_commit() -> str | None:
+    commit = os.environ.get("NSA_GIT_COMMIT") or None
+    if commit and not _COMMIT.fullmatch(commit):
+        raise UserError(f"NSA_GIT_COMMIT: {shown(commit)}: is no commit; set at most 64 plain characters, or remove it")
+    return commit
+
+
+def _submission_id() -> str | None:
     try:
         config = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
-        return config["metadata"]["job_submission_id"]
+        job = config["metadata"]["job_submission_id"]
     except (KeyError, TypeError, json.JSONDecodeError):
         return None
+    return job if isinstance(job, str) else None
+
+
+def _as_text(name: str | None) -> str | None:
+    """A branch's name, which may be any bytes: those that are not UTF-8 as escapes. None for none."""
+    return os.fsencode(name).decode(errors="backslashreplace") if name else None
 
 
 def _git(root: Path, *args: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -82,8 +83,9 @@ def env_file() -> Path | None:
     match installation():
         case Installation.CHECKOUT:
             return SOURCES / ".env"
-        case Installation.INSTALLED if not _unpacked_by_ray(Path.cwd()):
-            return Path.cwd() / ".env"
+        case Installation.INSTALLED:
+            with suppress(FileNotFoundError):  # the current folder was deleted
+                return None if _unpacked_by_ray(Path.cwd()) else Path.cwd() / ".env"
     return None
 
 
@@ -92,7 +94,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="NSA_", extra="ignore", frozen=True, env_ignore_empty=True)
 
-    home: Path = Field(default_factory=default_home, description="folder of the database, artifacts and service logs")
+    home: Path = Field(
+        default_factory=default_home,
+        validate_default=True,
+        description="folder of the database, artifacts and service logs",
+    )
     database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
     artifacts: Path | None = Field(default=None, description="folder of journals and artifacts, a folder a run")
     artifact_store: str | None = Field(
@@ -148,13 +154,27 @@ class Settings(BaseSettings):
             raise ValueError("has characters that are no text; remove them")
         return value
 
+    @field_validator("database_url")
+    @classmethod
+    def _may_be_a_file(cls, value: str | None) -> str | None:
+        if path := sqlite_path(value or ""):
+            _absolute(path)
+        return value
+
+    @field_validator("home", "artifacts", "gates")
+    @classmethod
+    def _of_the_user(cls, value: Path | None) -> Path | None:
+        """The path with ~ replaced, as no shell does it in a `.env`."""
+        try:
+            return value and value.expanduser()
+        except RuntimeError:
+            raise ValueError("begins with ~, and there is no such home; write an absolute path") from None
+
     @field_validator("home", "artifacts")
     @classmethod
     def _may_be_a_folder(cls, value: Path | None) -> Path | None:
         # os.path.exists: Path.exists raises below a folder that may not be read
-        above = (value, *value.absolute().parents) if value else ()
-        if "\0" in str(value):
-            raise ValueError("has characters that are no text; remove them")
+        above = (value, *_absolute(value).parents) if value else ()
         there = next((path for path in above if os.path.exists(path)), None)
         if there is not None and not there.is_dir():
             raise ValueError(f"{str(there)!r} is not a folder; name one")
@@ -186,6 +206,17 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _absolute(path: Path) -> Path:
+    """The absolute path. Raises ValueError for one that the database's driver or a record cannot hold."""
+    try:
+        whole = path.absolute()
+    except FileNotFoundError:
+        raise ValueError("is relative, and the current folder was deleted; write an absolute path") from None
+    if "\0" in str(whole) or not _encodes(str(whole)):
+        raise ValueError("has characters that are no text; remove them")
+    return whole
 
 
 def load_settings() -> Settings:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import sys
-from io import TextIOWrapper
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +18,82 @@ from jobs.plain_text import in_a_line, printable
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 
 
+class _Outlet(FileIO):
+    """A standard stream's file, which takes all that is written: what can no longer be kept or shown is dropped.
+
+    Measuring goes on when the reader of a pipe ends, a disk fills or a terminal is closed. But for a pipe's reader,
+    who wants no more, the first loss is told on standard error.
+    """
+
+    lost = False  # something that somebody may miss
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        try:
+            while left.nbytes:
+                if (count := super().write(left)) is None:  # a pipe that does not block, and is full
+                    select.select([], [self], [])
+                left = left[count or 0 :]
+        except OSError as err:
+            if err.errno != errno.EPIPE and not self.lost:
+                self.lost = True
+                with suppress(OSError):
+                    os.write(2, f"error: output: cannot be written ({err.strerror}); the rest is not shown\n".encode())
+        return size
+
+
 def prepare() -> None:
-    """Let standard output and error take any text: what their encoding lacks is written as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """Let standard output and error take any text, whatever becomes of where it goes.
+
+    What their encoding lacks is written as escapes; what cannot be written is dropped.
+    """
+    sys.stdout = _lasting(sys.stdout, sys.__stdout__, 1)
+    sys.stderr = _lasting(sys.stderr, sys.__stderr__, 2)
+
+
+def output_lost() -> bool:
+    """Whether a part of standard output could not be written, although somebody may miss it."""
+    outlet = _file(sys.stdout)
+    return isinstance(outlet, _Outlet) and outlet.lost
+
+
+def _lasting(stream: Any, original: Any, descriptor: int) -> Any:
+    """The stream as `prepare` promises it. One that this process put there itself only has its errors set."""
+    if stream is None:  # closed at start: the number must not become that of another file
+        _fill(descriptor)
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, TextIOWrapper):
+        return stream
+    if stream is original and type(_file(stream)) is FileIO:
+        with suppress(OSError):
+            stream.flush()
+        outlet = _Outlet(stream.fileno(), "wb", closefd=False)
+        return TextIOWrapper(
+            outlet if stream.write_through else BufferedWriter(outlet),
+            stream.encoding,
+            "backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+    stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+def _file(stream: Any) -> object:
+    """The file below a stream; Python has no buffer between them where PYTHONUNBUFFERED is set."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
+def _fill(descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != descriptor:
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def say(text: object = "", end: str = "\n") -> None:

@@ -44,6 +44,8 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        sys.exit(end.code or int(terminal.output_lost()))
 
 
 @app.command()

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.prepare()
     order = None
     try:
+        provenance.check_variables()
         order = read_order(argv)
         if not order.dry_run:
             with _interruptible():
@@ -270,12 +271,13 @@ def _close(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt: before the first point there is nothing to record of it."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt: before the first point there is nothing to record of it."""
+    before = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -284,14 +286,17 @@ def _interrupt(number: int, frame: object) -> None:
 
 @contextmanager
 def _stopping() -> Iterator[Callable[[], str | None]]:
-    """Turn SIGTERM (sent by `ray job stop`) and SIGINT into a reason to cancel; a second signal kills as usual."""
+    """Turn SIGTERM (sent by `ray job stop`), SIGINT and SIGHUP (the terminal is closed) into a reason to cancel.
+
+    A second signal kills as usual, but for SIGHUP: a closed terminal and its shell send one each.
+    """
     reasons: list[str] = []
 
     def note(number: int, frame: object) -> None:
         reasons.append(signal.Signals(number).name)
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = _heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in signals}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # Ray's jobs start with SIGINT blocked
     try:
@@ -299,3 +304,8 @@ def _stopping() -> Iterator[Callable[[], str | None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """The signals without a SIGHUP that was ignored at the start, as `nohup` does."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]

@@ -54,7 +54,9 @@ def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | 
         name = spec.stem if spec else "resume" if resumed else "job"
     name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
     run_id = plan.new_run_id(name)
-    git = provenance.git_state()
+    git = provenance.GitState()
+    with suppress(UserError):  # it may be what is refused
+        git = provenance.git_state()
     return RunRecord(
         run_id=run_id,
         name=name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
@@ -16,6 +17,7 @@ from sqlalchemy.exc import (
     InterfaceError,
     InternalError,
     OperationalError,
+    ProgrammingError,
     StatementError,
 )
 
@@ -24,8 +26,10 @@ from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, che
 
 BUSY_SECONDS = 30
 """Seconds that a statement waits for another process's lock."""
-# Seconds, and milliseconds: a server whose host is gone is noticed within half a minute.
+# Seconds, and milliseconds: a server whose host is gone is noticed within half a minute. A role, a database or the URL
+# may have set another encoding, in which the driver reads texts as bytes.
 _POSTGRES = {
+    "client_encoding": "UTF8",
     "connect_timeout": 10,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -55,7 +59,17 @@ def make_engine(url: URL, *, readonly: bool = False) -> Engine:
     if url.get_backend_name() == "sqlite":
         return _sqlite(url, readonly)
     options = {"postgresql_readonly": True} if readonly else {}
-    return create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
+    try:
+        engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
+    except ArgumentError as err:  # of options that do not fit together
+        raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
+
+    @event.listens_for(engine, "connect")
+    def plain(connection: DBAPIConnection, record: object) -> None:
+        connection.cursor().execute("SET datestyle TO 'ISO'")  # the driver reads no times of another style
+        connection.commit()
+
+    return engine
 
 
 def _sqlite(url: URL, readonly: bool) -> Engine:
@@ -102,6 +116,10 @@ def errors(url: URL) -> Iterator[None]:
             raise StoreUnavailable(
                 f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
             ) from None
+        if getattr(err.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+            raise StoreError(f"{SETTING}: {shown(url)!r}: {text}; name another file") from None
+        if isinstance(err, ProgrammingError) and err.statement is None:  # in connecting
+            raise StoreError(f"{SETTING}: {shown(url)!r}: cannot be used ({text}); correct the URL") from None
         if getattr(err.orig, "sqlstate", None) == _NO_RIGHT:
             fix = "name a role in the URL that has this right"
             raise StoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None

@@ -121,3 +121,46 @@ def test_a_database_below_a_folder_that_may_not_be_read_is_not_there(tmp_path: P
     command = [sys.executable, "-c", NO_DATABASE, str(locked)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "(True, True)\n"), done.stderr
+
+
+@pytest.mark.parametrize("variable", ["NSA_HOME", "NSA_ARTIFACTS", "HOME"])
+def test_a_folder_whose_name_is_no_text_is_a_mistake_in_one_line(monkeypatch: pytest.MonkeyPatch, variable) -> None:
+    monkeypatch.delenv("NSA_HOME", raising=False)
+    monkeypatch.setattr(settings, "installation", lambda: Installation.INSTALLED)
+    monkeypatch.setenv(variable, os.fsdecode(b"/tmp/caf\xe9"))
+    named = "NSA_ARTIFACTS" if variable == "NSA_ARTIFACTS" else "NSA_HOME"
+    below = "/.nsa" if variable == "HOME" else ""
+    with pytest.raises(SettingsError) as refused:
+        settings.load_settings()
+    told = rf"{named}: '/tmp/caf\udce9{below}': has characters that are no text; remove them"
+    assert str(refused.value) == told
+
+
+def test_the_users_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text("NSA_HOME=~/x\nNSA_ARTIFACTS=~/y\nNSA_GATES=~/gates.yaml\n")
+    monkeypatch.delenv("NSA_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(settings, "env_file", lambda: tmp_path / ".env")
+    found = settings.load_settings()
+    assert (found.home, found.artifacts, found.gates) == (tmp_path / "x", tmp_path / "y", tmp_path / "gates.yaml")
+    monkeypatch.setenv("NSA_HOME", "~nobody-of-this-name/x")
+    with pytest.raises(SettingsError, match=r"^NSA_HOME: '~nobody-of-this-name/x': begins with ~, and there is no"):
+        settings.load_settings()
+
+
+def test_a_relative_path_in_a_folder_that_was_deleted_is_a_mistake_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(settings, "installation", lambda *_: Installation.INSTALLED)
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    assert settings.load_settings().home == tmp_path
+    for name, value in {"NSA_HOME": "x", "NSA_ARTIFACTS": "y", "NSA_DATABASE_URL": "sqlite:///nsa.db"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(SettingsError) as refused:
+                settings.load_settings()
+        told = f"{name}: {value!r}: is relative, and the current folder was deleted; write an absolute path"
+        assert str(refused.value) == told

@@ -249,7 +249,7 @@ def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe
     assert "judge later: nsa gate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
     driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
@@ -260,6 +260,9 @@ def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, n
     family = psutil.Process(driver.pid).children(recursive=True)
     asked = time.monotonic()
     driver.send_signal(number)
+    if number == signal.SIGHUP:  # a closed terminal and its shell send one each
+        time.sleep(0.2)
+        driver.send_signal(number)
     assert driver.wait(timeout=20) == 130
     assert time.monotonic() - asked < 3  # Ray kills a stopped job after that time
     assert psutil.wait_procs(family, timeout=5)[1] == []
@@ -270,3 +273,29 @@ def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, n
     assert row["state"] == "cancelled"
     assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
     assert len([r for r in records(home) if isinstance(r, PointRecord)]) == 3
+
+
+@pytest.mark.parametrize("redirection", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
+def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection: str) -> None:
+    path = spec("value = 1.0", "import time; time.sleep(0.5)", "value = 3.0")
+    command = ["bash", "-c", f'"$0" -m jobs "$1" --local {redirection}', sys.executable, path]
+    env = {**os.environ, **kinds_path, "NSA_HOME": str(home)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    row, points = stored(home, only_run(home))
+    assert row["state"] == "done"
+    assert list(points["state"]) == ["ok"] * 3
+
+
+def test_a_driver_that_was_started_by_nohup_outlives_its_terminal(home, spec, kinds_path) -> None:
+    path = spec("pass", "import time; time.sleep(2)", "pass")
+    command = ["bash", "-c", 'trap "" HUP; exec "$0" -m jobs "$1" --local', sys.executable, path]
+    env = {**os.environ, **kinds_path, "NSA_HOME": str(home)}
+    driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    while not driver.stdout.readline().startswith("[1/3]"):
+        assert driver.poll() is None
+    driver.send_signal(signal.SIGHUP)
+    driver.communicate(timeout=60)
+    assert driver.returncode == 0

@@ -112,8 +112,9 @@ def test_a_job_whose_journal_cannot_be_written_says_so(home, spec, waits, monkey
     )
 
 
-def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits) -> None:
-    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits, number) -> None:
+    waits(lambda: os.kill(os.getpid(), number))
     assert driver.main([str(spec("pass")), "--local"]) == 130
     assert only_run(home)["state"] == "cancelled"
 

@@ -302,6 +302,19 @@ def test_other_schema_versions_are_rejected_by_name(store: Store, database_url: 
         ("postgresql://me:secret@host:port/db", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
         ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
+        ("SQLITE:///no/such/folder/x.db", "'sqlite:///no/such/folder/x.db': no such file"),
+        ("POSTGRESQL://me:secret@127.0.0.1:9/db", "cannot be reached"),
+        (" postgresql://me:secret@127.0.0.1:9/db", "unknown kind"),
+        ("postgresql://me:secret@localhost/db?plugin=zz", "the option 'plugin' is not one of the connection; remove"),
+        ("postgresql://me:secret@localhost/db?foo=bar", "the option 'foo'"),
+        ("postgresql://me:secret@localhost/db?conninfo=x", "the option 'conninfo'"),
+        ("postgresql://me:secret@localhost/db?prepare_threshold=q", "the option 'prepare_threshold'"),
+        ("postgresql://me:secret@localhost/db?row_factory=x", "the option 'row_factory'"),
+        ("postgresql://me:secret@localhost/db?autocommit=true", "the option 'autocommit'"),
+        ("postgresql://me:secret@localhost/db?autocommit", "the option 'autocommit'"),
+        ("postgresql://me:secret@localhost/db?sslmode=a&sslmode=b", "the option 'sslmode' is there twice"),
+        ("postgresql://me:secret@/db?host=a,b&port=1", "number of hosts and ports don't match; correct the URL"),
+        ("postgresql://me:secret@localhost/db?ssl_zz=1", "cannot be used (invalid connection option"),
     ],
 )
 def test_wrong_addresses_are_one_line_without_the_password(url: str, message: str):
@@ -337,8 +350,29 @@ def test_an_unreachable_database_is_distinguished_from_a_wrong_address():
 def test_a_file_that_is_not_a_database_is_named(tmp_path):
     path = tmp_path / "nsa.db"
     path.write_text("not a database, " * 100)
-    with pytest.raises(StoreError, match=r"file is not a database"):
-        Store.open(f"sqlite:///{path}")
+    for create in (True, False):
+        with pytest.raises(StoreError, match=r"nsa\.db': file is not a database; name another file$"):
+            Store.open(f"sqlite:///{path}", create=create)
+
+
+def test_the_scheme_of_an_address_may_be_in_capitals(tmp_path: Path):
+    settings = Settings(database_url=f"SQLITE:///{tmp_path / 'nsa.db'}")
+    assert settings.no_database_yet
+    Store.open(settings.database).close()
+    assert not settings.no_database_yet
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("setting", ["DateStyle=German", "client_encoding=SQL_ASCII"])
+def test_times_and_texts_are_read_whatever_the_session_was_set_to(postgres_url: str, sweep, setting: str):
+    upgrade(postgres_url)
+    url = make_url(postgres_url).update_query_dict({"options": f"-c {setting}"}).render_as_string(hide_password=False)
+    with Store.open(url) as store:
+        store.apply_many(sweep())
+        assert queries.counts(store)["runs"] == 1
+        found = queries.run(store, RUN)
+        assert found is not None
+        assert found["kind"] == "scaling"
 
 
 def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkeypatch):

@@ -1,0 +1,78 @@
+"""Standard output that breaks, fills or is closed, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_SAY = "from orchestrator.terminal import output_lost, prepare, say, warn; prepare()\n"
+_MANY = _SAY + "for number in range(9): say(number)\n"
+_END = "import sys; sys.stderr.write(f'went on, lost {output_lost()}\\n')"
+
+
+def run(code: str, redirection: str, **env: str) -> str:
+    """Run code with its output redirected by a shell, and return its stderr."""
+    command = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirection", "expected"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", "went on, lost False\n"),
+        (">&-", "went on, lost False\n"),
+        (
+            ">/dev/full",
+            "error: output: cannot be written (No space left on device); the rest is not shown\nwent on, lost True\n",
+        ),
+    ],
+)
+def test_output_that_cannot_be_written_is_dropped(redirection: str, expected: str, unbuffered: str) -> None:
+    wait = "import time; time.sleep(0.3)\n"  # until the reader has ended
+    assert run(wait + _MANY + _END, redirection, PYTHONUNBUFFERED=unbuffered) == expected
+
+
+def test_what_rich_and_the_interpreter_itself_write_is_dropped_too() -> None:
+    code = _SAY + "from orchestrator.summary import wide_console; wide_console().print('x'); print('at the end')"
+    assert run(code, ">/dev/full").count("\n") == 1
+
+
+def test_errors_without_a_standard_error_do_not_go_to_standard_output(tmp_path: Path) -> None:
+    run(_SAY + "warn('lost'); say('shown')", f"2>&- >{tmp_path / 'out'}")
+    assert (tmp_path / "out").read_text() == "shown\n"
+
+
+def test_no_other_file_takes_the_number_of_a_closed_output(tmp_path: Path) -> None:
+    code = _SAY + f"import os; file = open({str(tmp_path / 'kept')!r}, 'w'); os.write(1, b'of a child')"
+    run(code, ">&-")
+    assert (tmp_path / "kept").read_text() == ""
+
+
+def test_all_is_written_to_a_pipe_that_does_not_block() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = _SAY + "say('x' * 300_000)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        ended = threading.Event()
+        threading.Timer(0.2, ended.set).start()
+        ended.wait()
+        assert len(pipe.read()) == 300_001
+    assert process.wait(60) == 0
+
+
+def test_nsa_fails_where_its_output_is_lost_and_not_where_its_reader_ends(tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['nsa', '-h']; from orchestrator.cli.commands import main; main()"
+    told = run(code, ">/dev/full; test $? = 1")
+    assert told == "error: output: cannot be written (No space left on device); the rest is not shown\n"
+    assert run(code, "| true; exit ${PIPESTATUS[0]}") == ""
