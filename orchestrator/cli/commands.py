@@ -121,9 +121,7 @@ def submit(
     spec: Annotated[Path, typer.Argument(help=f"YAML spec, e.g. {example_spec()}")],
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="with --resume: measure failed points again, too")
-    ] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="measure failed points again, too")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
@@ -138,20 +136,19 @@ def submit(
     args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
     if retry_failed and resume is None:
         raise UserError("--retry-failed: has no effect without --resume; name a run")
-    again: list[str] = []
+    again = ["--retry-failed"] if retry_failed else []
     if resume is not None:
         with _store(settings) as store:
-            again = ["--resume", find_run(store, resume), *(["--retry-failed"] if retry_failed else [])]
+            again = ["--resume", find_run(store, resume), *again]
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *again]))
     driver.check(args)
     submitted = submission.submit(settings, spec, overrides or [], again)
-    job = submitted.job
-    say(f"submitted {job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
+    say(f"submitted {submitted.job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
-        for text in submission.follow(settings, job):
+        for text in submission.follow(settings, submitted.job):
             say(text, end="")
-        raise typer.Exit(0 if submission.job_status(settings, job) == "SUCCEEDED" else 1)
+        raise typer.Exit(0 if submission.job_status(settings, submitted.job) == "SUCCEEDED" else 1)
 
 
 @app.command()
