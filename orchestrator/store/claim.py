@@ -62,7 +62,7 @@ def _claimed(engine: Engine, run_id: str) -> ClaimedError:
 
 @contextlib.contextmanager
 def _file_lock(engine: Engine, run_id: str) -> Iterator[None]:
-    database = Path(engine.url.database or "").absolute()
+    database = Path(engine.url.database or "").resolve()  # one claim, whichever link leads to the file
     path = database.with_name(f"{database.name}.runs") / f"{quote(run_id, safe='')}.lock"
     try:
         fd = _locked(path)

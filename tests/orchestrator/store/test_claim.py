@@ -177,3 +177,13 @@ def test_a_database_that_cannot_hold_a_claim_is_named(store: Store, tmp_path: Pa
     with pytest.raises(StoreError, match=r"NSA_DATABASE_URL: .* cannot be locked") as caught, store.claim(RUN):
         pass
     assert not isinstance(caught.value, ClaimedError | StoreUnavailable)
+
+
+def test_a_link_to_the_file_leads_to_the_same_claim(tmp_path: Path):
+    (tmp_path / "link.db").symlink_to(tmp_path / "nsa.db")
+    with (
+        Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as store,
+        Store.open(f"sqlite:///{tmp_path / 'link.db'}") as linked,
+        store.claim(RUN),
+    ):
+        assert refused(linked)
