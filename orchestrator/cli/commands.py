@@ -243,7 +243,7 @@ def cancel(run: Run) -> None:
     from orchestrator.cli.lookup import find_run
 
     settings = load_settings()
-    with _store(settings) as store:
+    with _store(settings, readonly=False) as store:
         say(cancel_run(settings, store, find_run(store, run)))
 
 
@@ -316,7 +316,7 @@ def import_(
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
         raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
-    with _store(create=True) as store:
+    with _store(create=True, readonly=False) as store:
         for path in paths:
             say(importer.import_file(store, path))
 
@@ -345,7 +345,7 @@ def db_upgrade() -> None:
     say(f"{hide_password(settings.database)} is up to date")
 
 
-def _store(settings: Settings | None = None, *, create: bool = False) -> Store:
+def _store(settings: Settings | None = None, *, create: bool = False, readonly: bool = True) -> Store:
     from orchestrator.store import Store
 
-    return Store.open((settings or load_settings()).database, create=create)
+    return Store.open((settings or load_settings()).database, create=create, readonly=readonly)

@@ -11,6 +11,7 @@ import typer
 from orchestrator.cli.usage import Runs
 from orchestrator.settings import Settings, load_settings
 from orchestrator.states import Result
+from orchestrator.terminal import warn
 
 if TYPE_CHECKING:
     from orchestrator.gates.decisions import Decision
@@ -31,14 +32,18 @@ def gate(
     from orchestrator.cli.lookup import find_runs
     from orchestrator.gates.decisions import decisions
     from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
-    from orchestrator.store import Store
+    from orchestrator.store import Store, StoreError
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
-    with Store.open(settings.database, create=False) as store:
+    with Store.open(settings.database, create=False, readonly=True) as store:
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-        if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
-            save_verdicts(store, None, verdicts)
+    if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
+        try:
+            with Store.open(settings.database, create=False) as store:
+                save_verdicts(store, None, verdicts)
+        except StoreError as err:
+            warn(f"warning: {err}; v_gate keeps the verdicts of before")
     found = decisions(rules, verdicts)
     summary.print_decisions(found, console.out)
     raise typer.Exit(_code(found))
@@ -84,7 +89,7 @@ def _decide(settings: Settings, rules: Gates) -> list[Decision]:
 
     if settings.no_database_yet:
         return decisions(rules, judge([], rules))
-    with Store.open(settings.database, create=False) as store:
+    with Store.open(settings.database, create=False, readonly=True) as store:
         return decide(store, rules)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,9 +73,15 @@ def make_engine(url: URL, *, readonly: bool = False) -> Engine:
     return engine
 
 
+def _mode(path: Path) -> str:
+    """SQLite's mode for reading a file: as it stands where no log is beside it and none can be made."""
+    log = path.with_name(f"{path.name}-wal")
+    return "ro" if os.access(path.parent, os.W_OK) or os.path.exists(log) else "ro&immutable=1"
+
+
 def _sqlite(url: URL, readonly: bool) -> Engine:
     path = Path(url.database or "").absolute()
-    address = f"file:{quote(str(path))}?mode={'ro' if readonly else 'rwc'}"
+    address = f"file:{quote(str(path))}?mode={_mode(path) if readonly else 'rwc'}"
 
     def connect() -> sqlite3.Connection:
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
