@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import URL, Connection, Engine, inspect, text
 
+from jobs.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
@@ -21,7 +23,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
     """Create or migrate the database at `url`. Returns (revision before, revision after).
 
     Raises:
-        StoreError: the URL is wrong, or the schema is newer than this code.
+        StoreError: the URL is wrong, the schema is newer than this code, or a SQLite file is another application's.
         StoreUnavailable: the database cannot be reached.
     """
     parsed = parse(url)
@@ -33,6 +35,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
             raise StoreError(
                 f"{SETTING}: {shown(parsed)!r}: no folder {str(folder)!r} ({err.strerror}); name another"
             ) from None
+        refuse_another(parsed)
     engine = make_engine(parsed)
     try:
         with errors(parsed):
@@ -61,6 +64,7 @@ def migrate(engine: Engine) -> tuple[str | None, str]:
 def check(engine: Engine) -> None:
     """Raise StoreError unless the schema has the newest revision."""
     with engine.connect() as connection:
+        _check_owner(connection)
         revision = _revision(connection)
         config = _config(connection)
     if revision == _head(config):
@@ -68,6 +72,29 @@ def check(engine: Engine) -> None:
     _known(config, revision, engine)
     problem = "holds no tables yet" if revision is None else f"has the older schema {revision}"
     raise StoreError(f"{SETTING}: {shown(engine.url)!r}: {problem}; run `nsa db upgrade`")
+
+
+def refuse_another(url: URL) -> None:
+    """Raise StoreError for another application's file. It is opened for reading, as writing would change its mode."""
+    if os.path.isfile(url.database or ""):
+        engine = make_engine(url, readonly=True)
+        try:
+            with errors(url), engine.connect() as connection:
+                _check_owner(connection)
+        finally:
+            engine.dispose()
+
+
+def _check_owner(connection: Connection) -> None:
+    if connection.dialect.name != "sqlite":  # a server's database may well be shared
+        return
+    heads = MigrationContext.configure(connection).get_current_heads()
+    tables = sorted({*inspect(connection).get_table_names()} - {"alembic_version"})
+    if len(heads) > 1 or (tables and not heads):
+        raise StoreError(
+            f"{SETTING}: {shown(connection.engine.url)!r}: is another application's, with the tables "
+            f"{in_a_line(', '.join(tables), 100)}; name another file"
+        )
 
 
 def _known(config: Config, revision: str | None, engine: Engine) -> None:

