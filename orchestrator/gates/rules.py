@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import Field, StrictInt, ValidationError, model_validator
 from jobs.axes import AXES
 from jobs.training_plan import TrainingPlan
 from jobs.validation import describe
-from jobs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_yaml
+from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, TooLargeError, YamlError, read_yaml
 from orchestrator.errors import UserError
 from orchestrator.gates.filters import ANY, Strict, Where
 from orchestrator.gates.hardware import Hardware
@@ -280,8 +281,11 @@ def load_gates(path: Path | None = None) -> Gates:
             itself.
     """
     path = path or DEFAULT_GATES
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise GatesError(f"gates: '{path}' is no file; give the path of a YAML file")
     try:
-        data = read_yaml(path.read_text())
+        with path.open(encoding="utf-8") as file:
+            data = read_yaml(file.read(MOST_CHARACTERS + 1))
     except OSError as err:
         raise GatesError(f"gates: '{path}' cannot be read ({err.strerror}); give the path of a YAML file") from None
     except RepeatedKeyError as err:

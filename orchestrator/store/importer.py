@@ -53,6 +53,8 @@ def import_file(store: Store, path: Path) -> ImportSummary:
         UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong.
         StoreUnavailable: the database cannot be reached.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a device may have no end, a pipe no beginning
+        raise ImportFileError(f"file: '{path}' is no file; give a journal (.jsonl, .jsonl.gz) or a CSV")
     if path.name.endswith((".jsonl", journal.COMPRESSED)):
         return _import_journal(store, path)
     if path.suffix == ".csv":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -354,6 +357,13 @@ def test_bad_files_are_one_line(tmp_path: Path, content: str | None, message: st
     with pytest.raises(GatesError, match=message) as caught:
         load_gates(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path / "g.yaml")
+    with pytest.raises(GatesError, match=r"is no file; give the path of a YAML file$"):
+        load_gates(tmp_path / "g.yaml")
 
 
 def test_rules_must_have_different_names(tmp_path: Path):

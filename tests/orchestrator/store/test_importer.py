@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import tracemalloc
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -19,7 +22,7 @@ from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRec
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
-from orchestrator.store.importer import import_file
+from orchestrator.store.importer import ImportFileError, import_file
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
@@ -305,6 +308,14 @@ def test_json_export_holds_spec_environment_and_samples(store: Store, sweep, tmp
     assert run["created_at"] == "2026-11-20T12:00:00+00:00"
     assert run["points"][0]["environment"]["torch"] == "2.13"
     assert run["points"][0]["metrics"][0]["samples"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv"])
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_read(store: Store, tmp_path: Path, name: str, make: Callable[[Path], None]):
+    make(tmp_path / name)
+    with pytest.raises(ImportFileError, match=r"is no file; give a journal \(.jsonl, .jsonl.gz\) or a CSV$"):
+        import_file(store, tmp_path / name)
 
 
 @pytest.mark.parametrize(
