@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,11 @@ def spec(tmp_path: Path) -> Callable[..., Path]:
 def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the probe, which imports torch in a child for two seconds."""
     monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: Machine("cpu", "test", 8 << 30, {"torch": "0"})})
+
+
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """SIGHUP's default, which processes started here inherit; tests that run under nohup lack it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

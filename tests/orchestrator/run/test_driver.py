@@ -249,6 +249,7 @@ def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe
     assert "judge later: nsa gate" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")

@@ -112,6 +112,7 @@ def test_a_job_whose_journal_cannot_be_written_says_so(home, spec, waits, monkey
     )
 
 
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits, number) -> None:
     waits(lambda: os.kill(os.getpid(), number))
