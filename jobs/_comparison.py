@@ -1,4 +1,4 @@
-"""What a pass did under two toolchains, compared: outputs, time, memory, kernels and packages; in numbers and words.
+"""Comparison of a pass under two toolchains: outputs, time, memory, kernels and packages; in numbers and words.
 
 A toolchain's findings are those of `jobs.toolchain.try_pass`: JSON, from the process that ran the pass.
 """

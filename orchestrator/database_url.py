@@ -11,7 +11,7 @@ from orchestrator.errors import UserError
 SETTING = "NSA_DATABASE_URL"
 _FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
 _SCHEMES = ("sqlite", "postgresql", "postgresql+psycopg")
-# What a Postgres URL may add: where and as whom to connect. SQLAlchemy and psycopg would take more from it, which
+# Options that a Postgres URL may have: where and as whom to connect. SQLAlchemy and psycopg would take more, which
 # changes what their calls do, and so what is stored.
 _OPTIONS = re.compile(
     "host|hostaddr|port|user|password|passfile|application_name|options|target_session_attrs|load_balance_hosts"
