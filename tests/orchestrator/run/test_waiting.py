@@ -121,27 +121,32 @@ def test_a_job_that_is_stopped_while_it_waits_is_cancelled(home, spec, waits, nu
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch, submitted) -> Iterator[None]:
+def silent(monkeypatch: pytest.MonkeyPatch, submitted) -> Iterator[socket.socket]:
     """The cluster of a job takes connections and answers nothing, as one whose head is frozen."""
     with socket.create_server(("127.0.0.1", 0)) as head:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
-        yield
+        yield head
 
 
 def test_a_job_that_is_stopped_while_it_connects_is_cancelled(home, spec, silent, capsys) -> None:
     """Also while Ray's own connecting would not end, nor be ended by a signal."""
     asked: list[float] = []
+    clients: list[socket.socket] = []
 
     def stop() -> None:
+        silent.settimeout(60)
+        clients.append(silent.accept()[0])
+        time.sleep(0.2)  # into Ray's own connecting
         asked.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    timer = threading.Timer(0.5, stop)
-    timer.start()
+    stopper = threading.Thread(target=stop)
+    stopper.start()
     try:
         assert driver.main([str(spec("pass"))]) == 130
     finally:
-        timer.join()
+        stopper.join()
+        clients[0].close()
     assert time.monotonic() - asked[0] < 2  # Ray kills a stopped job after three seconds
     assert only_run(home)["state"] == "cancelled"
     assert capsys.readouterr().err == ""
