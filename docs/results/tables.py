@@ -282,7 +282,8 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         busy, uneven = values.get("rank_utilization"), values.get("rank_imbalance")
         rows.append(
             [
-                f"{gpus(run)}",
+                f"{gpus(run)} × {run['gpu'].split()[1]}",
+                run["spec"].get("parallel", "ddp") if gpus(run) > 1 else "",
                 f"{run['spec']['batch'] // gpus(run)}",
                 number(values["time"]),
                 rate(values["throughput"]),
@@ -291,8 +292,8 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
                 f"{1000 * values['energy_per_token']:.3g}",
             ]
         )
-    busiest = "least busy GPU"
-    return table(["GPUs", "sequences a GPU", "step, ms", "tok/s", busiest, "imbalance", "mJ/tok"], rows)
+    columns = ["GPUs", "parallel", "sequences a GPU", "step, ms", "tok/s", "least busy GPU", "imbalance", "mJ/tok"]
+    return table(columns, rows)
 
 
 def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
