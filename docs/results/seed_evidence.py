@@ -264,7 +264,7 @@ PASSES = Spec("profile_m7c.yaml", ("lengths=[128,512,1024,2048]", "batch=1", "im
 TRAIN = Spec("train_m7c.yaml")
 TRAIN_2GPU = Spec("train_2gpu.yaml")
 TRAIN_SHORT = Spec("train_m7c.yaml", ("seq_len=512",))
-TRAIN_1GPU = Spec("train_2gpu.yaml", ("ranks=1", "micro_batch=2", "bucket_mb=null"))  # what two are compared with
+TRAIN_1GPU = Spec("train_2gpu.yaml", ("micro_batch=2", "bucket_mb=null"))  # what two are compared with
 TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4",))
 TRAIN_REPLICATED = Spec("train_2gpu.yaml", ("parallel=replicate", "bucket_mb=null"))
 TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket_mb=100"))

@@ -197,3 +197,19 @@ def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(
     assert re.search(r"\| 1 GPU, 2,048 \|[^|]*\| \| not measured: `train_m7c.yaml` \|", text)
     text = filled(pages, stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
     assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("ranks=1", "resources.num_gpus=1", "micro_batch=2", "bucket_mb=null"),
+        ("parallel=replicate", "bucket_mb=null"),
+        ("batch=4", "micro_batch=2"),
+    ],
+)
+def test_two_gpus_are_those_of_the_report_alone(
+    pages: ModuleType, stored: Callable[..., str], settings: tuple[str, ...]
+) -> None:
+    """Trainings on one GPU, by another way than DDP or of another batch have the same file, but are another row's."""
+    text = filled(pages, stored(run_of("train_2gpu", 1, settings)))["training-speed.md"]
+    assert re.search(r"\| 2 GPUs by DDP, 2,048 \|.*\| not measured: `train_2gpu.yaml` \|", text)
