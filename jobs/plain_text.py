@@ -17,6 +17,7 @@ LINE = 1_000
 
 _VALUE = 500  # characters of a value in a message, and what is said of those left out
 _SAID = 50
+_ERROR = 200  # characters of an error's text
 _INTEGER_BITS = 1024
 
 # Controls but tab and newline (C0, delete, C1), separators of lines, marks that turn the direction of writing, halves
@@ -80,6 +81,12 @@ def printable(text: str) -> str:
 def in_a_line(text: object, most: int = LINE) -> str:
     """The text on one printable line, shortened."""
     return " ".join(printable(shortened(str(text), most)).split())
+
+
+def error_in_a_line(err: BaseException, most: int = _ERROR) -> str:
+    """An error's kind and its text on one printable line, shortened; of one without a text the kind."""
+    text = in_a_line(err, most)
+    return f"{type(err).__name__}: {text}" if text else type(err).__name__
 
 
 def for_page(text: object, most: int = LINE) -> str:

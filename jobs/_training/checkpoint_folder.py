@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import fsspec
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from jobs.plain_text import error_in_a_line
+
 MANIFEST = "complete.json"
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)")
@@ -148,7 +150,7 @@ class CheckpointFolder:
                     size += len(piece)
                     sign()
         except Exception as err:
-            return f"{name} cannot be read ({line_of(err)})"
+            return f"{name} cannot be read ({error_in_a_line(err)})"
         if size != manifest.files[name].size:
             return f"{name} has {size:,} bytes instead of {manifest.files[name].size:,}"
         return None if digest.hexdigest() == manifest.files[name].sha256 else f"{name} has another content (sha256)"
@@ -184,7 +186,9 @@ class CheckpointFolder:
             yield name, found if found is not None and found.name == name else None
 
     def _failed(self, err: Exception) -> CheckpointError:
-        return CheckpointError(f"checkpoints: {self.url}: cannot be read: {line_of(err)}; mend the artifact store")
+        return CheckpointError(
+            f"checkpoints: {self.url}: cannot be read: {error_in_a_line(err)}; mend the artifact store"
+        )
 
 
 def filesystem_options() -> dict[str, bool]:
@@ -197,9 +201,3 @@ def number_of(name: str) -> int:
     match = _FOLDER.fullmatch(name)
     assert match is not None
     return int(match[1])
-
-
-def line_of(err: BaseException) -> str:
-    """An error's kind and the first 200 characters of its text, on one line."""
-    text = " ".join(str(err).split())[:200]
-    return f"{type(err).__name__}: {text}" if text else type(err).__name__

@@ -22,7 +22,6 @@ from jobs._training.checkpoint_folder import (
     CheckpointError,
     CheckpointFolder,
     Manifest,
-    line_of,
     number_of,
 )
 from jobs._training.checkpoint_io import Reader, Writer
@@ -31,6 +30,7 @@ from jobs._training.rank_messages import CHECKPOINT
 from jobs._training.results import Run
 from jobs._training.state import TrainingState, generators, packed, set_generators, unpacked
 from jobs.measure.clock import synchronize
+from jobs.plain_text import error_in_a_line
 from jobs.point import Beat, reporter
 from jobs.quantities import Better, Quantity
 from jobs.spec import Strict
@@ -324,7 +324,7 @@ class Checkpoints:
         try:
             self._retain()
         except Exception as err:
-            self._beat.warn(f"checkpoints: old ones could not be removed: {line_of(err)}")
+            self._beat.warn(f"checkpoints: old ones could not be removed: {error_in_a_line(err)}")
 
     def _retain(self) -> None:
         """Remove what is older than the newest checkpoint and not to be kept."""
@@ -346,7 +346,7 @@ class Checkpoints:
         try:
             self._folder.remove(manifest.name)
         except Exception as second:
-            self._beat.warn(f"checkpoints: {manifest.name} could not be removed: {line_of(second)}")
+            self._beat.warn(f"checkpoints: {manifest.name} could not be removed: {error_in_a_line(second)}")
 
     def _tell(self, lines: list[str], text: str) -> None:
         lines.append(text)
@@ -357,5 +357,5 @@ class Checkpoints:
 def _cause(err: BaseException) -> str:
     """The first rank's error in one of DCP's, on one line."""
     if not isinstance(err, CheckpointException):
-        return line_of(err)
-    return next((line_of(wrapped[0]) for wrapped in err.failures.values()), line_of(err))
+        return error_in_a_line(err)
+    return next((error_in_a_line(wrapped[0]) for wrapped in err.failures.values()), error_in_a_line(err))

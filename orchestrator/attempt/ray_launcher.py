@@ -17,13 +17,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from textwrap import shorten
 from typing import Any, TypeVar
 
 from jobs._training.errors import noting_sigterm
 from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
 from jobs.measure.telemetry import Sample, summarise_samples
+from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
 from orchestrator.attempt import protocol
 from orchestrator.attempt.description import described
@@ -35,6 +35,7 @@ T = TypeVar("T")
 _POLL_S = 0.2
 _WAITING_S = 1.0
 _ANSWER_S = 15.0
+_REASON = 400  # characters
 _STARTS = 3  # tries to start the ranks; a node may go away meanwhile
 _LOG = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}  # what ranks print is kept as a file, all of it
 _TRAIN = {  # of Ray Train, read by this process and its controller
@@ -329,11 +330,11 @@ def _ended(error: Exception | None, found: _Found) -> Exception:
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, ControllerError):
-        return RuntimeError(f"Ray Train could not start the ranks: {_line(error.controller_failure)}")
+        return RuntimeError(f"Ray Train could not start the ranks: {_in_words(error.controller_failure)}")
     if not isinstance(error, WorkerGroupError):
-        return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _line(error)}")
+        return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
     died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
-    texts = {number: f"died on node {_host(found, number)}: {_line(err)}" for number, err in died.items()}
+    texts = {number: f"died on node {_host(found, number)}: {_in_words(err)}" for number, err in died.items()}
     memory = [number for number, err in died.items() if "running low on memory" in str(err)]
     return RanksEnded(texts, found.tails, memory)
 
@@ -342,7 +343,7 @@ def _host(found: _Found, number: int) -> str:
     return found.placed[number].host if number in found.placed else "unknown"
 
 
-def _line(err: BaseException) -> str:
-    """The first words of an exception's message, up to 400 characters, on one line."""
+def _in_words(err: BaseException) -> str:
+    """The message of an exception, shortened, on one line; without one its kind."""
     inner = getattr(err, "health_check_failure", err)  # Ray Train wraps the death of a worker
-    return shorten(str(inner), 400, placeholder=" ...") or type(inner).__name__
+    return in_a_line(inner, _REASON) or type(inner).__name__

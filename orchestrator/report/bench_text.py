@@ -51,10 +51,10 @@ def _operator(bench: Bench, of: str) -> Table:
     )
     times = ["forward ms", "fwd+bwd ms", "extra MiB", "× dense", "× peer", "MiB × peer"]
     columns = ["heads", "S", "batch", "NSA", *times, "dense ms", "best peer ms", "peer MiB"]
-    return Table(f"Operator{of}", note, columns, [_line(bench, *row) for row in bench.rows()])
+    return Table(f"Operator{of}", note, columns, [_cells(bench, *row) for row in bench.rows()])
 
 
-def _line(bench: Bench, place: Place, implementation: str) -> list[str]:
+def _cells(bench: Bench, place: Place, implementation: str) -> list[str]:
     passes = [place.of(FORWARD), place.of(BOTH)]
     times = [bench.value(at, implementation, TIME) for at in passes]
     states = [bench.states.get((at, implementation)) for at in passes]
