@@ -27,7 +27,7 @@ from jobs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.plain_text import shown
 from jobs.point import Machine, Point
 from jobs.validation import describe
-from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, TooLargeError, YamlError, read_yaml
+from jobs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_mapping, read_yaml
 
 __all__ = [
     "Deadlines",
@@ -196,18 +196,9 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            data = read_yaml(file.read(MOST_CHARACTERS + 1))
-    except OSError as err:
-        raise SpecError(f"spec: {_name(path)} cannot be read ({err.strerror}); give the path of a YAML file") from None
-    except RepeatedKeyError as err:
+        data = read_mapping(path, "spec", "kind: scaling")
+    except YamlError as err:
         raise SpecError(str(err)) from None
-    except TooLargeError as err:
-        raise SpecError(f"spec: {_name(path)} {err}") from None
-    except (YamlError, UnicodeDecodeError) as err:
-        raise SpecError(f"spec: {_name(path)} is not YAML ({err}); mend its syntax") from None
-    if not isinstance(data, dict):
-        raise SpecError(f"spec: {_name(path)} holds no mapping; start it with 'kind: scaling'")
     for item in overrides:
         _override(data, item)
     return parse_spec(data)
@@ -245,10 +236,6 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
             if entry.name in wanted:
                 files |= source_files(entry.module)
     return files
-
-
-def _name(path: Path) -> str:
-    return shown(str(path))
 
 
 def _override(data: dict[str, Any], item: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jobs.plain_text import in_a_line, shown
+from jobs.user_files import NotAFileError, open_regular
 
 MOST_VALUES = 100_000
 """Values of a document, those that an alias stands for counted each time."""
@@ -60,6 +63,35 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
+
+
+def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
+    """The mapping in the YAML file of a user.
+
+    Args:
+        field: the name of the file in messages: "spec".
+        beginning: how such a file begins, for one that holds no mapping.
+
+    Raises:
+        YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
+    """
+    name = shown(str(path))
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+            data = read_yaml(file.read(MOST_CHARACTERS + 1))
+    except NotAFileError:
+        raise YamlError(f"{field}: {name} is no file; give the path of a YAML file") from None
+    except OSError as err:
+        raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
+    except RepeatedKeyError:
+        raise
+    except TooLargeError as err:
+        raise YamlError(f"{field}: {name} {err}") from None
+    except (YamlError, UnicodeDecodeError) as err:
+        raise YamlError(f"{field}: {name} is not YAML ({err}); mend its syntax") from None
+    if not isinstance(data, dict):
+        raise YamlError(f"{field}: {name} holds no mapping; start it with {beginning!r}")
+    return data
 
 
 def read_yaml(text: str) -> Any:

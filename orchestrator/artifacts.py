@@ -11,7 +11,6 @@ import hashlib
 import io
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any, BinaryIO
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from jobs.plain_text import error_in_a_line
+from jobs.user_files import open_regular
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import UserError
 from orchestrator.records import STORED_BYTES, ArtifactData
@@ -199,7 +200,7 @@ class ArtifactStore:
             root, found = Path(self._root()).resolve(), Path(target).resolve()
             if not found.is_relative_to(root):
                 raise ArtifactError(f"{path}: lies outside the artifact store")
-            file = self._attempt(path, lambda: self._found(path, _open_regular, found))
+            file = self._attempt(path, lambda: self._found(path, lambda: open_regular(found, buffering=0)))
         with file:
             yield file
 
@@ -237,7 +238,7 @@ class ArtifactStore:
         except ArtifactError:
             raise
         except Exception as err:  # the packages of the schemes raise errors of their own
-            raise ArtifactError(f"{path}: the artifact store {self.url} failed: {_line(err)}") from None
+            raise ArtifactError(f"{path}: the artifact store {self.url} failed: {error_in_a_line(err)}") from None
 
 
 class _Reporting:
@@ -252,7 +253,9 @@ class _Reporting:
             while view:
                 view = view[self._file.write(view) :]
         except Exception as err:
-            raise ArtifactError(f"{self._path}: the artifact store {self._url} failed: {_line(err)}") from None
+            raise ArtifactError(
+                f"{self._path}: the artifact store {self._url} failed: {error_in_a_line(err)}"
+            ) from None
 
 
 def _abandon(file: Any) -> None:
@@ -274,39 +277,26 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, int]]:
         yield io.BytesIO(data), len(data)
         return
     try:
-        file = _open_regular(source.content)
+        file = open_regular(source.content, buffering=0)
     except (OSError, ValueError) as err:
-        raise ArtifactError(f"{_shown(source.name)}: its file cannot be read: {_line(err)}") from None
+        raise ArtifactError(f"{_shown(source.name)}: its file cannot be read: {error_in_a_line(err)}") from None
     with file:
         end = os.fstat(file.fileno()).st_size
         file.seek(source.start)
         yield file, min(end, end if source.stop is None else source.stop) - source.start
 
 
-def _open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading: a pipe or device would be read for ever."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError("is not a regular file")
-    return os.fdopen(fd, "rb", buffering=0)
-
-
 def _read(file: BinaryIO, size: int, name: str) -> bytes:
     try:
         return file.read(size)
     except OSError as err:
-        raise ArtifactError(f"{_shown(name)}: its file cannot be read: {_line(err)}") from None
+        raise ArtifactError(f"{_shown(name)}: its file cannot be read: {error_in_a_line(err)}") from None
 
 
 def _unreachable(url: str, err: Exception) -> ArtifactError:
-    return ArtifactError(f"the artifact store {url} cannot be reached: {_line(err)}; check NSA_ARTIFACT_STORE")
-
-
-def _line(err: Exception) -> str:
-    """An error's kind and the first 200 characters of its text, on one line."""
-    text = " ".join(str(err).split())[:200].encode(errors="backslashreplace").decode()
-    return f"{type(err).__name__}: {text}" if text else type(err).__name__
+    return ArtifactError(
+        f"the artifact store {url} cannot be reached: {error_in_a_line(err)}; check NSA_ARTIFACT_STORE"
+    )
 
 
 def _shown(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.plain_text import in_a_line
+from jobs.user_files import open_regular
 from orchestrator.errors import UserError
 from orchestrator.records import RECORD, PointRecord, Record
 
@@ -52,7 +53,7 @@ class Journal:
 
         Raises:
             JournalHeld: another process is writing it.
-            JournalError: the file cannot be written.
+            JournalError: the file cannot be written, or is none.
         """
         self.path = path
         try:
@@ -159,7 +160,7 @@ def owner(path: Path) -> str | None:
 def held(path: Path) -> bool:
     """Whether another process is writing the journal; it need not be writable here. Raises JournalError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -174,7 +175,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         if path.name.endswith(COMPRESSED):
             yield from _expanded(path)
             return
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield from file
     except (gzip.BadGzipFile, zlib.error, EOFError) as err:
         raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
@@ -184,7 +185,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _expanded(path: Path) -> Iterator[bytes]:
     left = EXPANDED_LIMIT
-    with gzip.open(path) as file:
+    with open_regular(path) as archive, gzip.open(archive) as file:
         while line := file.readline(left + 1):
             left -= len(line)
             if left < 0:
@@ -223,8 +224,12 @@ def _stranger(record: Record, run_id: str) -> str | None:
 
 
 def _whole(path: Path) -> int:
-    """The file's size in bytes up to the end of its last whole line."""
-    return path.read_bytes().rfind(b"\n") + 1
+    """The file's size in bytes up to the end of its last whole line. Raises JournalError."""
+    try:
+        with open_regular(path) as file:
+            return file.read().rfind(b"\n") + 1
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); move it away") from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from jobs._fields import Count
 from jobs.spec import SpecError, Strict
+from jobs.user_files import open_regular
 
 GPT2 = 50_257
 """Tokens of GPT-2's vocabulary, with the end of text."""
@@ -117,7 +118,8 @@ class DataSpec(Strict):
         """Tokens of a tokenizer as its files list them."""
         file = tokenizer_file(path)
         try:
-            content = json.loads(file.read_bytes())
+            with open_regular(file) as source:  # a pipe would be waited for
+                content = json.load(source)
             if file.name == "vocab.json":
                 return max(content.values()) + 1
             added = [token["id"] for token in content["added_tokens"]]

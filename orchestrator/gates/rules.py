@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import Field, StrictInt, ValidationError, model_validator
 from jobs.axes import AXES
 from jobs.training_plan import TrainingPlan
 from jobs.validation import describe
-from jobs.yaml_text import MOST_CHARACTERS, RepeatedKeyError, TooLargeError, YamlError, read_yaml
+from jobs.yaml_text import YamlError, read_mapping
 from orchestrator.errors import UserError
 from orchestrator.gates.filters import ANY, Strict, Where
 from orchestrator.gates.hardware import Hardware
@@ -280,22 +279,10 @@ def load_gates(path: Path | None = None) -> Gates:
         GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
             itself.
     """
-    path = path or DEFAULT_GATES
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise GatesError(f"gates: '{path}' is no file; give the path of a YAML file")
     try:
-        with path.open(encoding="utf-8") as file:
-            data = read_yaml(file.read(MOST_CHARACTERS + 1))
-    except OSError as err:
-        raise GatesError(f"gates: '{path}' cannot be read ({err.strerror}); give the path of a YAML file") from None
-    except RepeatedKeyError as err:
+        data = read_mapping(path or DEFAULT_GATES, "gates", "targets:")
+    except YamlError as err:
         raise GatesError(str(err)) from None
-    except TooLargeError as err:
-        raise GatesError(f"gates: '{path}' {err}") from None
-    except (YamlError, UnicodeDecodeError) as err:
-        raise GatesError(f"gates: '{path}' is not YAML ({err}); mend its syntax") from None
-    if not isinstance(data, dict):
-        raise GatesError(f"gates: '{path}' holds no mapping; start it with 'targets:'")
     try:
         return Gates.model_validate(data)
     except ValidationError as err:

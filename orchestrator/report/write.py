@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from jobs.plain_text import printable
 from jobs.quantities import Plot, Quantity
+from jobs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.report.content import Content, collect
 from orchestrator.report.text import to_html, to_markdown
@@ -52,10 +53,9 @@ def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]
     if suffix not in ("md", "html", "csv", "json"):
         raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if suffix == "md":
             return _write_markdown(store, run_ids, path)
-        path.write_text(report(store, run_ids, format=suffix), encoding="utf-8", newline="")
+        write_output(path, report(store, run_ids, format=suffix))
     except OSError as err:
         raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return [path]
@@ -66,9 +66,9 @@ def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Pa
     images = {}
     for quantity, chart in _charts(content).items():
         images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
-        images[quantity].write_bytes(_png(chart))
+        write_output(images[quantity], _png(chart))
     files = {quantity: quote(image.name) for quantity, image in images.items()}
-    path.write_text(to_markdown(content, files), encoding="utf-8")
+    write_output(path, to_markdown(content, files))
     return [path, *images.values()]
 
 

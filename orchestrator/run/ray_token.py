@@ -12,6 +12,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from jobs.user_files import open_regular
 from orchestrator.errors import UserError
 
 _MODE = "RAY_AUTH_MODE"
@@ -103,7 +104,7 @@ def _make(path: Path) -> None:
 def _keep_private(path: Path) -> None:
     """Check that a token can be used, and take it from other users' reach."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             there = os.fstat(file.fileno())
             empty = not file.read().strip()
             if there.st_uid == os.geteuid() and there.st_mode & 0o077:

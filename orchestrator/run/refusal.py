@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.kinds import kinds
-from jobs.yaml_text import MOST_CHARACTERS, YamlError, read_yaml
+from jobs.yaml_text import YamlError, read_mapping
 from orchestrator import provenance
 from orchestrator.errors import UserError
 from orchestrator.records import RunRecord
@@ -78,8 +78,6 @@ def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | 
 def _read(spec: Path) -> dict[str, Any]:
     """The content of a spec's file as far as it can be read, not validated."""
     try:
-        with spec.open(encoding="utf-8") as file:
-            data = read_yaml(file.read(MOST_CHARACTERS + 1))
-    except (OSError, YamlError, ValueError):
+        return read_mapping(spec, "spec", "kind: scaling")
+    except YamlError:
         return {}
-    return data if isinstance(data, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from jobs.plain_text import csv_cell
+from jobs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.store import queries
 from orchestrator.store.store import Store
@@ -45,8 +46,7 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
         raise ExportError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
     text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
+        write_output(path, text)
     except OSError as err:
         raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return ExportSummary(path, len(run_ids), len(queries.states(store, run_ids=run_ids)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_one_writer_at_a_time(path: Path) -> None:
     with Journal(path) as book:
         book.append([note("a")])
     assert messages(path) == ["a"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["journal.jsonl", "journal.jsonl.gz"])
+def test_a_pipe_in_place_of_a_journal_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for use in (messages, journal.held, journal.owner, Journal):
+        with pytest.raises(JournalError):
+            use(tmp_path / name)
 
 
 def test_a_missing_journal_is_a_users_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -253,3 +254,12 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
 def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
     with pytest.raises(ReportError, match=message):
         call(sqlite_store)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", ["md", "csv", "json", "html"])
+def test_a_report_to_a_pipe_that_nobody_reads_is_refused(sqlite_store: Store, sweep, tmp_path: Path, suffix: str):
+    sqlite_store.apply_many(sweep())
+    os.mkfifo(path := tmp_path / f"x.{suffix}")
+    with pytest.raises(ReportError, match=r"cannot be written \(is a pipe that nobody reads\); choose another place$"):
+        write_report(sqlite_store, [RUN], path)

@@ -1,0 +1,46 @@
+"""Files that a user names, opened without waiting: a pipe may have nobody at its other end, a device no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+class NotAFileError(OSError):
+    """There is something else than a regular file: a folder, a pipe, a device."""
+
+
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """A regular file, open for reading. Raises OSError; NotAFileError for anything else."""
+    fd = _opened(path, os.O_RDONLY)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.fdopen(fd, "rb", buffering=buffering)
+    os.close(fd)
+    raise NotAFileError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write a file, or to a device or a pipe with a reader; its folder is made. Text is UTF-8, its newlines as given.
+
+    Raises OSError: it cannot be written, or is a pipe that nobody reads.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except OSError as err:
+        if err.errno == errno.ENXIO:
+            raise OSError(err.errno, "is a pipe that nobody reads", str(path)) from None
+        raise
+    os.set_blocking(fd, True)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def _opened(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except ValueError:  # of a NUL
+        raise OSError(errno.EINVAL, "is no file's name", str(path)) from None
