@@ -8,7 +8,7 @@ RUN    := $(VENV)/.run
 DEV    := $(VENV)/.dev
 
 # The environment or a .env, where `nsa` looks too, must not lead a job elsewhere than the commands below look.
-in_env = $(shell sed -nE 's/^(export +)?$1 *= *["'"'"']?([^"'"'"' \#]*).*/\2/p' .env 2>/dev/null | tail -n 1)
+in_env = $(shell test -f .env && sed -nE 's/^(export +)?$1 *= *["'"'"']?([^"'"'"' \#]*).*/\2/p' .env 2>/dev/null | tail -n 1)
 RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),$(call in_env,NSA_RAY_DASHBOARD),http://127.0.0.1:8265)
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8501)
 

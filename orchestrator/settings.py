@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from jobs.validation import split
-from orchestrator import artifact_url
+from orchestrator import artifact_url, env_lines
 from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 
@@ -222,13 +222,13 @@ def _absolute(path: Path) -> Path:
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     try:
-        return Settings(_env_file=env_file())  # pyright: ignore[reportCallIssue] - BaseSettings has it
+        # a folder of that name is a virtual environment
+        return Settings(_env_file=file)  # pyright: ignore[reportCallIssue] - BaseSettings has it
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
-    except UnicodeDecodeError:
-        raise SettingsError(f".env: '{env_file()}': is not UTF-8; save it as UTF-8 text") from None
-    except PermissionError:
-        raise SettingsError(f".env: '{env_file()}': cannot be read; make it readable") from None
+    file = env_file()
+    if file is not None and (wrong := env_lines.mistakes(file)):
+        raise SettingsError("\n".join(wrong))
 
 
 def _mistake(error: ErrorDetails) -> str:

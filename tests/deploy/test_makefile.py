@@ -57,6 +57,15 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_an_env_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    os.mkfifo(tmp_path / ".env")
+    command = ["make", "--dry-run", "demo", "RUN="]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
+    assert "job submit --address http" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_ten_thousand_cases_of_bad_input_are_a_target() -> None:
     """The properties of the file, each with the examples of the profile."""
     command = ["make", "--dry-run", "test-thorough", "DEV="]

@@ -52,10 +52,11 @@ def test_the_sort_of_place_is_told_by_what_lies_beside_the_packages(
 )
 def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str, expected: list) -> None:
     root = tmp_path / sources
-    ours = ("__init__.py", "database_url.py", "errors.py", "settings.py")
+    ours = ("__init__.py", "database_url.py", "env_lines.py", "errors.py", "settings.py")
     for part in (
         "jobs/__init__.py",
         "jobs/plain_text.py",
+        "jobs/user_files.py",
         "jobs/validation.py",
         *(f"orchestrator/{name}" for name in ours),
     ):
