@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -62,39 +64,67 @@ def import_file(store: Store, path: Path) -> ImportSummary:
     raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
+@dataclass
+class _Contents:
+    """What a journal holds, counted; its records themselves would take ten times its size in memory."""
+
+    records: int = 0
+    points: set[str] = field(default_factory=set)
+    metrics: int = 0
+    first: dict[str, RunRecord] = field(default_factory=dict)  # beginning of each run
+    begun: dict[str, set[datetime]] = field(default_factory=dict)  # times of all of them
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> _Contents:
+        found = cls()
+        for record in records:
+            found.records += 1
+            match record:
+                case RunRecord():
+                    found.first.setdefault(record.run_id, record)
+                    found.begun.setdefault(record.run_id, set()).add(record.at)
+                case PointRecord():
+                    found.points.add(record.point_id)
+                case OutcomeRecord():
+                    found.metrics += len(record.metrics)
+        return found
+
+
 def _import_journal(store: Store, path: Path) -> ImportSummary:
-    records = list(journal.read(path))
-    if not records:
+    found = _Contents.of(journal.read(path))
+    if not found.records:
         raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
-    store_journal(store, path, records)
+    _store_records(store, path, found, islice(journal.read(path), found.records))  # a run may write on
     return ImportSummary(
         path=path,
-        origin=" and ".join(sorted({first.origin.value for first in _beginnings(records)})) or Origin.MEASURED,
-        run_ids=tuple(first.run_id for first in _beginnings(records)),
-        points=len({record.point_id for record in records if isinstance(record, PointRecord)}),
-        metrics=sum(len(record.metrics) for record in records if isinstance(record, OutcomeRecord)),
+        origin=" and ".join(sorted({first.origin.value for first in found.first.values()})) or Origin.MEASURED,
+        run_ids=tuple(found.first),
+        points=len(found.points),
+        metrics=found.metrics,
         unchanged=False,
     )
 
 
-def store_journal(store: Store, path: Path, records: list[Record]) -> None:
+def store_journal(store: Store, path: Path, records: Sequence[Record]) -> None:
     """Store the records of the journal at `path`, all or none; stored ones change nothing.
 
     Raises:
         ImportFileError: the database has another run of the same id.
         StoreError: the database refuses the records. StoreUnavailable: it cannot be reached.
     """
-    begun = [record for record in records if isinstance(record, RunRecord)]
+    _store_records(store, path, _Contents.of(records), records)
+
+
+def _store_records(store: Store, path: Path, found: _Contents, records: Iterable[Record]) -> None:
     with store.session(writes=True) as session:
-        for first in _beginnings(records):
-            stored = session.get(Run, first.run_id)
-            if stored is not None and not _same_run(stored, [r for r in begun if r.run_id == first.run_id]):
+        for run_id, first in found.first.items():
+            stored = session.get(Run, run_id)
+            if stored is not None and not _same_run(stored, first, found.begun[run_id]):
                 raise ImportFileError(
-                    f"file: '{path}' is of another run than the {first.run_id!r} in {store.name}, "
+                    f"file: '{path}' is of another run than the {run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
-        for record in numbered(records):
-            writer.apply(session, record)
+        writer.apply_all(session, numbered(records))
 
 
 def numbered(records: Iterable[Record]) -> Iterator[Record]:
@@ -109,23 +139,13 @@ def numbered(records: Iterable[Record]) -> Iterator[Record]:
             yield record
 
 
-def _beginnings(records: list[Record]) -> list[RunRecord]:
-    """The first beginning of each run."""
-    found: dict[str, RunRecord] = {}
-    for record in records:
-        if isinstance(record, RunRecord):
-            found.setdefault(record.run_id, record)
-    return list(found.values())
-
-
-def _same_run(stored: Run, begun: Sequence[RunRecord]) -> bool:
+def _same_run(stored: Run, first: RunRecord, begun: Set[datetime]) -> bool:
     """Whether a journal's beginnings can be of the stored run; the first is a resumption where earlier lines are lost.
 
     Of a resumption on a host whose clock was behind, `created_at` may be the time: 0.1.0 took the earliest.
     """
-    first = begun[0]
     same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
-    return same and (first.resumed > 0 or any(each.at == stored.created_at for each in begun))
+    return same and (first.resumed > 0 or stored.created_at in begun)
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:

@@ -88,8 +88,7 @@ class Store:
     def apply_many(self, records: Iterable[Record]) -> None:
         """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            for record in records:
-                writer.apply(session, record)
+            writer.apply_all(session, records)
 
     def apply_each(self, records: Iterable[Record]) -> list[tuple[Record, str]]:
         """Store journal records in one transaction, without those that are refused.

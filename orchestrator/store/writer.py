@@ -6,9 +6,10 @@ then its time are compared with the stored ones, as clocks step back and differ 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import groupby, islice
 from typing import Any
 
 from sqlalchemy import delete, insert, select, update
@@ -48,6 +49,7 @@ from orchestrator.store.models import (
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _MOST = (1 << 63) - 1
+_BATCH = 500  # events
 _RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
 _RUN_ENDED = 2
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
@@ -70,10 +72,21 @@ def apply(session: Session, record: Record) -> None:
         case SeriesRecord():
             _series(session, record)
         case EventRecord():
-            _event(session, record)
+            _events(session, [record])
         case RunEndRecord():
             _run_end(session, record)
     session.flush()
+
+
+def apply_all(session: Session, records: Iterable[Record]) -> None:
+    """Write records in their order, events that follow each other at once. Raises as `apply`."""
+    for are_events, some in groupby(records, lambda record: isinstance(record, EventRecord)):
+        if are_events:
+            while batch := [record for record in islice(some, _BATCH) if isinstance(record, EventRecord)]:
+                _events(session, batch)
+        else:
+            for record in some:
+                apply(session, record)
 
 
 def beat(
@@ -197,14 +210,15 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
         session.execute(insert(Metric), rows.metrics(record))
 
 
-def _event(session: Session, record: EventRecord) -> None:
-    if session.get(Run, record.run_id) is None:
-        raise _unknown("run", record.run_id)
-    if record.point_id is not None:
-        if (point := session.get(Point, record.point_id)) is None:
-            raise _unknown("point", record.point_id)
-        _of_run(point, record.run_id)
-    insert_new(session, Event, [rows.event(record)])
+def _events(session: Session, records: Sequence[EventRecord]) -> None:
+    for run_id, point_id in {(record.run_id, record.point_id) for record in records}:
+        if session.get(Run, run_id) is None:
+            raise _unknown("run", run_id)
+        if point_id is not None:
+            if (point := session.get(Point, point_id)) is None:
+                raise _unknown("point", point_id)
+            _of_run(point, run_id)
+    insert_new(session, Event, [rows.event(record) for record in records])
 
 
 def _artifacts(session: Session, record: OutcomeRecord) -> None:

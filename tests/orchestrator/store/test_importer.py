@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from statements import counted
 
 import orchestrator
 from orchestrator import journal
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, Record
+from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord, Record
 from orchestrator.states import PointState
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
@@ -354,3 +355,53 @@ def test_a_wrong_file_is_named_in_one_line(sqlite_store: Store, tmp_path: Path, 
 def test_export_refuses_other_suffixes(sqlite_store: Store, tmp_path: Path):
     with pytest.raises(UserError, match=r"neither \.csv nor \.json"):
         export(sqlite_store, tmp_path / "x.xlsx", [])
+
+
+def events_of(first: Record, count: int) -> list[Record]:
+    return [EventRecord(run_id=first.run_id, message=f"event {number}") for number in range(count)]
+
+
+def write_compressed(path: Path, records: list[Record]) -> None:
+    with gzip.open(path, "wb") as file:
+        file.writelines(RECORD.dump_json(record) + b"\n" for record in records)
+
+
+def test_a_journal_of_many_events_is_stored_with_few_statements_and_little_memory(store: Store, sweep, tmp_path: Path):
+    records = sweep()
+    path, few = tmp_path / "many.jsonl.gz", [*records[:-1], *events_of(records[0], 1_000), records[-1]]
+    write_compressed(path, few)
+    import_file(store, path)  # what is imported and kept once
+    write_compressed(path, [*few, *events_of(records[0], 20_000)])
+    tracemalloc.start()
+    try:
+        with counted(store.engine) as statements:
+            import_file(store, path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20  # the records themselves would be over 20 MiB
+    finally:
+        tracemalloc.stop()
+    assert len(statements) < 1_000  # a point's are the same as before; 20,000 events have two for each 500
+    assert len(queries.events(store, records[0].run_id)) > 21_000
+
+
+@pytest.mark.parametrize("point", ["0", "99"], ids=["known", "unknown"])
+def test_events_stored_at_once_are_checked_each(store: Store, sweep, tmp_path: Path, point: str):
+    records = sweep()
+    events = events_of(records[0], 700)
+    events[650] = EventRecord(run_id=RUN, point_id=f"{RUN}/{point}", message="of a point")
+    write_compressed(tmp_path / "x.jsonl.gz", [*records, *events, *events[:10]])
+    if point == "99":
+        with pytest.raises(UserError, match=r"point: '.*/99' is not in the database"):
+            import_file(store, tmp_path / "x.jsonl.gz")
+        assert queries.counts(store)["runs"] == 0
+        return
+    import_file(store, tmp_path / "x.jsonl.gz")
+    messages = queries.events(store, RUN).message.tolist()
+    assert sum(message.startswith("event ") for message in messages) == 699
+    assert messages.count("of a point") == 1
+
+
+@pytest.mark.timeout(20)
+def test_an_export_to_a_pipe_that_nobody_reads_is_refused(sqlite_store: Store, tmp_path: Path):
+    os.mkfifo(tmp_path / "x.csv")
+    with pytest.raises(UserError, match=r"x\.csv' cannot be written \(is a pipe that nobody reads\); choose another"):
+        export(sqlite_store, tmp_path / "x.csv", [])
