@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from orchestrator import terminal
-from orchestrator.cli import deciding
-from orchestrator.cli.usage import Commands, Format, Overrides, Run, Runs
+from orchestrator.cli import deciding, results
+from orchestrator.cli.usage import Commands, Overrides, Run
 from orchestrator.errors import UserError
-from orchestrator.settings import Settings, example_spec, load_settings
+from orchestrator.settings import example_spec, load_settings
 from orchestrator.states import Origin, RunState
-from orchestrator.terminal import say, warn
-
-if TYPE_CHECKING:
-    from orchestrator.store import Store
+from orchestrator.terminal import say
 
 app = typer.Typer(
     name="nsa",
@@ -103,6 +100,7 @@ def down() -> None:
 def status() -> None:
     """Services, and the runs that have not ended."""
     from orchestrator.cli import console, services
+    from orchestrator.cli.lookup import open_store
     from orchestrator.store import queries
 
     settings = load_settings()
@@ -110,7 +108,7 @@ def status() -> None:
     if settings.no_database_yet:
         say(f"no results yet: {settings.database} does not exist")
         return
-    with _store(settings) as store:
+    with open_store(settings) as store:
         console.runs(queries.runs(store, state="running"), title="Running")
         if len(waiting := queries.runs(store, state="pending")):
             console.runs(waiting, title="Waiting for room in the cluster")
@@ -127,7 +125,7 @@ def submit(
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
-    from orchestrator.cli.lookup import find_run
+    from orchestrator.cli.lookup import find_run, open_store
     from orchestrator.cli.packaged import check_spec_exists
     from orchestrator.run import driver
 
@@ -138,7 +136,7 @@ def submit(
         raise UserError("--retry-failed: has no effect without --resume; name a run")
     again = ["--retry-failed"] if retry_failed else []
     if resume is not None:
-        with _store(settings) as store:
+        with open_store(settings) as store:
             again = ["--resume", find_run(store, resume), *again]
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *again]))
@@ -160,9 +158,10 @@ def runs(
 ) -> None:
     """List runs, newest first."""
     from orchestrator.cli import console
+    from orchestrator.cli.lookup import open_store
     from orchestrator.store import queries
 
-    with _store() as store:
+    with open_store() as store:
         console.runs(queries.runs(store, kind=kind, state=state, origin=origin, limit=limit), title="Runs")
 
 
@@ -170,10 +169,10 @@ def runs(
 def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
     """A run with its points, or one point with its metrics."""
     from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_point, find_run
+    from orchestrator.cli.lookup import find_point, find_run, open_store
     from orchestrator.store import queries
 
-    with _store() as store:
+    with open_store() as store:
         run_id = find_run(store, run)
         if point is None:
             console.run(queries.run(store, run_id), queries.points(store, run_id), queries.events(store, run_id))
@@ -191,11 +190,11 @@ def logs(
 ) -> None:
     """The log of a run's Ray job, or the text artifacts of one point."""
     from orchestrator.cli import console, submission
-    from orchestrator.cli.lookup import find_point, find_run, submission_of
+    from orchestrator.cli.lookup import find_point, find_run, open_store, submission_of
     from orchestrator.store import queries
 
     settings = load_settings()
-    with _store(settings) as store:
+    with open_store(settings) as store:
         run_id = find_run(store, run)
         if point is not None:
             console.artifacts(queries.artifacts(store, find_point(store, run_id, point)["point_id"]))
@@ -206,44 +205,17 @@ def logs(
         say(text, end="")
 
 
-@app.command()
-def artifacts(
-    run: Run,
-    point: Annotated[int | None, typer.Option(help="index of one point; default: all")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
-) -> None:
-    """List the files of a run's points; with --out copy them from the artifact store, verified."""
-    from orchestrator.artifacts import kept_in
-    from orchestrator.cli import console, fetching
-    from orchestrator.cli.lookup import find_point, find_run
-    from orchestrator.store import queries
-
-    settings = load_settings()
-    with _store(settings) as store:
-        run_id = find_run(store, run)
-        if point is not None:
-            find_point(store, run_id, point)
-        files = fetching.files(store, run_id, point)
-        run_row = queries.run(store, run_id) or {}
-    console.files(files)
-    if out is None:
-        return
-    problems = fetching.fetch(settings.artifact_store_url, files, out)
-    where = f"{kept_in(run_row)} (host {run_row.get('host') or 'unknown'})"
-    for problem in problems:
-        warn(f"error: {problem}; the run kept its files in {where}")
-    say(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
-    raise typer.Exit(1 if problems else 0)
+app.command()(results.artifacts)
 
 
 @app.command()
 def cancel(run: Run) -> None:
     """Stop a run: its remaining points end as cancelled."""
     from orchestrator.cli.cancel import cancel_run
-    from orchestrator.cli.lookup import find_run
+    from orchestrator.cli.lookup import find_run, open_store
 
     settings = load_settings()
-    with _store(settings, readonly=False) as store:
+    with open_store(settings, readonly=False) as store:
         say(cancel_run(settings, store, find_run(store, run)))
 
 
@@ -264,88 +236,16 @@ def diagnose(
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
         say(attaching.this_host())
         return
-    from orchestrator.cli.lookup import find_run
+    from orchestrator.cli.lookup import find_run, open_store
 
-    with _store() as store:
+    with open_store() as store:
         for text in attaching.attach(store, find_run(store, attach), point, seconds):
             say(text)
 
 
-@app.command()
-def report(
-    runs: Runs = None,
-    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
-    out: Annotated[
-        Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
-    ] = None,
-) -> None:
-    """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
-    from orchestrator import report as reports
-    from orchestrator.cli.lookup import find_runs
-
-    with _store() as store:
-        run_ids = find_runs(store, runs)
-        if out is None:
-            say(reports.report(store, run_ids, format=format.value))
-        else:
-            reports.write_report(store, run_ids, out)
-            say(f"wrote {out}")
-
-
+app.command()(results.report)
 for decision in (deciding.gate, deciding.plan, deciding.resolve):
     app.command()(decision)
-
-
-@app.command("import")
-def import_(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE", help="journal (.jsonl, .jsonl.gz), or CSV of reported results"),
-    ] = None,
-    reference: Annotated[
-        bool,
-        typer.Option(
-            "--reference", help="what comes with this package: our own GPU runs, and figures that others report"
-        ),
-    ] = False,
-) -> None:
-    """Store journals of runs made elsewhere, or results that others report."""
-    from orchestrator.cli.packaged import reference_data
-    from orchestrator.store import importer
-
-    paths = [*(files or ()), *(reference_data() if reference else ())]
-    if not paths:
-        raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
-    with _store(create=True, readonly=False) as store:
-        for path in paths:
-            say(importer.import_file(store, path))
-
-
-@app.command()
-def export(
-    out: Annotated[Path, typer.Option(help="file to write: .csv or .json")],
-    runs: Runs = None,
-) -> None:
-    """Write the stored results of runs, one row a metric."""
-    from orchestrator.cli.lookup import find_runs
-    from orchestrator.store import exporter
-
-    with _store() as store:
-        say(exporter.export(store, out, find_runs(store, runs)))
-
-
-@db.command("upgrade")
-def db_upgrade() -> None:
-    """Create the database's tables and views, or bring them up to date."""
-    from orchestrator.database_url import hide_password
-    from orchestrator.store import upgrade
-
-    settings = load_settings()
-    upgrade(settings.database)
-    say(f"{hide_password(settings.database)} is up to date")
-
-
-def _store(settings: Settings | None = None, *, create: bool = False, readonly: bool = True) -> Store:
-    from orchestrator.store import Store
-
-    return Store.open((settings or load_settings()).database, create=create, readonly=readonly)
+app.command("import")(results.import_)
+app.command()(results.export)
+db.command("upgrade")(results.upgrade_database)

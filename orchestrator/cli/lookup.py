@@ -1,4 +1,4 @@
-"""Finds the run or point that a user names."""
+"""Opens the database of the settings, and finds the run or point that a user names there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 from jobs.plain_text import shown
 from orchestrator.errors import UserError
-from orchestrator.settings import example_spec
+from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 
 class LookupFailedError(UserError):
     """No such run or point, or more than one."""
+
+
+def open_store(settings: Settings | None = None, *, create: bool = False, readonly: bool = True) -> Store:
+    """The database of the settings (None: those of this process), as `Store.open` opens it."""
+    return Store.open((settings or load_settings()).database, create=create, readonly=readonly)
 
 
 def find_run(store: Store, text: str) -> str:
