@@ -200,6 +200,14 @@ class Settings(BaseSettings):
         return self.artifact_store or f"file://{self.artifacts_dir.absolute()}"
 
 
+def check_current_folder() -> None:
+    """Raise SettingsError if the current folder was deleted: PyTorch's math library would end the process there."""
+    try:
+        Path.cwd()
+    except OSError as err:
+        raise SettingsError(f"current folder: cannot be used ({err.strerror}); change to another (cd)") from None
+
+
 def _encodes(text: str) -> bool:
     try:
         text.encode()
@@ -221,14 +229,14 @@ def _absolute(path: Path) -> Path:
 
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
+    file = env_file()
+    if file is not None and (wrong := env_lines.mistakes(file)):
+        raise SettingsError("\n".join(wrong))
     try:
         # a folder of that name is a virtual environment
         return Settings(_env_file=file)  # pyright: ignore[reportCallIssue] - BaseSettings has it
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
-    file = env_file()
-    if file is not None and (wrong := env_lines.mistakes(file)):
-        raise SettingsError("\n".join(wrong))
 
 
 def _mistake(error: ErrorDetails) -> str:

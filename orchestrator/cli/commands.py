@@ -12,7 +12,7 @@ from orchestrator import terminal
 from orchestrator.cli import deciding, results
 from orchestrator.cli.usage import Commands, Overrides, Run
 from orchestrator.errors import UserError
-from orchestrator.settings import example_spec, load_settings
+from orchestrator.settings import check_current_folder, example_spec, load_settings
 from orchestrator.states import Origin, RunState
 from orchestrator.terminal import say
 
@@ -65,6 +65,7 @@ def doctor() -> None:
     from orchestrator.cli.doctor import Health
 
     settings = load_settings()
+    check_current_folder()
     console.settings(doctor.setting_rows(settings))
     found = doctor.findings(settings)
     console.findings(found)
@@ -81,6 +82,7 @@ def up(
     from orchestrator.store import upgrade
 
     settings = load_settings()
+    check_current_folder()
     upgrade(settings.database)
     rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
     console.services(rows)
@@ -230,6 +232,7 @@ def diagnose(
     """Memory by phase, routes, topology and warnings of a live run, without disturbing it; or of this host."""
     from orchestrator.cli import attaching
 
+    check_current_folder()
     attaching.give_way()
     if attach is None:
         if point is not None:

@@ -12,7 +12,7 @@ from orchestrator.errors import UserError
 from orchestrator.gates.rules import READY_SPECS, Gates, GatesError
 from orchestrator.gates.steps import Step
 from orchestrator.run import driver
-from orchestrator.settings import Settings
+from orchestrator.settings import Settings, check_current_folder
 from orchestrator.terminal import say
 
 _ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names a node's cards
@@ -54,7 +54,11 @@ def run(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> 
 
 
 def check_commands(rules: Gates) -> None:
-    """Raise GatesError if the spec of a rule's command refuses the values that the rule sets in it."""
+    """Raise GatesError if the spec of a rule's command refuses the values that the rule sets in it.
+
+    SettingsError: the current folder was deleted.
+    """
+    check_current_folder()
     for target in rules.targets:
         for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
             if measure.spec is None:

@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(argv: Sequence[str]) -> None:
     """Validate arguments as `main` would before it contacts anything. Raises UserError, SpecError, StoreError."""
-    from jobs.measure.machine import probe
-
     order = read_order(argv)
+    from jobs.measure.machine import probe  # PyTorch, for which there must be a current folder
+
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
         _points(order.spec, dict.fromkeys(order.spec.python, probe("cpu")))
 

@@ -19,7 +19,7 @@ from orchestrator.gates.rules import load_gates
 from orchestrator.messages import GRACE_S, Conditions
 from orchestrator.records import RunRecord
 from orchestrator.run import plan, resume
-from orchestrator.settings import Settings, load_settings
+from orchestrator.settings import Settings, check_current_folder, load_settings
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
         UserError: one line for each mistake: field, value, fix. All mistakes are found at once.
     """
     args = parse_arguments(argv)
+    check_current_folder()
     mistakes: list[str] = []
 
     @contextmanager
