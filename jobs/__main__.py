@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.run.aside import leave
-from orchestrator.run.driver import CANCELLED, main
+from orchestrator.interruption import AtOnce, end_at_once
 
 if __name__ == "__main__":
+    with AtOnce():
+        from orchestrator.run.aside import leave
+        from orchestrator.run.driver import CANCELLED, main
     code = main(sys.argv[1:])
+    end_at_once()
     leave(code, at_once=code == CANCELLED and "ray" in sys.modules)
