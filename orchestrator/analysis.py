@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
@@ -23,7 +23,7 @@ from orchestrator.local_slopes import LocalSlope, local_slopes
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
-_INTERVAL = float(stats.norm.ppf(0.975))  # standard errors from the middle to the end of a 95 % interval
+_INTERVAL = float(special.ndtri(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:

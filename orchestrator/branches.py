@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import optimize
 
 from orchestrator.analysis import series_columns, series_of
 from orchestrator.growth import HOLDS, MIN_LENGTHS, Growth, fit_growth
@@ -302,6 +301,8 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
     times = np.array([one.per_sequence([Branch.SHARED]) for one in shares]) / lengths
     if len(shares) < MIN_LENGTHS or min(times) <= 0:
         return shares
+    from scipy import optimize  # takes long to import, and most runs have no shared stages
+
     terms = np.stack([1 / times, lengths / times], axis=1)
     (constant, slope), _ = optimize.nnls(terms, np.ones(len(times)))
     if np.abs(terms @ (constant, slope) - 1).max() > _SPLIT_HOLDS:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from orchestrator.growth import LEAST_NOISE, checked, distinct_lengths, noise_of
 
@@ -93,7 +93,7 @@ def _slope(points: Sequence[_Mean]) -> LocalSlope:
     y, weights = np.array([point.log for point in points]), np.array([point.error for point in points]) ** -2.0
     away = x - np.average(x, weights=weights)
     squares = float(weights @ away**2)
-    error = float(stats.norm.ppf(0.975)) / math.sqrt(squares)
+    error = float(special.ndtri(0.975)) / math.sqrt(squares)
     return LocalSlope(points[0].length, points[-1].length, float(weights * away @ y) / squares, error)
 
 
