@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jobs import train
-from jobs._training.checkpoints import CheckpointSpec
+from jobs._training.checkpoint_report import CheckpointSpec
 from jobs._training.errors import Suspended, noting_sigterm
 from jobs._training.launch import run_ranks
 from jobs._training.layout import Layout

@@ -19,7 +19,7 @@ from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import model_axes
-from jobs._training.checkpoints import CheckpointSpec
+from jobs._training.checkpoint_report import CheckpointSpec
 from jobs._training.errors import noting_sigterm
 from jobs._training.estimate import estimate, implementation
 from jobs._training.launch import run_ranks

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from jobs._diagnosis.rank_state import Notes
 from jobs._live import TRAINING_MEMORY, LiveTraining, memory_mib
 from jobs._training.ahead import in_order, on_its_way
 from jobs._training.checkpoint_folder import CheckpointError
-from jobs._training.checkpoints import Checkpoints
 from jobs._training.errors import Diverged, Stopped, Suspended
 from jobs._training.layout import Layout
 from jobs._training.optimizer import OptimizerSpec, learning_rate, new_optimizer
@@ -37,6 +36,9 @@ from jobs.quantities import Better, Quantity, Role
 from nsa_core import NSAConfig
 from nsa_core.loss import IGNORED
 from nsa_core.model import ModelConfig, NSATransformer
+
+if TYPE_CHECKING:
+    from jobs._training.checkpoints import Checkpoints
 
 HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
 RANK_COMPUTE_TIME = Quantity("rank_compute_time", "ms", "Own compute time of a step by rank", better=Better.LOWER)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs._data.spec import DataSpec
 from jobs._live import LOSS, SERIES
-from jobs._training.checkpoints import (
+from jobs._training.checkpoint_report import (
     CHECKPOINT_FAILURES,
     CHECKPOINT_SIZE,
     CHECKPOINT_TIME,

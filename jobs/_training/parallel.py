@@ -5,17 +5,16 @@ All begin to average gradients over the ranks while the backward pass of a step'
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs._training.compute_clock import ComputeClock
@@ -24,6 +23,9 @@ from jobs._training.layout import Layout
 from jobs._training.replica import Replica
 from jobs.measure.memory import graph_memory, tensor_bytes
 from nsa_core.model import NSATransformer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ParallelModel:
@@ -53,6 +55,7 @@ class ParallelModel:
         self._device, self._cuda_graphs = device, cuda_graphs
         self._ddp: DistributedDataParallel | None = None
         self._replica: Replica | None = None
+        self._sharded: Any = None  # the model under FSDP2
         if layout.ranks > 1 and layout.parallel == "fsdp":
             self._shard(device, compiled)
             self.loss_of: Callable[..., Tensor] = model
@@ -89,8 +92,8 @@ class ParallelModel:
             return self._ddp.no_sync()
         if self._replica is not None and last:
             return self._replica.averaged()
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+        if self._sharded is not None:
+            self._sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
@@ -125,6 +128,8 @@ class ParallelModel:
 
     def _shard(self, device: torch.device, compiled: bool) -> None:
         """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second of the processor to import
+
         mesh = init_device_mesh(device.type, (self.layout.ranks,))
         compressed = self.layout.gradient_compression == "bf16"
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if compressed else None, cast_forward_inputs=False)
@@ -132,18 +137,23 @@ class ParallelModel:
             if compiled:  # gathering a block's weights is outside of its graph
                 block.compile(fullgraph=True, dynamic=False)
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def clip_gradients(model: nn.Module, highest: float) -> Tensor:
     """Scale the gradients so that the norm of all of them, over all ranks, is at most `highest`; returns the norm."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), highest)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if _is_sharded(norm) else norm
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    found = sys.modules.get("torch.distributed.tensor")  # without it nothing is sharded; `_shard` imports it
+    return found is not None and isinstance(tensor, found.DTensor)
 
 
 def _averaging(state, bucket):  # DDP refuses annotations that are texts

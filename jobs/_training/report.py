@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ from jobs._data.token_corpus import load_tokens
 from jobs._diagnosis.rank_state import BOOT, LOADER, NOW, Notes, RankState
 from jobs._fields import torch_dtype
 from jobs._training.checkpoint_folder import CheckpointError
-from jobs._training.checkpoints import CheckpointReport, Checkpoints, CheckpointSpec
+from jobs._training.checkpoint_report import CheckpointReport, CheckpointSpec
 from jobs._training.estimate import implementation
 from jobs._training.exchange import Exchange
 from jobs._training.layout import Layout
@@ -37,6 +37,9 @@ from jobs.measure.topology import Topology, topology
 from jobs.point import Beat, Metric, reporter
 from jobs.quantities import GPU_UTILIZATION
 from nsa_core.model import ModelConfig
+
+if TYPE_CHECKING:
+    from jobs._training.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ def new_checkpoints(
     if there.checkpoints is None:
         raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
     spec, exchange = CheckpointSpec.model_validate(section), Exchange(rank, Layout.from_config(config).ranks)
+    from jobs._training.checkpoints import Checkpoints  # PyTorch's are long to import: a second of the processor
+
     text = hashlib.sha256(json.dumps(corpus.about(), sort_keys=True).encode()).hexdigest()
     found = Checkpoints(spec, there.checkpoints, there.key, text, steps_of(config), exchange, device, beat)
     check_reach(there.checkpoints, exchange)

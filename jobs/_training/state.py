@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from jobs._data.base import Batches
@@ -33,11 +32,15 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Any]:
         """Weights and the optimizer's state by parameter: the tensors themselves, sharded ones as DTensor."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict  # long to import, and few trainings need it
+
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def load_tensors(self, saved: Mapping[str, Any]) -> None:
         """Take over what `tensors` gave, read again."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
         set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
 
