@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,14 @@ def _specs(runs: Iterable[Mapping[str, Any]]) -> str:
 
 def spec_of(run: Mapping[str, Any]) -> str:
     """The file in jobs/configs of a run's name, else the name."""
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        if yaml.safe_load(path.read_text()).get("name") == run["name"]:
-            return f"`{path.name}`"
-    return str(run["name"])
+    path = _files().get(run["name"])
+    return f"`{path.name}`" if path else str(run["name"])
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """The first file in jobs/configs of each name."""
+    return {yaml.safe_load(path.read_text()).get("name"): path for path in sorted(CONFIGS.glob("*.yaml"), reverse=True)}
 
 
 def commits(runs: Iterable[Mapping[str, Any]]) -> str:
