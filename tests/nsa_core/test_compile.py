@@ -27,9 +27,9 @@ def losses_and_gradients(model: NSATransformer, compiled: bool) -> tuple[list[to
     "changes",
     [
         {},
-        {"checkpointing": True},
-        {"nsa": replace(TINY.nsa, compress="mlp")},
-        {"attention": "dense"},
+        {"layers": 1, "checkpointing": True},
+        {"layers": 1, "nsa": replace(TINY.nsa, compress="mlp")},
+        {"layers": 1, "attention": "dense"},
     ],
     ids=["nsa", "checkpointing", "learned", "dense"],
 )
