@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import descendants
-from trainings import of_the_kill, write_text
+from trainings import by_name, of_the_kill, write_text
 
-from jobs.point import Machine
+from jobs.point import Machine, Metric
 from jobs.spec import load_spec
 from jobs.train import Spec, measure
 from orchestrator import journal
@@ -100,7 +100,7 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     assert outcomes[-1].state is PointState.OK
     assert list(metrics["resumed_step"].samples)[-1] == cancelled
     assert len(metrics["resumed_step"].samples) == 3
-    assert metrics["loss"].samples == _uninterrupted(spec), "bit by bit"
+    assert metrics["loss"].samples == _uninterrupted(spec)["loss"].samples, "bit by bit"
 
 
 def test_two_ranks_go_on_after_one_of_them_is_killed(spec: Path, tmp_path: Path) -> None:
@@ -118,14 +118,16 @@ def test_two_ranks_go_on_after_one_of_them_is_killed(spec: Path, tmp_path: Path)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     metrics: dict[str, MetricData] = {metric.name: metric for metric in outcome.metrics}
     assert metrics["resumed_step"].value >= 10
-    losses = _uninterrupted(spec, "steps=100")
-    assert metrics["loss"].samples == pytest.approx(losses, rel=1e-4), "those of one rank, but for the order of sums"
+    alone = _uninterrupted(spec, "steps=100")
+    assert len(metrics["loss"].samples) == 100
+    assert metrics["loss"].samples == pytest.approx(alone["loss"].samples, rel=1e-4), "but for the order of sums"
+    assert metrics["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=1e-4)
+    assert metrics["rank_compute_time"].value > 0
 
 
-def _uninterrupted(spec: Path, *changes: str) -> tuple[float, ...]:
-    """Losses of the same training on one rank, in this process and without checkpoints."""
+def _uninterrupted(spec: Path, *changes: str) -> dict[str, Metric]:
+    """Metrics of the same training on one rank, in this process and without checkpoints."""
     loaded = load_spec(spec, changes)
     assert isinstance(loaded, Spec)
     config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
-    alone = measure(json.loads(json.dumps({**config, "checkpoints": None})), lambda *_: None)
-    return next(metric.samples for metric in alone.metrics if metric.name == "loss")
+    return by_name(measure(json.loads(json.dumps({**config, "checkpoints": None})), lambda *_: None))
