@@ -96,17 +96,13 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         return None
     if np.ptp(y) == 0:  # exact, without the rounding of a fit
         return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), distinct)
-    across, up = np.log10(x), np.log10(y)
-    away = across - across.mean()
-    slope = float(away @ up / (away @ away))
-    coefficient = float(up.mean() - slope * across.mean())
-    rest, free = up - coefficient - slope * across, len(x) - 2
-    half = float(special.stdtrit(free, (1 + confidence) / 2)) * math.sqrt(rest @ rest / free / (away @ away))
+    (slope, coefficient), covariance = np.polyfit(np.log10(x), np.log10(y), 1, cov=True)
+    half = float(special.stdtrit(len(x) - 2, (1 + confidence) / 2) * np.sqrt(covariance[0, 0]))
     return PowerLaw(
-        exponent=slope,
-        ci_low=slope - half,
-        ci_high=slope + half,
-        coefficient=coefficient,
+        exponent=float(slope),
+        ci_low=float(slope) - half,
+        ci_high=float(slope) + half,
+        coefficient=float(coefficient),
         n=len(x),
         lengths=distinct,
     )
