@@ -136,6 +136,7 @@ class PointRecord(_Record):
     estimate_bytes: Large | None = None
     state: PointState = PointState.PENDING
     reason: str | None = None
+    resumed: Small | None = None  # of the beginning that plans it; None: written before plans had it
 
 
 class StartRecord(_Record):
@@ -185,6 +186,7 @@ class OutcomeRecord(_Record):
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
     artifacts: tuple[ArtifactData, ...] = ()  # of version 0.1.0 only; since then each has a record of its own
+    resumed: Small | None = None  # before the first attempt: of the beginning whose plan it ends
 
 
 class ArtifactRecord(_Record):

@@ -114,7 +114,12 @@ def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
     run_id = run["run_id"]
     outcomes = [
         OutcomeRecord(
-            run_id=run_id, point_id=p["point_id"], attempt=_attempt(p), state=PointState.CANCELLED, reason=_REASON
+            run_id=run_id,
+            point_id=p["point_id"],
+            attempt=_attempt(p),
+            state=PointState.CANCELLED,
+            reason=_REASON,
+            resumed=run["resumed"],
         )
         for p in queries.points(store, run_id).to_dict("records")
         if not PointState(p["state"]).ended

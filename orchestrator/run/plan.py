@@ -178,6 +178,7 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
         estimate_bytes=point.estimate_bytes,
         state=state,
         reason=point.skip_reason,
+        resumed=plan.run.resumed,
     )
     plan.records.append(record)
     if state is PointState.PENDING:

@@ -8,7 +8,6 @@ keeps the artifacts, the series and the events only, so the records begin with i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import groupby, islice
 
 from pydantic import TypeAdapter
@@ -119,11 +118,9 @@ def _series(session: Session, point: Point) -> Iterator[SeriesRecord]:
 def _planned(run: Run, point: Point) -> PointRecord:
     """The plan of a point before its latest attempt."""
     waits = point.state is PointState.PENDING or _skipped(point)
-    # Before the first attempt only the time orders plan and end, so the plan must be the older one.
-    earlier = min(run.created_at, point.state_at - timedelta(microseconds=1))
     return PointRecord(
         run_id=run.id,
-        at=point.state_at if waits else earlier,
+        at=point.state_at if waits else run.created_at,
         point_id=point.id,
         index=point.number,
         attempt=point.attempt if waits else max(0, point.attempt - 1),
@@ -134,6 +131,7 @@ def _planned(run: Run, point: Point) -> PointRecord:
         estimate_bytes=point.estimate_bytes,
         state=point.state if waits else PointState.PENDING,
         reason=point.reason if waits else None,
+        resumed=point.resumed,
     )
 
 
@@ -164,6 +162,7 @@ def _attempt(session: Session, point: Point, environment: dict) -> Iterator[Reco
         metrics=tuple(MetricData(**{name: getattr(row, name) for name in MetricData.model_fields}) for row in found),
         route=point.route,
         environment=environment,
+        resumed=None if point.attempt else point.resumed,
     )
 
 

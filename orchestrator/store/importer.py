@@ -128,12 +128,12 @@ def _store_records(store: Store, path: Path, found: _Contents, records: Iterable
 
 
 def numbered(records: Iterable[Record]) -> Iterator[Record]:
-    """The records of a journal; an end that does not say which beginning it ends is of the one before it."""
+    """The records of a journal; plans and ends that do not say of which beginning they are get the one before them."""
     resumed = None
     for record in records:
         if isinstance(record, RunRecord):
             resumed = record.resumed
-        if isinstance(record, RunEndRecord) and record.resumed is None:
+        if isinstance(record, PointRecord | OutcomeRecord | RunEndRecord) and record.resumed is None:
             yield record.model_copy(update={"resumed": resumed})
         else:
             yield record

@@ -114,6 +114,7 @@ class Point(Base):
     reason: Mapped[str | None] = mapped_column(Text)
     state_at: Mapped[datetime]
     attempt: Mapped[int]  # 0 before the first start
+    resumed: Mapped[int] = mapped_column(server_default="0")  # the resumption of the run that planned it last
     node: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]

@@ -50,6 +50,7 @@ def begin(point: Point, attempt: int, state: PointState, at: datetime) -> None:
 def reach(point: Point, record: PointRecord) -> None:
     """Begin a planned point's state: pending, or skipped with its reason."""
     begin(point, record.attempt, record.state, record.at)
+    point.resumed = record.resumed or 0
     point.reason, point.ended_at = clean(record.reason), record.at if record.state.ended else None
 
 

@@ -1,7 +1,7 @@
 """Writes journal records as rows. Replaying a journal, whole or in part, changes nothing.
 
-A record only moves a run or a point forward: its attempt (a run's: the number of its resumption), its stage and only
-then its time are compared with the stored ones, as clocks step back and differ between hosts.
+A record only moves a run or a point forward: its attempt, the number of the run's resumption, its stage and only then
+its time are compared with the stored ones, as clocks step back and differ between hosts.
 """
 
 from __future__ import annotations
@@ -173,10 +173,12 @@ def _point(session: Session, record: PointRecord) -> None:
         point = Point(id=record.point_id, run_id=record.run_id)
         session.add(point)
     _of_run(point, record.run_id)
-    if new or _newer(point, record.attempt, _PLANNED, record.at):
+    if new or _newer(point, record.attempt, _PLANNED, record.at, record.resumed or 0):
         _forget(session, point)
         rows.reach(point, record)
-    rows.plan(point, record)
+        rows.plan(point, record)
+    elif point.resumed == (record.resumed or 0):  # the plan that it follows
+        rows.plan(point, record)
 
 
 def _start(session: Session, record: StartRecord) -> None:
@@ -197,7 +199,7 @@ def _forget(session: Session, point: Point) -> None:
 def _outcome(session: Session, record: OutcomeRecord) -> None:
     rows.refuse_untrue(record)
     point = _existing(session, record)
-    newer = _newer(point, record.attempt, _ENDED, record.at)
+    newer = _newer(point, record.attempt, _ENDED, record.at, record.resumed)
     _artifacts(session, record)
     if not newer:
         return
@@ -254,13 +256,21 @@ def _series(session: Session, record: SeriesRecord) -> None:
         session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
 
 
-def _newer(point: Point, attempt: int, stage: int, at: datetime) -> bool:
-    """Whether a record is newer than the row, comparing attempt, then stage, then time.
+def _newer(point: Point, attempt: int, stage: int, at: datetime, resumed: int | None = None) -> bool:
+    """Whether a record is newer than the row; `resumed`: of the beginning that it is of, None where it does not say."""
+    stored = _STAGES.get(point.state, _ENDED)
+    number = point.resumed if resumed is None else resumed
+    return _place(attempt, stage, number, at) > _place(point.attempt, stored, point.resumed, point.state_at)
 
-    Before the first attempt there are no stages, so only the time counts (skipped, cancelled, planned again).
+
+def _place(attempt: int, stage: int, resumed: int, at: datetime) -> tuple[int, int, int, datetime]:
+    """The place in a point's life: by attempt, then by stage, plans by resumption, and only then by time.
+
+    Before the first attempt each resumption has a plan, and may have an end (cancelled) after it.
     """
-    stored = _STAGES.get(point.state, _ENDED) if point.attempt else 0
-    return (attempt, stage if attempt else 0, at) > (point.attempt, stored, point.state_at)
+    if not attempt:
+        return attempt, resumed, int(stage == _ENDED), at
+    return attempt, stage, resumed if stage == _PLANNED else 0, at
 
 
 def _existing(session: Session, record: StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord) -> Point:

@@ -11,11 +11,11 @@ from sqlalchemy import select
 
 from orchestrator import journal
 from orchestrator.journal import Journal
-from orchestrator.records import Record, RunEndRecord, RunRecord
-from orchestrator.run import driver
-from orchestrator.states import RunState
+from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.run import driver, plan
+from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, history, importer, queries
-from orchestrator.store.models import Base, Run
+from orchestrator.store.models import Base, Point, Run
 
 RUN = "20261120-120000-demo-abcd"
 HOUR = timedelta(hours=1)
@@ -49,13 +49,14 @@ def of(store: Store) -> Run:
 
 def rows(store: Store) -> list[str]:
     with store.session() as session:
-        table = Base.metadata.tables["run"]
-        return [*map(repr, session.execute(select(table)).all())]
+        tables = (Base.metadata.tables[name] for name in ("run", "point"))
+        return [repr(row) for table in tables for row in session.execute(select(table).order_by(table.c.id)).all()]
 
 
 def older(records: list[Record]) -> list[Record]:
-    """The records as they were before an end said which beginning it ends."""
-    return [r.model_copy(update={"resumed": None}) if isinstance(r, RunEndRecord) else r for r in records]
+    """The records as they were before plans and ends said of which beginning they are."""
+    numbered = PointRecord | OutcomeRecord | RunEndRecord
+    return [r.model_copy(update={"resumed": None}) if isinstance(r, numbered) else r for r in records]
 
 
 def test_a_run_ends_although_the_clock_has_stepped_back(store: Store, sweep) -> None:
@@ -129,3 +130,56 @@ def test_a_run_of_yesterday_is_resumed_today_by_a_host_of_last_week(home, spec, 
         assert row is not None
         assert (row["state"], row["resumed"]) == ("done", 1)
     assert driver.main(["--local", "--resume", run_id]) == 0
+
+
+class TestAPointWithoutAnAttempt:
+    """Planned, skipped and cancelled in turn, each resumption on a host whose clock is a further hour behind."""
+
+    @pytest.fixture(params=[0, 1], ids=["never handed out", "lost once"])
+    def lived(self, request: pytest.FixtureRequest, sweep) -> list[Record]:
+        first, planned, *_, end = sweep(RUN)
+        assert isinstance(planned, PointRecord)
+        attempt, of_it = request.param, {"run_id": RUN, "point_id": planned.point_id}
+        found: list[Record] = [first, planned.model_copy(update={"resumed": 0})]
+        if attempt:
+            found.append(OutcomeRecord(**of_it, at=planned.at, attempt=1, state=PointState.LOST, reason="node gone"))
+        for resumed in range(1, 6):
+            behind = {"at": first.at - resumed * HOUR, "resumed": resumed}
+            state = PointState.SKIPPED if resumed in (2, 4) else PointState.PENDING
+            plans = {"state": state, "attempt": attempt, "key": f"key {resumed}"}
+            found += [first.model_copy(update=behind), planned.model_copy(update=behind | plans)]
+            if resumed == 3:
+                behind["at"] -= HOUR
+                attempt *= 2  # as `nsa cancel` counts
+                found.append(OutcomeRecord(**of_it, **behind, attempt=attempt, state=PointState.CANCELLED))
+                found.append(end.model_copy(update=behind | {"state": RunState.CANCELLED}))
+        return found
+
+    def test_its_state_follows_its_resumptions(self, store: Store, lived) -> None:
+        for count, record in enumerate(lived, 1):
+            store.apply(record)
+            known = plan.history(lived[:count])
+            if known is None or not known.points:
+                continue
+            [point] = known.points.values()
+            with store.session() as session:
+                [row] = session.scalars(select(Point))
+            assert (row.state, row.attempt, row.key) == (point.state, point.attempt, point.key), record
+
+    @pytest.mark.parametrize("written", [list, older])
+    def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived, written) -> None:
+        path, records = Path("journal.jsonl"), written(lived)
+        for count in range(2, len(records) + 1):
+            importer.store_journal(store, path, records[:count])
+            before = rows(store)
+            for part in range(1, count + 1):
+                importer.store_journal(store, path, records[:part])
+                assert rows(store) == before, (count, part)
+
+    def test_its_journal_is_rebuilt(self, store: Store, other: Store, lived) -> None:
+        for record in lived:
+            store.apply(record)
+            with other.session(writes=True) as session:
+                session.connection().exec_driver_sql("DELETE FROM run")
+            other.apply_many(history.records(store, RUN))
+            assert rows(other) == rows(store)

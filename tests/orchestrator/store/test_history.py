@@ -83,6 +83,9 @@ class Life:
 
     def run(self) -> list[Record]:
         for resumed in range(self.random.randint(1, 3)):
+            self.resumed = resumed
+            if self.random.random() < 0.3:
+                self.now -= timedelta(days=1)  # resumed on a host whose clock is behind
             at = self.later()["at"] if resumed else self.begun.at
             self.records.append(self.begun.model_copy(update={"at": at, "resumed": resumed}))
             for point in self.points:
@@ -91,13 +94,18 @@ class Life:
                     self.live(point)
             end = self.random.choice([*RunState, None])
             if end not in (None, RunState.PENDING, RunState.RUNNING):
-                self.records.append(RunEndRecord(**self.later(), state=end, reason=self.random.choice([None, "why"])))
+                self.records.append(self.end(end))
         return self.records
+
+    def end(self, state: RunState) -> RunEndRecord:
+        reason = self.random.choice([None, "why"])
+        return RunEndRecord(**self.later(), state=state, reason=reason, resumed=self.resumed)
 
     def plan(self, point: PointRecord) -> None:
         skipped = self.random.random() < 0.2
         changes = {
             "attempt": self.attempts[point.point_id],
+            "resumed": self.resumed,
             "axes": {**point.axes, "env": "A=1", "chunks": 4},
             "state": PointState.SKIPPED if skipped else PointState.PENDING,
             "reason": "needs 93 GiB" if skipped else None,
@@ -134,7 +142,8 @@ class Life:
             self.records.append(event)
         if self.attempts[point.point_id] == 0 and self.random.random() < 0.3:  # as `nsa cancel` ends a waiting point
             where["attempt"] = 0
-            self.records.append(OutcomeRecord(**self.later(), **where, state=PointState.CANCELLED, reason="asked to"))
+            asked = {"state": PointState.CANCELLED, "reason": "asked to", "resumed": self.resumed}
+            self.records.append(OutcomeRecord(**self.later(), **where, **asked))
 
 
 @pytest.mark.parametrize("seed", range(8))
