@@ -28,11 +28,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The evidence of a run for a rule; `lacking`: the reason that it is incomplete."""
+    """The evidence of a run for a rule.
+
+    Attributes:
+        lacking: the reason that it is incomplete.
+        refused: the reason that values of this run are not compared with each other.
+    """
 
     candidates: list[Candidate]
     lacking: str = ""
     unit: str = "1"
+    refused: str = ""
 
 
 def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
@@ -104,6 +110,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
             under[_alike(rule, row)].append(row)
     tops = run.of(above.metric, scope, above.where) if under else []  # metrics are read on demand
     pairs = [(top, bottom) for top in tops for bottom in under[_alike(rule, top)]]
+    apart = [pair for pair in pairs if _of_other_texts(run, *pair)]
+    pairs = [pair for pair in pairs if pair not in apart]
     candidates = []
     for top, bottom in pairs:
         what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
@@ -112,7 +120,21 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
         ratio = top["per_sequence"] / bottom["per_sequence"]
         candidates.append(Candidate(ratio, points, what + _more(len(pairs), "pairs")))
-    return Found(candidates, _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where))
+    refused = _apart(*apart[0]) if apart else ""
+    lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
+    return Found(candidates, lacking, refused=refused)
+
+
+def _of_other_texts(run: Run, top: Row, bottom: Row) -> bool:
+    """Whether two losses are of trainings on different texts, e.g. as files were edited between two points."""
+    if not all(row["unit"].startswith("nat/") for row in (top, bottom)):
+        return False  # how fast a training is does not depend on what it reads
+    texts = [run.texts.get(row["point_id"]) for row in (top, bottom)]
+    return None not in texts and len(set(texts)) > 1
+
+
+def _apart(top: Row, bottom: Row) -> str:
+    return f"{top['label']} and {bottom['label']} were trained on different texts, as the files changed between them"
 
 
 def _alike(rule: RatioRule, row: Row) -> tuple:

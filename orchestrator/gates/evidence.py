@@ -123,6 +123,11 @@ class Run:
         return [point for point in points if scope.matches(point) and all(each.matches(point) for each in more)]
 
     @cached_property
+    def texts(self) -> Mapping[str, str]:
+        """Fingerprint of the text that each point was trained on, by point id; without those that have none."""
+        return self.source.texts(self.run_id)
+
+    @cached_property
     def _points(self) -> list[Row]:
         return self.source.points(self.run_id, self.gpu)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,13 @@ from jobs.axes import AXES, MORE
 from orchestrator.gates.filters import Row
 from orchestrator.states import Origin
 from orchestrator.store import Store
-from orchestrator.store.models import Metric, Point, Run
+from orchestrator.store.models import Environment, Metric, Point, Run
 from orchestrator.store.views import v_metrics, v_points
 
 _COORDINATES = (*(axis.name for axis in AXES), "gpu")
 _POINT = ("run_id", "run_name", "kind", "point_id", "label", "state", *_COORDINATES)
 _SOURCE = ("run_id", "run_name", "origin", "source", "kind", "point_id", "label")
+_DIGESTS = ("sha256", "heldout_sha256", "tokenizer_sha256")  # of jobs/_data: bytes have the first, tokens the others
 _METRIC = (*_SOURCE, *_COORDINATES, "metric", "unit", "value", "ci_low", "ci_high", "per_sequence")
 
 
@@ -62,6 +63,13 @@ class Source:
             for row in self._rows(query.order_by(v_metrics.c.point_id), _METRIC)
         ]
 
+    def texts(self, run_id: str) -> dict[str, str]:
+        """Fingerprint of the text that each point of a run was trained on, by id; only of points that have any."""
+        query = select(Point.id, Environment.content).join(Environment, Environment.id == Point.environment_id)
+        with self.store.session() as session:
+            found = session.execute(query.where(Point.run_id == run_id)).all()
+        return {point_id: text for point_id, environment in found if (text := _text(environment))}
+
     def _rows(self, query: Select, names: Sequence[str]) -> list[dict[str, Any]]:
         found = []
         with self.store.session() as session:
@@ -69,6 +77,13 @@ class Source:
                 row = dict(zip(names, values, strict=True))
                 found.append(row | {MORE + name: value for name, value in (more or {}).items()})
         return found
+
+
+def _text(environment: Mapping[str, Any]) -> str:
+    """The digests of a training's text and tokenizer in its environment; "" without any."""
+    training = environment.get("training")
+    corpus = training.get("corpus") if isinstance(training, dict) else None
+    return " ".join(str(corpus[name]) for name in _DIGESTS if name in corpus) if isinstance(corpus, dict) else ""
 
 
 def _of(view: Table, names: Sequence[str]) -> Select:

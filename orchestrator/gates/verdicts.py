@@ -145,6 +145,8 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
         begun = next((run for run in others if find(rule, run, scope).candidates), None)
         return replace(verdict, reason=_unmeasured(wanted(rule, scope), begun, case.how))
     verdict = replace(verdict, run_id=run.run_id, commit=run.commit)
+    if found.refused and not found.candidates:
+        return replace(verdict, reason=f"not comparable: {found.refused}; {run}; {case.how}")
     if found.unit != unit:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
     worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
@@ -156,13 +158,13 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
 
 
 def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
-    """The newest complete run with evidence, its evidence, and the point that failed, of the same series, in a newer
-    run without evidence.
+    """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
+    same series, in a newer run without evidence.
     """
     newer: list[Run] = []
     for run in preferred(case.runs, scope):
         found = find(rule, run, scope)
-        if found.candidates:
+        if found.candidates or found.refused:
             failed = ((point, each) for each in newer for point in failures(rule, each, scope))  # read as far as needed
             return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
         newer.append(run)
