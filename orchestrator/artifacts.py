@@ -14,20 +14,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from jobs.plain_text import error_in_a_line
 from jobs.user_files import open_regular
+from orchestrator.artifact_content import Content
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import UserError
-from orchestrator.records import STORED_BYTES, ArtifactData
+from orchestrator.records import ArtifactData
 
 _PIECE = 1 << 20
 _BLOCK = 8 << 20  # bytes of an upload's part; S3 demands 5 MiB
-_TEXTS = frozenset({".txt", ".log", ".json", ".csv", ".md", ".yaml"})
 _WITHOUT_FOLDERS = ("s3:", "s3a:", "gs:", "gcs:", "abfs:", "az:", "adl:", "oci:", "oss:")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
@@ -83,6 +83,15 @@ def kept_in(run: Mapping[str, Any]) -> str:
     return run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
 
 
+class Place(NamedTuple):
+    """A file's path, relative to the store, and what it consists of."""
+
+    path: str
+    point: int
+    attempt: int
+    name: str
+
+
 class ArtifactStore:
     """The store at a URL (orchestrator.artifact_url.check). Contacts it when a file is written or read.
 
@@ -106,24 +115,35 @@ class ArtifactStore:
         if source.problem:
             raise ArtifactError(f"{_shown(source.name)}: {source.problem}")
         with _opened(source) as (file, size), self._writing(path) as out:
-            digest, tail, done = hashlib.sha256(), b"", 0
-            while done < size and (piece := _read(file, min(_PIECE, size - done), source.name)):
+            seen = Content()
+            while seen.size < size and (piece := _read(file, min(_PIECE, size - seen.size), source.name)):
                 out.write(piece)
-                digest.update(piece)
-                tail = piece if len(piece) >= STORED_BYTES else (tail + piece)[-STORED_BYTES:]
-                done += len(piece)
+                seen.add(piece)
                 sign()
-            if done < size:
+            if seen.size < size:
                 raise ArtifactError(f"{_shown(source.name)}: its file shrank from {size:,} bytes while it was copied")
-        text = Path(source.name).suffix in _TEXTS
-        return ArtifactData(
-            name=source.name,
-            path=path,
-            size=done,
-            sha256=digest.hexdigest(),
-            content=tail[-STORED_BYTES:].decode(errors="replace").replace("\0", "\\0") if text else None,
-            truncated=text and done > STORED_BYTES,
-        )
+        return seen.described(source.name, path)
+
+    def files(self, run_id: str) -> list[Place]:
+        """The files of a run's points in the store, also those that no record names. Raises ArtifactError."""
+        target = self._at(run_id)
+
+        def find() -> list[str]:
+            with contextlib.suppress(FileNotFoundError):
+                return list(self._filesystem().find(target, maxdepth=3))
+            return []
+
+        ours = re.compile(rf"(?:.*/)?({re.escape(run_id)}/([0-9]{{4,9}})/([1-9][0-9]{{0,8}})/({_NAME.pattern}))")
+        found = filter(None, map(ours.fullmatch, self._attempt(run_id, find)))
+        return sorted(Place(match[1], int(match[2]), int(match[3]), match[4]) for match in found)
+
+    def describe(self, place: Place) -> ArtifactData:
+        """The description of a file in the store, which is read. Raises ArtifactError."""
+        seen = Content()
+        with self._reading(place.path) as file:
+            while piece := self._attempt(place.path, lambda: file.read(_PIECE)):
+                seen.add(piece)
+        return seen.described(place.name, place.path)
 
     def pieces(self, path: str, size: int, sha256: str) -> Iterator[bytes]:
         """The content of a file, in pieces. The last one comes only if size and hash are right.

@@ -33,6 +33,7 @@ from orchestrator.run import plan, resume
 from orchestrator.run.announcement import announced, failed_at_once, never_began
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
+from orchestrator.run.leftovers import leftovers
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.order import Order, read_order
 from orchestrator.run.progress import LogWatcher, watcher
@@ -114,6 +115,7 @@ def _run(order: Order) -> int:
             else:
                 journal, history = resumed
                 todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
+                todo.records.extend(leftovers(history, order.settings.artifact_store_url))
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
 

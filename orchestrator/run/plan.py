@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from jobs.point import Machine, Point
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
-from orchestrator.records import EventRecord, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord, now
+from orchestrator.records import (
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunRecord,
+    StartRecord,
+    now,
+)
 from orchestrator.states import FAILED, PointState
 
 
@@ -48,10 +57,15 @@ class PointHistory:
 
 @dataclass
 class History:
-    """A run's latest state in its records: those of its journal, or of the database."""
+    """A run's latest state in its records: those of its journal, or of the database.
+
+    Attributes:
+        files: paths of the recorded files of its points, relative to the artifact store.
+    """
 
     run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
 
 
 def new_run_id(name: str) -> str:
@@ -125,6 +139,10 @@ def history(records: Iterable[Record]) -> History | None:
         return None
     found = History(begun)
     for record in rest:
+        if isinstance(record, ArtifactRecord):
+            found.files.add(record.artifact.path)
+        elif isinstance(record, OutcomeRecord):  # of version 0.1.0
+            found.files |= {f"{record.run_id}/{file.path}" for file in record.artifacts}
         if isinstance(record, RunRecord):
             found.run = record
         elif isinstance(record, PointRecord):

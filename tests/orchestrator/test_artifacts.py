@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from ftp_server import FtpServer, ftp_server
 
 from orchestrator import artifact_url
-from orchestrator.artifacts import STORED_BYTES, ArtifactError, ArtifactStore, Source, place
-from orchestrator.records import ArtifactData
+from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place
+from orchestrator.records import STORED_BYTES, ArtifactData
 from orchestrator.settings import Settings, SettingsError, load_settings
 
 BIG = 20 << 20  # several parts of an upload
@@ -111,6 +111,18 @@ def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     assert file.sha256 == hashlib.sha256((tmp_path / "big.bin").read_bytes()).hexdigest()
     assert content(ArtifactStore(url), file) == (tmp_path / "big.bin").read_bytes()
     assert store.exists(file.path)
+
+
+def test_the_files_of_a_run_are_found_and_described_as_they_were_kept(url: str) -> None:
+    store = ArtifactStore(url)
+    assert store.files("run") == []
+    kept = [
+        store.put(Source(name, "text" * 30_000), place("run", point, attempt, name))
+        for point, attempt, name in [(0, 1, "a.txt"), (0, 12, "b.bin"), (3, 1, "a.txt")]
+    ]
+    for other in ("run/0000/checkpoints/a.txt", "run/0000/1/deeper/a.txt", "run/journal.txt", "run2/0000/1/a.txt"):
+        store.put(Source("a.txt", "other"), other)
+    assert [store.describe(found) for found in store.files("run")] == kept
 
 
 def test_the_end_of_a_text_is_kept_beside_it(url: str) -> None:
