@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -87,6 +88,12 @@ def _runs(store: Store, runs: pd.DataFrame, address: Address) -> list[str]:
     return st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **bound)
 
 
+def _complete(run: Mapping[str, Any]) -> bool:
+    """Whether a run is done, or was and some of its points are measured again."""
+    left = run["running"] + run["pending"] + run["cancelled"]
+    return run["state"] == RunState.DONE or (run["resumed"] > 0 and not left)
+
+
 def sweep(store: Store, runs: pd.DataFrame) -> list[str]:
     """Id of the run to open with: our newest complete sweep over enough lengths, a scaling sweep before other kinds.
 
@@ -94,7 +101,7 @@ def sweep(store: Store, runs: pd.DataFrame) -> list[str]:
     lengths: the newest with results, else the newest.
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    complete = [run for run in ours if run["state"] == RunState.DONE and run["ok"] >= MIN_LENGTHS]
+    complete = [run for run in ours if _complete(run) and run["ok"] >= MIN_LENGTHS]
     lengths: dict[str, int] = {}
     for first in range(0, len(complete), _AT_ONCE):  # mostly, the newest runs have one
         batch = complete[first : first + _AT_ONCE]

@@ -15,7 +15,7 @@ from jobs.quantities import Quantities, Role, heading, in_words
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
 from orchestrator.report.table import shape_of
-from orchestrator.states import Origin
+from orchestrator.states import Origin, again_in_words
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
@@ -65,7 +65,7 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
             "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
             **own,
             **{title: [measured.get((row["point_id"], metric), "") for row in rows] for title, metric in shown.items()},
-            "Reason or progress": [row["reason"] or parts.phase(row) for row in rows],
+            "Reason or progress": [again_in_words(row) or row["reason"] or parts.phase(row) for row in rows],
             "Attempt": frame["attempt"],
             "Took": [parts.duration(row["started_at"], row["ended_at"]) for row in rows],
             "Estimate": [parts.size(row["estimate_bytes"]) for row in rows],

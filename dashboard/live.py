@@ -37,8 +37,8 @@ class Expectation(NamedTuple):
 
 
 def live_series(store: Store, point: Mapping[str, Any]) -> None:
-    """Draw the series of a point's latest attempt, anew every two seconds while it runs."""
-    live = point["state"] == PointState.RUNNING
+    """Draw the series of a point's attempt that counts, or runs just now: then anew every two seconds."""
+    live = point["latest_state"] == PointState.RUNNING
     st.fragment(_now, run_every=data.LIVE_SECONDS if live else None)(store, point["point_id"])
 
 
@@ -47,7 +47,8 @@ def _now(store: Store, point_id: str) -> None:
     point = data.point(store, point_id)
     if point is None:
         return
-    frame = data.series(store, point_id, attempt=point["attempt"], most=_SHOWN)
+    attempt = point["latest_attempt" if point["latest_state"] == PointState.RUNNING else "attempt"]
+    frame = data.series(store, point_id, attempt=attempt, most=_SHOWN)
     if left := remaining(point):
         st.markdown(f":material/timer: {left}")
     metrics = data.metrics(store, point_id)
@@ -60,9 +61,11 @@ def _now(store: Store, point_id: str) -> None:
 
 
 def remaining(point: Mapping[str, Any]) -> str:
-    """A running point's rate, and when its phase ends at this rate (Markdown); empty where it is unknown."""
+    """The rate of a running attempt, and when its phase ends at this rate (Markdown); empty where it is unknown."""
     told = [point[name] for name in ("done", "total", "rate")]
-    if point["state"] != PointState.RUNNING or not all(value and not pd.isna(value) for value in told):
+    if point.get("latest_state", point["state"]) != PointState.RUNNING or not all(
+        value and not pd.isna(value) for value in told
+    ):
         return ""
     done, total, rate = told
     seconds = max(0.0, total - done) / rate

@@ -142,14 +142,15 @@ def minutes(length: float) -> str:
 
 
 def tally(row: Mapping[str, Any]) -> str:
-    """Point counts by state, omitting zeros."""
-    names = ("ok", "failed", "skipped", "cancelled", "running", "pending")
-    return " · ".join(f"{int(row[name])} {name}" for name in names if row[name]) or "no points"
+    """Point counts by state, omitting zeros, and how many of them are measured again just now."""
+    names = {name: name for name in ("ok", "failed", "skipped", "cancelled", "running", "pending")}
+    names["again"] = "measured again"
+    return " · ".join(f"{int(row[name])} {text}" for name, text in names.items() if row[name]) or "no points"
 
 
 def progress(row: Mapping[str, Any]) -> float:
-    """Share of a run's points that ended, 0 to 1."""
-    return 1 - (row["running"] + row["pending"]) / row["points"] if row["points"] else 0.0
+    """Share of a run's points that ended and are not measured again just now, 0 to 1."""
+    return 1 - (row["running"] + row["pending"] + row["again"]) / row["points"] if row["points"] else 0.0
 
 
 def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
@@ -211,8 +212,8 @@ def doing(point: Mapping[str, Any]) -> str:
 
 
 def phase(point: Mapping[str, Any]) -> str:
-    """A running point's phase and progress; empty for other points."""
-    if point["state"] != PointState.RUNNING or not point["phase"]:
+    """Phase and progress of a point whose latest attempt is running; empty for other points."""
+    if point.get("latest_state", point["state"]) != PointState.RUNNING or not point["phase"]:
         return ""
     counted = point["total"] and not pd.isna(point["total"])
     return f"{point['phase']} {point['done']:.0f}/{point['total']:.0f}" if counted else point["phase"]

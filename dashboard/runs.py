@@ -17,7 +17,7 @@ from jobs.plain_text import in_a_line
 from jobs.quantities import Plot, Quantities, in_words, readable_range
 from orchestrator.report.content import flat
 from orchestrator.report.samples import samples_chart
-from orchestrator.states import Origin, PointState, RunState
+from orchestrator.states import Origin, PointState, RunState, again_in_words
 from orchestrator.store import Store
 
 
@@ -110,7 +110,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.warning(f"**{run['state']}**: " + "\n\n".join(mistakes), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
-    for point in points.loc[points["state"] == "running"].to_dict("records"):
+    for point in points.loc[points["latest_state"] == "running"].to_dict("records"):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
@@ -165,8 +165,9 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
         _link("All runs")
         _link(parts.plain(point["run_name"]), run=run_id)
     st.title(parts.plain(point["label"]))
-    live = point["state"] in ("running", "pending")
-    st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, point["state"])
+    latest = point["latest_state"]
+    live = latest in ("running", "pending")
+    st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, latest)
     live_series(store, point)
     _measured(store, point)
     names = ["Environment", "Configuration", "Logs and artifacts"]
@@ -192,18 +193,23 @@ def _tabs(names: list[str], first: str) -> Sequence[DeltaGenerator]:
 
 
 @data.part
-def _point_now(store: Store, point_id: str, state: str) -> None:
+def _point_now(store: Store, point_id: str, latest: str) -> None:
+    """Show the live part of a point: its state, and what its latest attempt does."""
     point = data.point(store, point_id)
-    if point is None or point["state"] != state:
+    if point is None or point["latest_state"] != latest:
         st.rerun()
     assert point is not None
+    state = point["state"]
     st.markdown(
         f"{parts.badge(state, parts.POINT_STATES)} {parts.badge(point['origin'], parts.ORIGINS)} "
         f"{parts.code(point_id)} · attempt {point['attempt']} · "
         f"took {parts.duration(point['started_at'], point['ended_at'])}"
     )
-    if state == "running":
+    if latest == "running":
         st.info(parts.doing(point), icon=":material/autorenew:")
+    if again := again_in_words(point):
+        earlier = f"attempt {point['attempt']} counts until a later one has an outcome"
+        st.info(f"{parts.plain(again)}; {earlier}", icon=":material/replay:")
     if point["reason"]:
         st.warning(f"**{state}**: {parts.plain(point['reason'])}", icon=":material/info:")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class PointState(StrEnum):
@@ -28,10 +30,25 @@ class PointState(StrEnum):
     def failed(self) -> bool:
         return self in FAILED
 
+    @property
+    def settles(self) -> bool:
+        """Whether it is an outcome, which counts until a later attempt has one; lost and cancelled are none."""
+        return self.ended and self not in (PointState.LOST, PointState.CANCELLED)
+
 
 FAILED = frozenset(
     {PointState.OOM, PointState.TIMEOUT, PointState.HANG, PointState.CRASH, PointState.ERROR, PointState.LOST}
 )
+
+
+def again_in_words(point: Mapping[str, Any]) -> str:
+    """How a later attempt stands at a point that keeps an earlier outcome (`queries.points`); "" without one."""
+    state, reason = point["latest_state"], point["latest_reason"]
+    if state == point["state"]:
+        return ""
+    if not PointState(state).ended:
+        return f"measured again: {state}"
+    return f"not measured again: {state}" + (f" ({reason})" if reason else "")
 
 
 class RunState(StrEnum):

@@ -122,12 +122,12 @@ def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
             resumed=run["resumed"],
         )
         for p in queries.points(store, run_id).to_dict("records")
-        if not PointState(p["state"]).ended
+        if not PointState(p["latest_state"]).ended
     ]
     return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON, resumed=run["resumed"])]
 
 
 def _attempt(point: dict[str, Any]) -> int:
     """The number of the cancelled attempt: the running or the next one; 0 for a point that was never handed out."""
-    before = int(point["attempt"])
-    return before + 1 if before and point["state"] == PointState.PENDING else before
+    before = int(point["latest_attempt"])
+    return before + 1 if before and point["latest_state"] == PointState.PENDING else before

@@ -18,6 +18,7 @@ from orchestrator.cli.fetching import StoredFile
 from orchestrator.cli.services import ServiceStatus
 from orchestrator.gates.decisions import Decision
 from orchestrator.gates.steps import Step
+from orchestrator.states import again_in_words
 from orchestrator.summary import wide_console
 from orchestrator.terminal import say, warn
 
@@ -74,16 +75,16 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
     _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
     table = _table("Points", "#", "label", "state", "progress", "reason")
     for p in points.to_dict("records"):
-        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _text(p["reason"]))
+        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _reason(p))
     out.print(table)
     for event in events.to_dict("records"):
         out.print(f"{_time(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
-    _fields(
-        row, ("point_id", "label", "state", "reason", "attempt", "key", "started_at", "ended_at", "route", "config")
-    )
+    row = {**row, "again": again_in_words(row) or None}
+    names = ("point_id", "label", "state", "reason", "again", "attempt", "key", "started_at", "ended_at", "route")
+    _fields(row, (*names, "config"))
     table = _table("Metrics", "metric", "value", "p10", "p90", "95 % interval", "n", "method")
     for m in metrics.to_dict("records"):
         unit = m["unit"]
@@ -171,9 +172,13 @@ def _state(state: str) -> Text:
 
 
 def _progress(p: Mapping[str, Any]) -> str:
-    if p["state"] != "running" or pd.isna(p["phase"]):
+    if p["latest_state"] != "running" or pd.isna(p["phase"]):
         return ""
     return f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
+
+
+def _reason(p: Mapping[str, Any]) -> str:
+    return "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
 
 
 def _text(value: Any) -> str:

@@ -68,9 +68,17 @@ class Run:
     minutes: float | None
     outline: Outline
     source: Source
+    resumed: bool
 
     def __str__(self) -> str:
         return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is done, or was and all that its points are still counts while some are measured again."""
+        if self.state is RunState.DONE:
+            return True
+        return self.resumed and all(state.settles for state in self.outline.states)
 
     def lengths(self, scope: Scope) -> Lengths:
         """The number of lengths of each series in the scope, whatever became of the points."""
@@ -155,6 +163,7 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
             _minutes(row),
             known[row["run_id"]],
             source,
+            row["resumed"] > 0,
         )
         for row in rows
     ]
@@ -186,7 +195,7 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
 
     An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
     """
-    complete = [(run, measured) for run in runs if run.state is RunState.DONE and (measured := run.lengths(scope))]
+    complete = [(run, measured) for run in runs if run.complete and (measured := run.lengths(scope))]
     oldest = {frozenset(measured.items()): place for place, (_, measured) in enumerate(complete)}
     exceeded_before = {  # a run before this place is exceeded
         measured: max((place for more, place in oldest.items() if _exceeds(more, measured)), default=-1)

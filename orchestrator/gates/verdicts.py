@@ -1,10 +1,11 @@
 """Evaluation of the go/no-go rules on stored measurements.
 
 A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
-that is running, cancelled or failed is not complete, and one that measures less of the same series than an older run
-(a smoke run beside a sweep) does not displace it. A newer one that has no evidence because points of the same series
-failed leaves the rule UNKNOWN. On a hardware only points measured on it count; where there are none, and the rule
-transfers, those of another card of the same architecture.
+that is running, cancelled or failed is not complete, unless it was resumed and each of its points has an outcome, which
+counts while the point is measured again. One that measures less of the same series than an older run (a smoke run
+beside a sweep) does not displace it. A newer one that has no evidence because points of the same series failed leaves
+the rule UNKNOWN. On a hardware only points measured on it count; where there are none, and the rule transfers, those
+of another card of the same architecture.
 GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
@@ -24,7 +25,7 @@ from orchestrator.gates.results import RuleVerdict, TargetVerdict
 from orchestrator.gates.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
 from orchestrator.gates.steps import Step, step_of
 from orchestrator.records import now
-from orchestrator.states import PointState, Result, RunState
+from orchestrator.states import PointState, Result
 from orchestrator.store import Store
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
@@ -141,7 +142,7 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
         point, where = failed
         return replace(verdict, reason=f"not measured: {point['label']} ended {point['state']} in {where}; {case.how}")
     if run is None:
-        others = (run for run in case.runs if run.state is not RunState.DONE)
+        others = (run for run in case.runs if not run.complete)
         begun = next((run for run in others if find(rule, run, scope).candidates), None)
         return replace(verdict, reason=_unmeasured(wanted(rule, scope), begun, case.how))
     verdict = replace(verdict, run_id=run.run_id, commit=run.commit)

@@ -185,7 +185,10 @@ def _measure(
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         recorder.close(_CANCEL_S if state is RunState.CANCELLED else _STORE_S)
     states = scheduler.states + todo.settled
-    _close(order, state, states, store if recorder.stored else None, recorder.missing())
+    notes = recorder.missing()
+    if todo.outlived and not all(ended.settles for ended in scheduler.states):
+        notes.append("of them, points that had ended before keep that outcome until they are measured again")
+    _close(order, state, states, store if recorder.stored else None, notes)
     if state is RunState.CANCELLED:
         return CANCELLED
     good = state is RunState.DONE and set(states) <= {PointState.OK, PointState.SKIPPED}
@@ -245,6 +248,8 @@ def _announce(
     where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
     settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
     watching.tell(f"run {order.run_id}: {where}" + (f"; settled: {settled}" if settled else ""))
+    if todo.outlived:
+        watching.tell(f"earlier outcomes count until there are new ones: {todo.outlived} points")
     database = hide_password(order.settings.database) if store else "none (SQLAlchemy is not installed)"
     watching.tell(f"results: {database}; journal and artifacts: {order.folder}")
     if order.settings.artifact_store:
@@ -257,11 +262,11 @@ def _announce(
 
 
 def _close(
-    order: Order, state: RunState, states: Counter[PointState], store: Store | None, missing: Sequence[str]
+    order: Order, state: RunState, states: Counter[PointState], store: Store | None, notes: Sequence[str]
 ) -> None:
     console = summary.wide_console()
     summary.print_states(states, console)
-    for line in missing:
+    for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if store is not None and state is not RunState.CANCELLED:
         try:

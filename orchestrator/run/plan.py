@@ -20,7 +20,7 @@ from orchestrator.records import (
     StartRecord,
     now,
 )
-from orchestrator.states import FAILED, PointState
+from orchestrator.states import PointState
 
 
 class PlanError(UserError):
@@ -36,6 +36,7 @@ class Plan:
         assignments: the points to measure.
         settled: number of points that need no measuring, by state.
         labels: point id -> label, of all points.
+        outlived: number of points to measure whose earlier outcomes count until they have new ones.
     """
 
     run: RunRecord
@@ -43,16 +44,48 @@ class Plan:
     assignments: list[Assignment]
     settled: Counter[PointState]
     labels: dict[str, str]
+    outlived: int = 0
+
+
+@dataclass(frozen=True)
+class Remeasured:
+    """The latest attempt at a point that had an outcome before: its key, and pending, running, lost or cancelled."""
+
+    key: str
+    state: PointState
 
 
 @dataclass(frozen=True)
 class PointHistory:
-    """A point's latest state in a run's records."""
+    """A point's latest state in a run's records; one that is measured again keeps its outcome until it has a new one.
+
+    Attributes:
+        attempt: the number of its latest attempt.
+        again: that attempt, where key and state are those of an earlier outcome.
+    """
 
     key: str
     label: str
     state: PointState
     attempt: int = 0
+    again: Remeasured | None = None
+
+    @property
+    def latest(self) -> PointState:
+        """State of the latest attempt."""
+        return self.again.state if self.again else self.state
+
+    def after(self, record: PointRecord | StartRecord | OutcomeRecord) -> PointHistory:
+        """The history with a further record."""
+        if isinstance(record, PointRecord):
+            attempt = max(self.attempt, record.attempt)  # a rebuilt journal lacks earlier attempts
+            if self.state.settles and record.state is PointState.PENDING:
+                return replace(self, attempt=attempt, again=Remeasured(record.key, record.state))
+            return PointHistory(record.key, record.label, record.state, attempt)
+        state = PointState.RUNNING if isinstance(record, StartRecord) else record.state
+        if self.again and not state.settles:
+            return replace(self, attempt=record.attempt, again=replace(self.again, state=state))
+        return replace(self, key=(self.again or self).key, state=state, attempt=record.attempt, again=None)
 
 
 @dataclass
@@ -101,26 +134,35 @@ def resumed_plan(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )
     plan = Plan(run, [run], [], Counter(), labels)
-    changed, elsewhere = 0, False
+    changed, interrupted, outlived, elsewhere = 0, 0, 0, False
     for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
         before, key = old.points[point_id], point.key(run.code_hash or "", machines[point.python])
-        if _settled(before.state, point, again):
+        if _settled(before, point, again):
             if before.key == key:
                 plan.settled[before.state] += 1
+                if not before.latest.ended:  # it was planned for sources or a machine that are no more
+                    plan.records.append(_not_again(run.run_id, point_id, before))
                 continue
-            changed += 1
-            elsewhere |= before.key != point.key(old.run.code_hash or "", machines[point.python])
-        if before.state is PointState.RUNNING:
+            if before.again is not None and before.again.key == key:  # a resume has said why
+                interrupted += 1
+            else:
+                changed += 1
+                elsewhere |= before.key != point.key(old.run.code_hash or "", machines[point.python])
+        if before.latest is PointState.RUNNING:
             plan.records.append(_lost(run.run_id, point_id, before.attempt))
+        outlived += before.state.settles and point.skip_reason is None
         _add(plan, index, point, key, attempt=before.attempt + 1)
+    plan = replace(plan, outlived=outlived)
     if changed:
         plan.records.append(EventRecord(run_id=run.run_id, message=_why_again(changed, run, old.run, elsewhere)))
+    if interrupted:
+        message = f"{_measured_again(interrupted)}: an earlier resume began to, and was interrupted"
+        plan.records.append(EventRecord(run_id=run.run_id, message=message))
     return plan
 
 
 def _why_again(points: int, run: RunRecord, before: RunRecord, elsewhere: bool) -> str:
     """Why a resumed run measures points again that had ended; `elsewhere`: not for their code alone."""
-    count = "1 point that had ended is" if points == 1 else f"{points} points that had ended are"
     why = []
     if run.code_hash != before.code_hash:
         why.append(
@@ -129,7 +171,11 @@ def _why_again(points: int, run: RunRecord, before: RunRecord, elsewhere: bool) 
         )
     if elsewhere:
         why.append("the device, its driver, a version or a variable differs from what they were measured with")
-    return f"{count} measured again: {'; and '.join(why)}"
+    return f"{_measured_again(points)}: {'; and '.join(why)}"
+
+
+def _measured_again(points: int) -> str:
+    return f"{'1 point that had ended is' if points == 1 else f'{points} points that had ended are'} measured again"
 
 
 def history(records: Iterable[Record]) -> History | None:
@@ -139,22 +185,19 @@ def history(records: Iterable[Record]) -> History | None:
         return None
     found = History(begun)
     for record in rest:
+        if isinstance(record, RunRecord):
+            found.run = record
+        elif isinstance(record, PointRecord):
+            new = PointHistory(record.key, record.label, record.state, record.attempt)
+            before = found.points.get(record.point_id)
+            found.points[record.point_id] = before.after(record) if before else new
+        elif isinstance(record, StartRecord | OutcomeRecord) and record.point_id in found.points:
+            # Else the line of its plan is lost; the database may have it.
+            found.points[record.point_id] = found.points[record.point_id].after(record)
         if isinstance(record, ArtifactRecord):
             found.files.add(record.artifact.path)
         elif isinstance(record, OutcomeRecord):  # of version 0.1.0
             found.files |= {f"{record.run_id}/{file.path}" for file in record.artifacts}
-        if isinstance(record, RunRecord):
-            found.run = record
-        elif isinstance(record, PointRecord):
-            before = found.points.get(record.point_id)
-            attempt = max(before.attempt if before else 0, record.attempt)  # a rebuilt journal lacks earlier attempts
-            found.points[record.point_id] = PointHistory(record.key, record.label, record.state, attempt)
-        elif isinstance(record, StartRecord | OutcomeRecord):
-            before = found.points.get(record.point_id)
-            if before is None:  # the line of its plan is lost; the database may have it
-                continue
-            state = PointState.RUNNING if isinstance(record, StartRecord) else record.state
-            found.points[record.point_id] = replace(before, state=state, attempt=record.attempt)
     return found
 
 
@@ -168,18 +211,22 @@ def nothing_left(old: History, *, again: bool) -> bool:
     Args:
         again: measure failed points again, too.
     """
-    kept = {PointState.OK, PointState.SKIPPED}
-    if not again:
-        kept |= FAILED - {PointState.LOST}
-    return bool(old.points) and all(point.state in kept for point in old.points.values())
+    good = (PointState.OK, PointState.SKIPPED)
+    return bool(old.points) and all(
+        point.state in good or _failure_stays(point, again=again) for point in old.points.values()
+    )
 
 
-def _settled(state: PointState, point: Point, again: bool) -> bool:
-    if state in (PointState.LOST, PointState.CANCELLED) or not state.ended:
-        return False
-    if state is PointState.SKIPPED:
+def _settled(before: PointHistory, point: Point, again: bool) -> bool:
+    """Whether a point is not measured again if its key is the same."""
+    if before.state is PointState.SKIPPED:
         return point.skip_reason is not None
-    return state is PointState.OK or not again
+    return before.state is PointState.OK or _failure_stays(before, again=again)
+
+
+def _failure_stays(before: PointHistory, *, again: bool) -> bool:
+    """Whether a point has failed and no one asked for more, neither now nor in a resume that did not get to it."""
+    return before.state.failed and before.state.settles and before.again is None and not again
 
 
 def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
@@ -203,6 +250,13 @@ def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
         plan.assignments.append(Assignment(record.run_id, record.point_id, attempt, point, key))
     else:
         plan.settled[state] += 1
+
+
+def _not_again(run_id: str, point_id: str, before: PointHistory) -> OutcomeRecord:
+    """The end of measuring a point again that is not needed any more."""
+    attempt = before.attempt + (before.latest is PointState.PENDING)
+    reason = "not needed: the point has an outcome with the sources and on the machine of now"
+    return OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.CANCELLED, reason=reason)
 
 
 def _lost(run_id: str, point_id: str, attempt: int) -> OutcomeRecord:

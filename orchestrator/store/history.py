@@ -2,7 +2,7 @@
 
 Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the progress
 of a running point (`phase`, `done`, `total`), which no journal holds either. Of a point's earlier attempts the database
-keeps the artifacts, the series and the events only, so the records begin with its latest.
+keeps the artifacts, the series and the events only, so the records begin with the one that counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from orchestrator.records import (
     StartRecord,
 )
 from orchestrator.states import PointState, RunState
-from orchestrator.store.models import Artifact, DeclaredQuantity, Environment, Event, Metric, Point, Run, Series
+from orchestrator.store.models import (
+    Artifact,
+    DeclaredQuantity,
+    Environment,
+    Event,
+    Metric,
+    Point,
+    Remeasurement,
+    Run,
+    Series,
+)
 from orchestrator.store.store import Store
 
 _AXES = TypeAdapter(tuple[Axis, ...])
@@ -85,6 +95,8 @@ def _points(session: Session, run: Run) -> Iterator[Record]:
     for point, environment in session.execute(query.order_by(Point.number)):
         yield _planned(run, point)
         yield from _attempt(session, point, environment or {})
+        if (again := session.get(Remeasurement, point.id)) is not None:
+            yield from _remeasured(point, again)
         files = select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)
         for row in session.scalars(files):
             file = ArtifactData(**{name: getattr(row, name) for name in ArtifactData.model_fields})
@@ -116,7 +128,7 @@ def _series(session: Session, point: Point) -> Iterator[SeriesRecord]:
 
 
 def _planned(run: Run, point: Point) -> PointRecord:
-    """The plan of a point before its latest attempt."""
+    """The plan of a point before the attempt that counts."""
     waits = point.state is PointState.PENDING or _skipped(point)
     return PointRecord(
         run_id=run.id,
@@ -136,18 +148,10 @@ def _planned(run: Run, point: Point) -> PointRecord:
 
 
 def _attempt(session: Session, point: Point, environment: dict) -> Iterator[Record]:
-    """The latest attempt at a point: its start and its outcome, as far as it came."""
+    """The attempt at a point that counts: its start and its outcome, as far as it came."""
     if point.state is PointState.PENDING or _skipped(point):
         return
-    if point.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
-        started = point.heartbeat_at if point.phase is None or point.started_at is None else point.started_at
-        yield StartRecord(
-            run_id=point.run_id,
-            at=started,
-            point_id=point.id,
-            attempt=point.attempt,
-            node=point.node,
-        )
+    yield from _start(point, point)
     if not point.state.ended:
         return
     found = session.scalars(select(Metric).where(Metric.point_id == point.id).order_by(Metric.id))
@@ -164,6 +168,33 @@ def _attempt(session: Session, point: Point, environment: dict) -> Iterator[Reco
         environment=environment,
         resumed=None if point.attempt else point.resumed,
     )
+
+
+def _start(point: Point, row: Point | Remeasurement) -> Iterator[StartRecord]:
+    """The start of an attempt, if it had one."""
+    if row.heartbeat_at is None:  # set by a start only; without a later sign of progress it is the start's time
+        return
+    started = row.heartbeat_at if row.phase is None or row.started_at is None else row.started_at
+    yield StartRecord(run_id=point.run_id, at=started, point_id=point.id, attempt=row.attempt, node=row.node)
+
+
+def _remeasured(point: Point, again: Remeasurement) -> Iterator[Record]:
+    """The plan of measuring a point again, and the latest attempt at that as far as it came."""
+    yield PointRecord.model_validate(again.plan)
+    if again.state is PointState.PENDING:
+        return
+    yield from _start(point, again)
+    if again.state.ended:
+        yield OutcomeRecord(
+            run_id=point.run_id,
+            at=again.state_at,
+            point_id=point.id,
+            attempt=again.attempt,
+            state=again.state,
+            reason=again.reason,
+            started_at=again.started_at,
+            resumed=None if again.attempt else again.resumed,
+        )
 
 
 def _skipped(point: Point) -> bool:

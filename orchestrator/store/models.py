@@ -96,8 +96,26 @@ class Environment(Base):
     content: Mapped[dict[str, Any]]
 
 
-class Point(Base):
-    """One measurement of a run: its place, configuration, state and progress."""
+class _Attempt:
+    """Columns of an attempt: its state and progress."""
+
+    state: Mapped[PointState]
+    reason: Mapped[str | None] = mapped_column(Text)
+    state_at: Mapped[datetime]
+    attempt: Mapped[int]  # 0 before the first start
+    node: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    heartbeat_at: Mapped[datetime | None]
+    phase: Mapped[str | None] = mapped_column(Text)
+    done: Mapped[int | None] = mapped_column(BigInteger)
+    total: Mapped[int | None] = mapped_column(BigInteger)
+    rate: Mapped[float | None]  # steps of the phase a second
+    resumed: Mapped[int] = mapped_column(server_default="0")  # the resumption of the run that planned it
+
+
+class Point(_Attempt, Base):
+    """One measurement of a run: its place, configuration, and the attempt that counts."""
 
     __tablename__ = "point"
     __table_args__ = (UniqueConstraint("run_id", "number"), UniqueConstraint("id", "state"))
@@ -111,18 +129,6 @@ class Point(Base):
     estimate_bytes: Mapped[int | None] = mapped_column(BigInteger)
 
     state: Mapped[PointState] = mapped_column(index=True)
-    reason: Mapped[str | None] = mapped_column(Text)
-    state_at: Mapped[datetime]
-    attempt: Mapped[int]  # 0 before the first start
-    resumed: Mapped[int] = mapped_column(server_default="0")  # the resumption of the run that planned it last
-    node: Mapped[str | None] = mapped_column(Text)
-    started_at: Mapped[datetime | None]
-    ended_at: Mapped[datetime | None]
-    heartbeat_at: Mapped[datetime | None]
-    phase: Mapped[str | None] = mapped_column(Text)
-    done: Mapped[int | None] = mapped_column(BigInteger)
-    total: Mapped[int | None] = mapped_column(BigInteger)
-    rate: Mapped[float | None]  # steps of the phase a second
 
     more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
 
@@ -132,6 +138,18 @@ class Point(Base):
 
 for _axis in AXES:
     setattr(Point, _axis.attribute, mapped_column(_axis.name, _axis_type(_axis), nullable=True))
+
+
+class Remeasurement(_Attempt, Base):
+    """The latest attempt at a point that had an outcome before: pending, running, lost or cancelled.
+
+    The point keeps that outcome. The next one replaces it, and takes this row's place.
+    """
+
+    __tablename__ = "remeasurement"
+
+    point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"), primary_key=True)
+    plan: Mapped[dict[str, Any]]  # orchestrator.records.PointRecord
 
 
 class DeclaredQuantity(Base):

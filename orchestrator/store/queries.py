@@ -26,6 +26,7 @@ from orchestrator.store.models import (
     Event,
     Metric,
     Point,
+    Remeasurement,
     Run,
     Series,
     Verdict,
@@ -34,10 +35,27 @@ from orchestrator.store.store import Store
 from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
-_DETAILS = (
-    select(v_points, Point.route, Point.config, Environment.content.label("environment"))
+_UNENDED = (PointState.PENDING, PointState.RUNNING)
+_PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
+
+
+def _latest(name: str) -> ColumnElement[Any]:
+    """A column of the latest attempt at a point, be it the one that counts or not."""
+    return case((Remeasurement.point_id.is_not(None), Remeasurement.__table__.c[name]), else_=Point.__table__.c[name])
+
+
+_POINTS = (
+    select(
+        *(column for column in v_points.c if column.name not in _PROGRESS),
+        *(_latest(name).label(name) for name in _PROGRESS),
+        *(_latest(name).label(f"latest_{name}") for name in ("state", "reason", "attempt", "node")),
+        Point.route,
+    )
     .join(Point, Point.id == v_points.c.point_id)
-    .join(Environment, Environment.id == Point.environment_id, isouter=True)
+    .join(Remeasurement, Remeasurement.point_id == Point.id, isouter=True)
+)
+_DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
+    Environment, Environment.id == Point.environment_id, isouter=True
 )
 _VALUE = (Metric.name, Metric.unit, Metric.value, Metric.p10, Metric.p90, Metric.ci_low, Metric.ci_high)
 _METRIC = (*_VALUE, Metric.samples, Metric.method)
@@ -54,7 +72,10 @@ def runs(
     text: str | None = None,
     limit: int | None = None,
 ) -> pd.DataFrame:
-    """The runs, newest first, with point counts by state; `text` searches id, name, source and host."""
+    """The runs, newest first, with point counts by state; `text` searches id, name, source and host.
+
+    Points that are measured again are counted by their earlier outcomes, and in `again` until they have a new one.
+    """
     equal = ((Run.kind, kind), (Run.state, state and RunState(state)), (Run.origin, origin and Origin(origin)))
     chosen = select(Run.id).where(*(column == value for column, value in equal if value is not None))
     if run_ids is not None:
@@ -81,14 +102,12 @@ def run(store: Store, run_id: str) -> dict[str, Any] | None:
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
-    """The points of a run, by number: state, reason, progress, axes and the route taken."""
-    query = (
-        select(v_points, Point.route)
-        .join(Point, Point.id == v_points.c.point_id)
-        .where(v_points.c.run_id == run_id)
-        .order_by(v_points.c.number)
-    )
-    return frame(store, query)
+    """The points of a run, by number: state, reason, progress, axes and the route taken.
+
+    A point that is measured again has the state of its earlier outcome, which counts until it has a new one. Progress,
+    `latest_state`, `latest_reason`, `latest_attempt` and `latest_node` are of the latest attempt at each point.
+    """
+    return frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
 
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
@@ -288,7 +307,7 @@ def _runs(chosen: Select) -> Select:
         Run.created_at,
         Run.ended_at,
         *(func.coalesce(tally.c[name], 0).label(name) for name in ("points", "ok", "failed", "skipped")),
-        *(func.coalesce(tally.c[name], 0).label(name) for name in ("running", "pending", "cancelled")),
+        *(func.coalesce(tally.c[name], 0).label(name) for name in ("running", "pending", "cancelled", "again")),
         tally.c.heartbeat_at,
         tally.c.gpu,
         Run.git_commit,
@@ -303,7 +322,7 @@ def _runs(chosen: Select) -> Select:
 
 
 def _tally(chosen: Select) -> Subquery:
-    """Per chosen run: point counts by state, the latest heartbeat, the GPU."""
+    """Per chosen run: point counts by state, of those measured `again` just now, the latest heartbeat, the GPU."""
 
     def number(name: str, *counted: PointState) -> ColumnElement[int]:
         return func.sum(case((Point.state.in_(counted), 1), else_=0)).label(name)
@@ -318,10 +337,12 @@ def _tally(chosen: Select) -> Subquery:
             number("running", PointState.RUNNING),
             number("pending", PointState.PENDING),
             number("cancelled", PointState.CANCELLED),
-            func.max(Point.heartbeat_at).label("heartbeat_at"),
+            func.sum(case((Remeasurement.state.in_(_UNENDED), 1), else_=0)).label("again"),
+            func.max(func.coalesce(Remeasurement.heartbeat_at, Point.heartbeat_at)).label("heartbeat_at"),
             func.max(Environment.gpu).label("gpu"),
         )
         .join(Environment, Environment.id == Point.environment_id, isouter=True)
+        .join(Remeasurement, Remeasurement.point_id == Point.id, isouter=True)
         .where(Point.run_id.in_(chosen))
         .group_by(Point.run_id)
         .subquery()

@@ -10,9 +10,11 @@ from typing import Any
 
 from jobs.axes import AXES, check_coordinate, check_more
 from orchestrator.database_url import StoreError
-from orchestrator.records import EventRecord, OutcomeRecord, PointRecord
+from orchestrator.records import EventRecord, OutcomeRecord, PointRecord, StartRecord
 from orchestrator.states import PointState
-from orchestrator.store.models import Point
+from orchestrator.store.models import Point, Remeasurement
+
+_ATTEMPT = [column.key for column in Remeasurement.__table__.columns if column.key not in ("point_id", "plan")]
 
 
 def plan(point: Point, record: PointRecord) -> None:
@@ -39,19 +41,47 @@ def _axes(point: Point, record: PointRecord) -> None:
     point.more_axes = rest
 
 
-def begin(point: Point, attempt: int, state: PointState, at: datetime) -> None:
-    """Set a point's state and clear the route and progress of earlier attempts."""
-    point.state, point.reason, point.state_at, point.attempt = state, None, at, attempt
-    point.started_at = point.ended_at = point.heartbeat_at = None
-    point.node = point.phase = point.done = point.total = point.rate = None
+def reach(point: Point, record: PointRecord) -> None:
+    """Begin a planned point's state: pending, or skipped with its reason."""
+    _begin(point, record.attempt, record.state, record.at)
+    point.resumed = record.resumed or 0
+    point.reason, point.ended_at = clean(record.reason), record.at if record.state.ended else None
     point.route, point.environment_id = {}, None
 
 
-def reach(point: Point, record: PointRecord) -> None:
-    """Begin a planned point's state: pending, or skipped with its reason."""
-    begin(point, record.attempt, record.state, record.at)
-    point.resumed = record.resumed or 0
-    point.reason, point.ended_at = clean(record.reason), record.at if record.state.ended else None
+def plan_again(again: Remeasurement, record: PointRecord) -> None:
+    """Begin the state of a point that is planned to be measured again."""
+    _begin(again, record.attempt, record.state, record.at)
+    again.resumed, again.plan = record.resumed or 0, record.model_dump(mode="json")
+
+
+def start(row: Point | Remeasurement, record: StartRecord) -> None:
+    """Begin an attempt; a point loses the route and environment of earlier ones."""
+    _begin(row, record.attempt, PointState.RUNNING, record.at)
+    row.node, row.started_at, row.heartbeat_at = record.node, record.at, record.at
+    if isinstance(row, Point):
+        row.route, row.environment_id = {}, None
+
+
+def _begin(row: Point | Remeasurement, attempt: int, state: PointState, at: datetime) -> None:
+    """Set the state of a point's attempt and clear the progress of earlier ones."""
+    row.state, row.reason, row.state_at, row.attempt = state, None, at, attempt
+    row.started_at = row.ended_at = row.heartbeat_at = None
+    row.node = row.phase = row.done = row.total = row.rate = None
+
+
+def end_without_outcome(again: Remeasurement, record: OutcomeRecord) -> None:
+    """Set how an attempt got lost or was cancelled."""
+    again.state, again.reason, again.state_at = record.state, clean(record.reason), record.at
+    again.attempt, again.ended_at = record.attempt, record.at
+    again.started_at = record.started_at or again.started_at
+
+
+def take_over(point: Point, again: Remeasurement) -> None:
+    """Replace what a point had before it was measured again by the plan and progress of that attempt."""
+    plan(point, PointRecord.model_validate(again.plan))
+    for name in _ATTEMPT:
+        setattr(point, name, getattr(again, name))
 
 
 def end(point: Point, record: OutcomeRecord) -> None:

@@ -1,7 +1,8 @@
 """Writes journal records as rows. Replaying a journal, whole or in part, changes nothing.
 
 A record only moves a run or a point forward: its attempt, the number of the run's resumption, its stage and only then
-its time are compared with the stored ones, as clocks step back and differ between hosts.
+its time are compared with the stored ones, as clocks step back and differ between hosts. A point that is measured
+again keeps its outcome until it has a new one; meanwhile its records move its remeasurement.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from orchestrator.store.models import (
     Event,
     Metric,
     Point,
+    Remeasurement,
     Run,
     Series,
     Verdict,
@@ -100,11 +102,11 @@ def beat(
     rate: float | None,
 ) -> None:
     """Store a running point's progress; ignored for a point in another state."""
-    session.execute(
-        update(Point)
-        .where(Point.id == point_id, Point.run_id == run_id, Point.state == PointState.RUNNING)
-        .values(heartbeat_at=at, phase=rows.clean(phase), done=_bounded(done), total=_bounded(total), rate=rate)
-    )
+    told = {"heartbeat_at": at, "phase": rows.clean(phase), "done": _bounded(done), "total": _bounded(total)}
+    of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
+    for table, column in ((Point, Point.id), (Remeasurement, Remeasurement.point_id)):
+        running = update(table).where(column.in_(of_run), table.state == PointState.RUNNING)
+        session.execute(running.values(**told, rate=rate))
 
 
 def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> None:
@@ -166,44 +168,61 @@ def _later(run: Run, resumed: int, state: RunState, at: datetime) -> bool:
 
 def _point(session: Session, record: PointRecord) -> None:
     point = session.get(Point, record.point_id, with_for_update=True)
-    new = point is None
     if point is None:
         if session.get(Run, record.run_id) is None:
             raise _unknown("run", record.run_id)
         point = Point(id=record.point_id, run_id=record.run_id)
-        session.add(point)
-    _of_run(point, record.run_id)
-    if new or _newer(point, record.attempt, _PLANNED, record.at, record.resumed or 0):
-        _forget(session, point)
         rows.reach(point, record)
         rows.plan(point, record)
-    elif point.resumed == (record.resumed or 0):  # the plan that it follows
-        rows.plan(point, record)
+        session.add(point)
+        return
+    _of_run(point, record.run_id)
+    again = session.get(Remeasurement, point.id)
+    if not _newer(again or point, record.attempt, _PLANNED, record.at, record.resumed or 0):
+        if point.resumed == (record.resumed or 0):  # the plan that it follows
+            rows.plan(point, record)
+        return
+    if point.state.settles and record.state is PointState.PENDING:
+        again = again or Remeasurement(point_id=point.id)
+        rows.plan_again(again, record)
+        session.add(again)
+        return
+    _forget(session, point, again)
+    rows.reach(point, record)
+    rows.plan(point, record)
 
 
 def _start(session: Session, record: StartRecord) -> None:
     point = _existing(session, record)
-    if not _newer(point, record.attempt, _STARTED, record.at):
+    again = session.get(Remeasurement, point.id)
+    if not _newer(again or point, record.attempt, _STARTED, record.at):
         return
-    _forget(session, point)
-    rows.begin(point, record.attempt, PointState.RUNNING, record.at)
-    point.node, point.started_at, point.heartbeat_at = record.node, record.at, record.at
+    if again is None:
+        _forget(session, point, again)
+    rows.start(again or point, record)
 
 
-def _forget(session: Session, point: Point) -> None:
-    """Remove the metrics of earlier attempts."""
-    with session.no_autoflush:  # a new point still lacks required columns
-        session.execute(delete(Metric).where(Metric.point_id == point.id))
+def _forget(session: Session, point: Point, again: Remeasurement | None) -> None:
+    """Remove the metrics of a point's earlier attempts, and the one after them."""
+    session.execute(delete(Metric).where(Metric.point_id == point.id))
+    if again is not None:
+        session.delete(again)
 
 
 def _outcome(session: Session, record: OutcomeRecord) -> None:
     rows.refuse_untrue(record)
     point = _existing(session, record)
-    newer = _newer(point, record.attempt, _ENDED, record.at, record.resumed)
+    again = session.get(Remeasurement, point.id)
+    newer = _newer(again or point, record.attempt, _ENDED, record.at, record.resumed)
     _artifacts(session, record)
     if not newer:
         return
-    session.execute(delete(Metric).where(Metric.point_id == point.id))
+    if again is not None and not record.state.settles:
+        rows.end_without_outcome(again, record)
+        return
+    _forget(session, point, again)
+    if again is not None:
+        rows.take_over(point, again)
     if record.environment:
         insert_new(session, Environment, [rows.environment(record.environment)])
     rows.end(point, record)
@@ -256,11 +275,11 @@ def _series(session: Session, record: SeriesRecord) -> None:
         session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
 
 
-def _newer(point: Point, attempt: int, stage: int, at: datetime, resumed: int | None = None) -> bool:
+def _newer(row: Point | Remeasurement, attempt: int, stage: int, at: datetime, resumed: int | None = None) -> bool:
     """Whether a record is newer than the row; `resumed`: of the beginning that it is of, None where it does not say."""
-    stored = _STAGES.get(point.state, _ENDED)
-    number = point.resumed if resumed is None else resumed
-    return _place(attempt, stage, number, at) > _place(point.attempt, stored, point.resumed, point.state_at)
+    stored = _STAGES.get(row.state, _ENDED)
+    number = row.resumed if resumed is None else resumed
+    return _place(attempt, stage, number, at) > _place(row.attempt, stored, row.resumed, row.state_at)
 
 
 def _place(attempt: int, stage: int, resumed: int, at: datetime) -> tuple[int, int, int, datetime]:

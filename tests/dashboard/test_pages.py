@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import asked, check, markdown, show, text
+from example_databases import sweep
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
 from dashboard import data
@@ -57,6 +58,22 @@ def test_a_run_that_waits_or_never_began_is_shown(database: str):
     assert "failed" in said
     assert "**failed**: no node has 8 GPUs\n\nnor 9" in said
     assert "It ended before its first point." in said
+
+
+def test_a_point_that_is_measured_again_is_shown_with_what_counts(complete: str):
+    first, planned, *_ = sweep()
+    with Store.open(complete) as store:
+        again = {"attempt": 1, "resumed": 1, "key": "new"}
+        store.apply_many([first.model_copy(update={"resumed": 1}), planned.model_copy(update=again)])
+        store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2))
+        store.beat(RUN, f"{RUN}/0", datetime.now(UTC), "timing", 3, 10)
+    said = text(show("runs", run=RUN))
+    assert "measured again: running" in said
+    assert "timing 3/10" in said
+    said = text(show("runs", run=RUN, point=f"{RUN}/0"))
+    assert "measured again: running; attempt 1 counts until a later one has an outcome" in said
+    assert "timing 3/10" in said
+    assert "No numbers" not in said
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -75,6 +75,25 @@ class TestWithResults:
         assert RUN in done.err
         assert "20261120-130000-b-0000" in done.err
 
+    def test_a_point_that_is_measured_again_is_shown_with_what_counts(
+        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
+    ) -> None:
+        first, planned, *_ = sweep(RUN)
+        again = [
+            first.model_copy(update={"resumed": 1}),
+            planned.model_copy(update={"attempt": 1, "resumed": 1, "key": "new"}),
+            StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2),
+        ]
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+            store.apply_many(again)
+            row = next(line for line in nsa("show", RUN).out.splitlines() if "chunked S=512" in line)
+            assert [" ok " in row, "measured again: running" in row] == [True, True]
+            lost = {"attempt": 2, "state": PointState.LOST, "reason": "node gone"}
+            store.apply(OutcomeRecord(run_id=RUN, point_id=f"{RUN}/0", **lost))
+        out = nsa("show", RUN, "--point", "0").out
+        assert "not measured again: lost (node gone)" in out
+        assert "peak_extra_memory" in out
+
     def test_gate_says_unknown_or_worse_with_reasons(self, nsa: Nsa) -> None:
         done = nsa("gate")
         assert done.code in (1, 3)  # a hang in the sweep rules out GO

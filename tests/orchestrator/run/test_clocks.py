@@ -15,7 +15,7 @@ from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecor
 from orchestrator.run import driver, plan
 from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, history, importer, queries
-from orchestrator.store.models import Base, Point, Run
+from orchestrator.store.models import Base, Run
 
 RUN = "20261120-120000-demo-abcd"
 HOUR = timedelta(hours=1)
@@ -49,8 +49,10 @@ def of(store: Store) -> Run:
 
 def rows(store: Store) -> list[str]:
     with store.session() as session:
-        tables = (Base.metadata.tables[name] for name in ("run", "point"))
-        return [repr(row) for table in tables for row in session.execute(select(table).order_by(table.c.id)).all()]
+        tables = (Base.metadata.tables[name] for name in ("run", "point", "remeasurement"))
+        return [
+            repr(row) for table in tables for row in session.execute(select(table).order_by(*table.primary_key)).all()
+        ]
 
 
 def older(records: list[Record]) -> list[Record]:
@@ -162,9 +164,9 @@ class TestAPointWithoutAnAttempt:
             if known is None or not known.points:
                 continue
             [point] = known.points.values()
-            with store.session() as session:
-                [row] = session.scalars(select(Point))
-            assert (row.state, row.attempt, row.key) == (point.state, point.attempt, point.key), record
+            [row] = queries.points(store, RUN).to_dict("records")
+            assert (row["state"], row["latest_state"]) == (point.state, point.latest), record
+            assert (row["latest_attempt"], row["key"]) == (point.attempt, point.key), record
 
     @pytest.mark.parametrize("written", [list, older])
     def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived, written) -> None:

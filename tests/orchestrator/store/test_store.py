@@ -27,7 +27,18 @@ from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upg
 from orchestrator.store.models import Base, Event, Metric, Point, Run
 
 RUN = "20261120-120000-demo-abcd"
-TABLES = {"run", "point", "quantity", "metric", "environment", "artifact", "event", "verdict", "series"}
+TABLES = {
+    "run",
+    "point",
+    "quantity",
+    "metric",
+    "environment",
+    "artifact",
+    "event",
+    "verdict",
+    "series",
+    "remeasurement",
+}
 VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics", "v_series"}
 
 
@@ -135,25 +146,51 @@ def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
         assert session.get_one(Run, RUN).state is RunState.CANCELLED
 
 
-def test_a_point_that_is_planned_again_waits_without_its_old_numbers(store: Store, sweep):
-    """A resumed run's unmeasured points are pending, and metrics of other code do not stay under the new key."""
+def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_ones(store: Store, sweep):
+    """Metrics of other code stay under the key and attempt that they were measured with, never under the new key."""
     records = sweep()
     store.apply_many(records)
     late = records[-1].at + timedelta(hours=1)
     again = [
         records[0].model_copy(update={"at": late, "resumed": 1}),
-        records[1].model_copy(update={"at": late, "attempt": 1, "key": "other code"}),
+        records[1].model_copy(update={"at": late, "attempt": 1, "resumed": 1, "key": "other code"}),
     ]
     store.apply_many(again)
-    point = point_of(store)
-    assert (point.state, point.key, point.attempt, metrics_of(store)) == (PointState.PENDING, "other code", 1, {})
-    before = contents(store)
-    store.apply_many(records[2:])  # replaying the first attempt changes nothing
-    assert contents(store) == before
-    store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
-    store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
+    old = metrics_of(store)
+    assert old
+    for latest, record in [
+        (("pending", 1), again[1]),
+        (("running", 2), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2, node="node-2")),
+        (("lost", 2), outcome(late, attempt=2, state=PointState.LOST, reason="node gone")),
+        (("running", 3), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=3, node="node-3")),
+    ]:
+        store.apply(record)
+        point = point_of(store)
+        assert (point.state, point.key, point.attempt) == (PointState.OK, records[1].key, 1)
+        assert (point.environment_id is None, point.route, metrics_of(store)) == (False, records[3].route, old)
+        [row, *_] = queries.points(store, RUN).to_dict("records")
+        assert (row["state"], row["latest_state"], row["latest_attempt"]) == ("ok", *latest)
+        before = contents(store)
+        store.apply_many([*records[2:], *again])  # replaying changes nothing
+        assert contents(store) == before
+    store.beat(RUN, f"{RUN}/0", late, "time", 3, 10)
+    [row, *_] = queries.points(store, RUN).to_dict("records")
+    assert (row["state"], row["phase"], row["done"], row["latest_node"]) == ("ok", "time", 3, "node-3")
+    store.apply(outcome(late + timedelta(seconds=9), attempt=3, time=7.0))
     store.apply_many([*records, *again])
-    assert (point_of(store).state, metrics_of(store)) == (PointState.OK, {"time": 7.0})
+    point = point_of(store)
+    assert (point.state, point.key, point.attempt, point.node) == (PointState.OK, "other code", 3, "node-3")
+    assert (metrics_of(store), point.resumed) == ({"time": 7.0}, 1)
+    assert contents(store)["remeasurement"] == []
+
+
+def test_a_point_that_is_skipped_when_it_is_planned_again_has_no_numbers(store: Store, sweep):
+    records = sweep()
+    late = {"at": records[-1].at, "attempt": 1, "resumed": 1, "key": "other code"}
+    store.apply_many([*records, records[1].model_copy(update=late)])
+    store.apply(records[1].model_copy(update=late | {"resumed": 2, "state": PointState.SKIPPED, "reason": "no room"}))
+    assert (point_of(store).state, point_of(store).key, metrics_of(store)) == (PointState.SKIPPED, "other code", {})
+    assert contents(store)["remeasurement"] == []
 
 
 def test_a_point_cancelled_before_it_started_stays_so(store: Store, sweep):
