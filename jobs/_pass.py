@@ -162,9 +162,10 @@ class ModelPass:
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors of the optimizer; none before its first step."""
+        """Tensors of the optimizer on the device; none before its first step."""
         states = self._optimizer.state.values() if self._optimizer is not None else ()
-        return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.device == self.device]
+        tensors = (x for state in states for x in state.values() if isinstance(x, Tensor))
+        return [x for x in tensors if x.device.type == self.device.type]  # "cuda" is not equal to a tensor's "cuda:0"
 
     @property
     def resident(self) -> list[Tensor]:

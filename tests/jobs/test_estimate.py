@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from jobs._pass import ModelPass
 from jobs.estimate import Spec, measure
 from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
 from jobs.point import Machine
@@ -66,3 +67,12 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
     points = _spec(lengths=[128, 64], implementations=["chunked", "dense"]).points(CPU)
     assert [point.axes.seq_len for point in points] == [64] * 6 + [128] * 6
     assert all(point.estimate_bytes for point in points)
+
+
+def test_the_optimizers_state_counts_on_a_device_without_an_index() -> None:
+    """As on a GPU, a tensor's device is not equal to the one that it was put on: "cpu:0" gives "cpu"."""
+    (point,) = _spec(passes=["train"]).points(CPU)
+    trial = ModelPass({**point.config, "device": "cpu:0"})
+    trial.run()
+    moments = sum(x.numel() for x in trial.state if x.dim())
+    assert moments == 2 * sum(p.numel() for p in trial.parameters)
