@@ -27,7 +27,7 @@ from seed_evidence import (
     tally,
     together,
 )
-from seed_parts import BACKENDS, backends
+from seed_parts import BACKENDS, OF_ALL, backends
 from tables import table
 
 from orchestrator.gates.verdicts import evaluate, load_gates
@@ -48,8 +48,8 @@ def blocks(e: Evidence) -> dict[str, str]:
         "summary": _summary(e),
         "toolchain": _toolchain(e),
         "versions": _versions(e),
-        "selection": _then_and_now(e, "slc", "sel", ("naive", "chunked", "triton")),
-        "selection-now": backends(e, "slc", ("naive", "chunked", "triton")),
+        "selection": _then_and_now(e, "slc", "sel", OF_ALL),
+        "selection-now": backends(e, "slc", OF_ALL),
         "sliding": _then_and_now(e, "win", "win", ("naive", "flash", "triton")),
         "soak": _soak(e),
         "estimator": _estimator(e),
@@ -163,8 +163,8 @@ def _viability(e: Evidence) -> str:
 
 def _findings(e: Evidence) -> str:
     growths = {title: e.growth(SCALING, EXTRA[0], way, _BOTH) for way, title in WAYS.items()}
-    at, names = {"branch": "slc", "seq_len": 2048, "pass_": _BOTH}, ("naive", "chunked", "triton")
-    memory = {BACKENDS[name]: e.cell(BRANCHES, EXTRA, **at, implementation=name) for name in names}
+    at = {"branch": "slc", "seq_len": 2048, "pass_": _BOTH}
+    memory = {BACKENDS[name]: e.cell(BRANCHES, EXTRA, **at, implementation=name) for name in OF_ALL}
     longest = e.cell(CAPACITY, ("longest", "token"), implementation="triton", batch=1, checkpointing="off")
     rows = [
         ["no hang reproduced", f"{e.states(MATRIX, env=ANY)}; smallest failing size: {smallest(e)}"],

@@ -26,8 +26,17 @@ from jobs.plain_text import for_file
 SPECS = (MATRIX, SEARCH, HANG, BRANCHES, PROFILE)
 
 _BOTH = "forward+backward"
-BACKENDS = {"naive": "masked", "chunked": "gather", "flash": "flash", "triton": "our kernels"}
-"""The backends of kind branches, by the reports' names."""
+BACKENDS = {
+    "naive": "masked",
+    "packed": "packed",
+    "gather": "gather",
+    "chunked": "gather, in chunks",
+    "flash": "flash",
+    "triton": "our kernels",
+}
+"""The backends of kind branches, by the reports' names; that in chunks is ours alone."""
+OF_ALL = tuple(name for name in BACKENDS if name != "flash")
+"""Those that compute every branch."""
 
 
 def blocks(e: Evidence) -> dict[str, str]:
@@ -36,9 +45,9 @@ def blocks(e: Evidence) -> dict[str, str]:
         "summary": _summary(e),
         "branches-small": branches(e, "small_128", 128, 5, 128),
         "branches-large": branches(e, "m7c_125m", 768, 5, 1024),
-        "selection": backends(e, "slc", ("naive", "chunked", "triton")),
-        "compressed": backends(e, "cmp", ("naive", "chunked", "triton")),
-        "sliding": backends(e, "win", ("naive", "chunked", "flash", "triton")),
+        "selection": backends(e, "slc", OF_ALL),
+        "compressed": backends(e, "cmp", OF_ALL),
+        "sliding": backends(e, "win", tuple(BACKENDS)),
         "lengths": f"Smallest failing size: {smallest(e)}.",
         "anomaly": _anomaly(e),
         "profile": _profile(e),
