@@ -85,4 +85,11 @@ def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: st
         limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
     if needed is None or needed <= limit:
         return None
-    return f"needs {needed / 2**30:.1f} GiB, {who} {limit / 2**30:.1f} GiB; {advice}"
+    return f"needs {_size(needed)}, {who} {_size(limit)}; {advice}"
+
+
+def _size(count: int) -> str:
+    """Bytes in words, in GiB, or below half of one in MiB or bytes, so that a small limit is told from a need."""
+    if count >= 2**29:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"

@@ -44,6 +44,11 @@ class PassSpec(JobSpec):
     @model_validator(mode="after")
     def _each_field_acts(self) -> Self:
         refuse_idle(self, self.nsa, self.implementations, self.precision)
+        if self.checkpointing and set(self.passes) == {"forward"}:
+            raise ValueError(
+                "checkpointing: True: changes nothing of a forward pass; leave it out, or add forward+backward or "
+                "train to passes"
+            )
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
@@ -72,13 +77,15 @@ class PassSpec(JobSpec):
             **self._own(),
         }
         needed = predicted(config).total if predicts(implementation) else None
+        saves = pass_ != "forward" and not self.checkpointing
+        advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
         return Point(
             kind=self.kind,
             label=f"{implementation} {pass_} S={seq_len}",
             config=config,
             axes=model_axes(config, model),
             estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, "shorten lengths or turn checkpointing on"),
+            skip_reason=does_not_fit(needed, self, machine, advice),
         )
 
     def _own(self) -> dict[str, Any]:

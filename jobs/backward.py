@@ -237,13 +237,14 @@ class Spec(JobSpec):
                 needed = predicted(config).total
         more = {"preset": case.preset, "branch": branch, "repeats": repeats, "anomaly": "on" if anomaly else "off"}
         own = {"layers": None} if size is None else {}
+        advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         return Point(
             kind="backward",
             label=f"{name} {_label(case.preset, *variant, *(size or ()))}",
             config=config,
             axes=model_axes(config, model, more=more, **own),
             estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, "lower layers or lengths, or turn checkpointing on"),
+            skip_reason=does_not_fit(needed, self, machine, advice),
         )
 
     def _model(self, preset: str, layers: int, branch: str, implementation: str) -> ModelConfig:

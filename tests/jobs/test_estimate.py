@@ -12,6 +12,7 @@ from jobs._pass import ModelPass
 from jobs.estimate import Spec, measure
 from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
 from jobs.point import Machine
+from jobs.spec import SpecError, parse_spec
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 MIB = 2**20
@@ -76,3 +77,19 @@ def test_the_optimizers_state_counts_on_a_device_without_an_index() -> None:
     trial.run()
     moments = sum(x.numel() for x in trial.state if x.dim())
     assert moments == 2 * sum(p.numel() for p in trial.parameters)
+
+
+@pytest.mark.parametrize("kind", ["estimate", "profile", "toolchain"])
+def test_checkpointing_that_no_pass_uses_is_refused(kind: str) -> None:
+    data = {"kind": kind, "name": "t", "preset": "tiny", "implementations": ["chunked"], "lengths": [64]}
+    with pytest.raises(SpecError, match=r"^checkpointing: True: changes nothing of a forward pass; leave it out"):
+        parse_spec(data | {"checkpointing": True, "passes": ["forward"], "env": [{}, {"OMP_DYNAMIC": "true"}]})
+
+
+def test_what_does_not_fit_is_told_with_what_would_mend_it() -> None:
+    passes, limit = ["forward", "train"], {"memory_gib": 2**-10, "lengths": [512]}
+    forward, train = _spec(passes=passes, **limit).points(CPU)
+    assert "MiB, memory_gib allows 1.0 MiB; shorten lengths, or lower batch" in str(forward.skip_reason)
+    assert "memory_gib allows 1.0 MiB; shorten lengths or turn checkpointing on" in str(train.skip_reason)
+    saving = _spec(passes=passes, checkpointing=True, **limit).points(CPU)
+    assert all("checkpointing" not in str(point.skip_reason) for point in saving)

@@ -90,7 +90,7 @@ def test_points_that_do_not_fit_are_skipped_with_the_arithmetic() -> None:
     assert reason.startswith("needs ")
     assert reason.endswith("GiB, memory_gib allows 2.0 GiB; shorten lengths or use chunked")
     small = Machine("cuda", "small card", 2**20)
-    assert "the cuda device has 0.0 GiB" in str(_spec(lengths=[8192]).points(small)[0].skip_reason)
+    assert "the cuda device has 1.0 MiB" in str(_spec(lengths=[8192]).points(small)[0].skip_reason)
 
 
 @pytest.mark.parametrize("workload", ["attention", "model"])
