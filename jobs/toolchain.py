@@ -131,30 +131,34 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         first, other = (_run(config, number, folder, beat) for number in (1, 2))
         beat("comparison")
         outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
-    _check_outputs(config, outputs)
     metrics = comparison_metrics(first, other, outputs)
     values = {metric.name: metric.value for metric in metrics}
     found = differences(values, config["tolerance"], first["route"], other["route"])
+    files = {f"lock-{number}.txt": lock_file(config, number, run) for number, run in ((1, first), (2, other))}
+    wrong = _other_outputs(config, outputs)
+    files["comparison.txt"] = comparison_table(config, first, other, values, [*([wrong] if wrong else []), *found])
+    if wrong:  # an error keeps no files: what explains it is printed
+        print(*(f"{name}:\n{text}" for name, text in files.items()), sep="\n", file=sys.stderr)
+        raise OutputsDiffer(wrong)
     for difference in found:
         reporter(beat).warn(f"{toolchain_name(config, 2)} against {toolchain_name(config, 1)}: {difference}")
     method = "changes of time and memory beyond the tolerance, and other kernels"
     counted = Metric.of(DIFFERENCES, len(found), method=method)
-    files = {f"lock-{number}.txt": lock_file(config, number, run) for number, run in ((1, first), (2, other))}
-    files["comparison.txt"] = comparison_table(config, first, other, values, found)
     return Measurement((*metrics, counted), other["route"], other["environment"], files)
 
 
-def _check_outputs(config: Mapping[str, Any], outputs: Outputs) -> None:
-    """Raise OutputsDiffer if a tensor differs by more than the tolerance."""
+def _other_outputs(config: Mapping[str, Any], outputs: Outputs) -> str | None:
+    """Names of the tensors that differ by more than the tolerance, in a sentence; None if none does."""
     allowed = config["tolerance"]["outputs"]
     beyond = {name: x for name, x in outputs.differences.items() if not x <= allowed}
-    if beyond:
-        worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
-        named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
-        raise OutputsDiffer(
-            f"{toolchain_name(config, 2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
-            f"{toolchain_name(config, 1)} by more than {allowed:.1e} of their norm: {named}"
-        )
+    if not beyond:
+        return None
+    worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
+    named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
+    return (
+        f"{toolchain_name(config, 2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
+        f"{toolchain_name(config, 1)} by more than {allowed:.1e} of their norm: {named}"
+    )
 
 
 def _write_inputs(config: Mapping[str, Any], path: Path) -> None:

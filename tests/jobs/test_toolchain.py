@@ -145,11 +145,19 @@ def test_differences_beyond_their_tolerance_are_named(monkeypatch: pytest.Monkey
     assert result.route == {"slc": "b"}
 
 
-def test_other_outputs_are_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_outputs_are_an_error_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _stub(monkeypatch, lambda number, _: _found(number))
     (point,) = _points(env=[{}, PLAIN], tolerance={"outputs": 0.05})
     with pytest.raises(OutputsDiffer, match=r"toolchain 2 \(ATEN_.*\): 1 of 2 outputs .* gradient of w by 9\.1e-02"):
         _measure(point)
+    printed = capsys.readouterr().err  # kept as stderr.txt
+    assert "  torch: 2.1, 2.2" in printed
+    assert "no difference" not in printed
+    assert all(f"lock-{number}.txt:\n# toolchain {number} (" in printed for number in (1, 2))
+    assert "torch==2.1" in printed
+    assert "torch==2.2" in printed
 
 
 @pytest.mark.parametrize(("end", "error"), [(End.OOM, MemoryError), (End.HANG, ToolchainFailed)])
