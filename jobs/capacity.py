@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, refuse_unusable, threads
+from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.axes import Axis
@@ -115,6 +115,9 @@ class Spec(JobSpec):
             label=f"{implementation} batch {batch}, checkpointing {kept}",
             config=config,
             axes=model_axes(config, model, more={"checkpointing": kept}),
+            skip_reason=does_not_fit(
+                _without_tokens(config), self, machine, "raise the limit, or use a smaller preset"
+            ),
         )
 
 
@@ -221,6 +224,14 @@ def _predicted_place(config: Mapping[str, Any]) -> int | None:
         return None
     needs = [predicted({**config, "seq_len": length}).total for length in config["lengths"]]
     return max(sum(need <= config["limit_bytes"] for need in needs) - 1, 0)
+
+
+def _without_tokens(config: Mapping[str, Any]) -> int | None:
+    """Bytes of weights and optimizer, which every length needs; None without a prediction."""
+    if not predicts(config["implementation"]):
+        return None
+    least = predicted({**config, "seq_len": config["lengths"][0]})
+    return least.parameters + least.optimizer
 
 
 def _try(config: Mapping[str, Any]) -> _Trial | None:
