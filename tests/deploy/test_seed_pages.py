@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from jobs.kinds import kind_module, own_axes
 from jobs.point import Machine, Point
@@ -68,6 +69,27 @@ def test_without_results_every_answer_names_the_spec_that_would_give_it(pages: M
         assert not [spec for spec in specs if f"jobs/configs/{spec}" not in text], name
         assert "not run yet" in text
         assert "H200" not in text
+
+
+def test_every_backend_that_is_measured_has_a_row(pages: ModuleType) -> None:
+    import seed_parts  # pyright: ignore[reportMissingImports]
+
+    measured = yaml.safe_load((ROOT / "jobs" / "configs" / "branches_m7c.yaml").read_text())["backends"]
+    assert set(seed_parts.BACKENDS) == set(measured)
+    for page in ("which-part-hangs.md", "fit-for-production.md"):
+        text = (SEEDS / page).read_text()
+        assert all(f"| `{name}` |" in text for name in seed_parts.OF_ALL)
+
+
+def test_a_training_step_has_the_state_of_its_optimizer() -> None:
+    """Two moments of each weight, float32, and at most what the counters have beside them."""
+    text = (SEEDS / "training-memory.md").read_text()
+    weights, state = (
+        re.search(rf"^\| {part} \| ([\d,]+) MiB", text, re.MULTILINE) for part in ("parameters", "optimizer")
+    )
+    assert weights is not None
+    assert state is not None
+    assert float(state[1].replace(",", "")) == pytest.approx(2 * float(weights[1]), rel=0.05)
 
 
 def test_every_spec_can_be_submitted_as_the_page_says(pages: ModuleType) -> None:
