@@ -5,6 +5,7 @@ Other Ray clusters on the host are left alone: only processes started here are s
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -14,8 +15,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -83,16 +84,27 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     folder = folder_of_a_new_cluster(settings)
     given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
-    begun = [service for service in services if _start(settings, service)]
+    with _alone(settings):
+        begun = [service for service in services if _start(settings, service)]
     for service in services:
         _await(settings, service, noted=service.name == "ray" and service in begun)
     return status(settings)
 
 
 def down(settings: Settings) -> list[str]:
-    """Stop the services that `up` started, last first, and remove Ray's folder. Returns the names of the stopped."""
-    stopped = [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
-    remove_folder(settings)
+    """Stop the services that `up` started, last first, and remove Ray's folder.
+
+    Returns:
+        The names of the stopped.
+
+    Raises:
+        ServiceError: NSA_HOME cannot be entered or written.
+    """
+    if _missing(settings.home):
+        return []
+    with _alone(settings):
+        stopped = [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
+        remove_folder(settings)
     return stopped
 
 
@@ -152,6 +164,38 @@ def _dashboard(settings: Settings) -> Service:
     return Service("dashboard", tuple(command), f"http://127.0.0.1:{settings.dashboard_port}/_stcore/health")
 
 
+@contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
+    """Keep other processes from starting or stopping this home's services meanwhile: they wait.
+
+    Of two that start at once each would start a cluster, and only one of these would be known, and stopped.
+    """
+    try:
+        with (settings.home / "services.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as err:  # also of a service's log or pid file
+        raise ServiceError(
+            f"NSA_HOME: '{settings.home}': services cannot be started or stopped there ({_told(err)}); "
+            "name a folder of your own"
+        ) from None
+
+
+def _told(err: OSError) -> str:
+    return f"{err.strerror}: '{err.filename}'" if err.filename else str(err.strerror)
+
+
+def _missing(folder: Path) -> bool:
+    """Whether nothing is there, so that nothing was started there; a folder that may not be looked at may be there."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _start(settings: Settings, service: Service) -> bool:
     """Start a service; False if it runs already."""
     if _pid(settings, service) is not None:
@@ -172,8 +216,13 @@ def _start(settings: Settings, service: Service) -> bool:
             cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
-    record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    _pidfile(settings, service).write_text(json.dumps(record))
+    try:
+        record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+        _pidfile(settings, service).write_text(json.dumps(record))
+    except OSError:  # without its pid nothing would ever stop it
+        process.kill()
+        process.wait()
+        raise
     return True
 
 
@@ -213,7 +262,7 @@ def _pid(settings: Settings, service: Service) -> int | None:
         process = psutil.Process(record["pid"])
         same = abs(process.create_time() - record["created"]) < 1
         return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):  # also of a file of another shape
         return None
 
 

@@ -67,3 +67,10 @@ def test_a_change_is_refused_in_a_line(home: Path) -> None:
     done = nsa(home, "cancel", "r1")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_services_of_a_home_that_cannot_be_written_are_refused_in_a_line(home: Path) -> None:
+    done = nsa(home, "down")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: NSA_HOME: '{home}': services cannot be started or stopped there (Permission")
+    assert done.stderr.count("\n") == 1

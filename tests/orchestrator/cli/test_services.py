@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from free_ports import free_ports
@@ -113,6 +114,61 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
     assert services.status(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+
+
+@pytest.mark.parametrize(
+    "written", ["[]", "null", '{"pid": "x", "created": 1}', '{"pid": 1, "created": "x"}', '{"pid": 1.5, "created": 1}']
+)
+def test_a_pid_file_of_another_shape_names_no_process(settings: Settings, written: str) -> None:
+    (settings.home / "ray.pid.json").write_text(written)
+    assert services.status(settings)[0].pid is None
+    assert services.down(settings) == []
+
+
+def _one_service(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]:
+    """Let `nsa up` start one service, which is slow to be looked at. Returns what it starts."""
+    begun: list[subprocess.Popen[Any]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[Any]:
+        begun.append(popen(*args, **options))
+        return begun[-1]
+
+    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1")
+    monkeypatch.setattr(services, "local_services", lambda *_: [service])
+    monkeypatch.setattr(services, "answers", lambda _: bool(time.sleep(0.2)))
+    monkeypatch.setattr(services, "_await", lambda *_, **__: None)
+    monkeypatch.setattr(services.subprocess, "Popen", start)
+    return begun
+
+
+def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = _one_service(monkeypatch)
+    try:
+        ups = [threading.Thread(target=services.up, args=(settings,)) for _ in range(2)]
+        for one in ups:
+            one.start()
+        for one in ups:
+            one.join()
+        assert len(begun) == 1
+        assert services.down(settings) == ["slow"]
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
+
+
+def test_a_home_where_no_pid_can_be_noted_is_named_and_nothing_left_running(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = _one_service(monkeypatch)
+    (settings.home / "slow.pid.json").mkdir()
+    with pytest.raises(ServiceError, match=r"^NSA_HOME: '.*': services cannot be started or stopped there \(Is a dir"):
+        services.up(settings)
+    assert [process.returncode for process in begun] == [-9]
+    with pytest.raises(ServiceError, match=r"^NSA_HOME: "):
+        services.down(settings)
+    (settings.home / "slow.pid.json").rmdir()
 
 
 def test_a_service_that_ends_while_it_is_stopped_is_stopped(
