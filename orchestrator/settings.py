@@ -186,9 +186,19 @@ class Settings(BaseSettings):
 
     @property
     def no_database_yet(self) -> bool:
-        """Whether the database is a SQLite file that does not exist: nothing was ever stored."""
+        """Whether the database is a SQLite file that does not exist: nothing was ever stored.
+
+        False for one that cannot be looked at, as another user's: opening it tells why.
+        """
         path = sqlite_path(self.database)
-        return path is not None and not os.path.exists(path)  # Path.exists raises below a folder that may not be read
+        if path is not None:
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return True
+            except OSError:
+                return False
+        return False
 
     @cached_property
     def artifacts_dir(self) -> Path:

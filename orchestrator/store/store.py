@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
@@ -44,8 +44,8 @@ class Store:
             path = Path(parsed.database or "").absolute()
             if create and not readonly:
                 schema.upgrade(url)
-            elif not os.path.isfile(path):  # Path.is_file raises below a folder that may not be read
-                raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
+            elif problem := _no_file(path):
+                raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}")
             elif not readonly:
                 schema.refuse_another(parsed)
         engine = make_engine(parsed, readonly=readonly)
@@ -139,3 +139,14 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _no_file(path: Path) -> str | None:
+    """What is wrong at the path of a database that should be there, and the fix; None for a file."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such file; run a job or `nsa db upgrade` first"
+    except OSError as err:  # another user's, mostly: a new database is no fix
+        return f"cannot be looked at ({err.strerror}); have it made readable, or name another file"
+    return None if stat.S_ISREG(mode) else "is no file; name another"
