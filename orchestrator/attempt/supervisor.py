@@ -7,6 +7,8 @@ driver's disk nor its database: outcomes travel in the updates, and files go fro
 from __future__ import annotations
 
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +17,7 @@ from jobs.measure.process_usage import ProcessUsage
 from jobs.measure.telemetry import Telemetry, TelemetrySummary
 from jobs.point import Point
 from orchestrator.artifacts import Source
-from orchestrator.attempt import diagnostics, gpu_release, protocol
+from orchestrator.attempt import diagnostics, gpu_release, protocol, temporary
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.keeping import keep
 from orchestrator.attempt.live import LiveSeries
@@ -65,7 +67,7 @@ def supervise(
             try:
                 child = slot.child(assignment.point)
             except OSError as err:
-                yield _not_measured(assignment, f"python: {assignment.point.python!r}: cannot be started ({err})")
+                yield _not_measured(assignment, _not_started(assignment.point, err))
                 continue
             ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped, cluster)
             if ended is None:
@@ -208,6 +210,13 @@ def _with_telemetry(ended: Ended, sampled: TelemetrySummary) -> Ended:
     known = {metric.name for metric in ended.outcome.metrics}
     added = ended.outcome.metrics + tuple(m for m in metrics if m.name not in known)
     return replace(ended, outcome=ended.outcome.model_copy(update={"metrics": added}))
+
+
+def _not_started(point: Point, err: OSError) -> str:
+    """The reason of a point whose child could not be started."""
+    if temporary.POINT in str(err.filename):  # in the child's folder: the host's disk, not the interpreter
+        return f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
+    return f"python: {point.python or sys.executable!r}: cannot be started ({err})"
 
 
 def _not_measured(assignment: Assignment, reason: str) -> OutcomeRecord:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -352,3 +355,15 @@ def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
     assert places[0] < end
     assert updates[places[0]].artifact.content == "{}"
     assert updates[end].files == {"rank0.json": "{}", "last.txt": "late"}
+
+
+def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(measure, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tempfile.gettempdir()}/nsa-point-ab12cd34")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    [_, end] = measure("pass")
+    assert end.outcome.state is PointState.ERROR
+    assert end.outcome.reason.startswith(
+        f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
+    )
