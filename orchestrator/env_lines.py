@@ -39,6 +39,15 @@ def mistakes(path: Path) -> list[str]:
     return [f".env: '{path}': line {line}: {mistake}" for line, mistake in found if mistake]
 
 
+def names(path: Path) -> list[str]:
+    """The variables that a `.env` names; none if it cannot be read, which is one of the `mistakes`."""
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+            return [binding.key for binding in parse_stream(io.StringIO(file.read(_MOST))) if binding.key]
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
 def _line(binding: Binding) -> int:
     """The line of a binding, which begins with the empty lines before it."""
     whole = binding.original.string

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -30,6 +31,8 @@ PACKAGES = ("nsa_core", "jobs", "orchestrator")
 """The packages that a job imports."""
 
 
+# Variables of ours that are no settings: of docker-compose.yml.
+_OTHERS = ("NSA_DASHBOARD_PASSWORD",)
 _ADDRESS = re.compile(r"https?://[!-~]{1,2000}")
 
 
@@ -208,6 +211,19 @@ class Settings(BaseSettings):
     def artifact_store_url(self) -> str:
         """The store of points' files; by default the folder of the journals."""
         return self.artifact_store or f"file://{self.artifacts_dir.absolute()}"
+
+
+def misspelled() -> list[str]:
+    """One line for each variable of the environment or `.env` that nothing reads, but almost has a setting's name."""
+    file, names = env_file(), [f"NSA_{name.upper()}" for name in Settings.model_fields]
+    given = {*os.environ, *(env_lines.names(file) if file else ())}
+    told = []
+    for name in sorted(given):
+        if not name.upper().startswith("NSA") or name.upper() in (*names, *_OTHERS):
+            continue
+        if near := difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85):
+            told.append(f"{name}: is no setting, and nothing reads it; write {near[0]}, or remove it")
+    return told
 
 
 def check_current_folder() -> None:

@@ -12,7 +12,7 @@ from orchestrator import terminal
 from orchestrator.cli import deciding, results
 from orchestrator.cli.usage import Commands, Overrides, Run
 from orchestrator.errors import UserError
-from orchestrator.settings import check_current_folder, example_spec, load_settings
+from orchestrator.settings import check_current_folder, example_spec, load_settings, misspelled
 from orchestrator.states import Origin, RunState
 from orchestrator.terminal import say
 
@@ -34,6 +34,8 @@ def main() -> None:
     from jobs.spec import SpecError
 
     terminal.prepare()
+    for line in misspelled():
+        terminal.warn(f"warning: {line}")
     try:
         app(prog_name="nsa")
     except (UserError, SpecError) as err:

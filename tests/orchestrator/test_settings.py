@@ -168,3 +168,33 @@ def test_a_relative_path_in_a_folder_that_was_deleted_is_a_mistake_in_one_line(
                 settings.load_settings()
         told = f"{name}: {value!r}: is relative, and the current folder was deleted; write an absolute path"
         assert str(refused.value) == told
+
+
+def test_a_variable_that_is_almost_a_setting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "installation", lambda: Installation.INSTALLED)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("NSA_ARTIFACT=/x\nNSA_HOME=/y\n")
+    assert settings.misspelled() == [
+        "NSA_ARTIFACT: is no setting, and nothing reads it; write NSA_ARTIFACTS, or remove it"
+    ]
+    monkeypatch.setenv("NSA_DATABSE_URL", "secret")
+    monkeypatch.setenv("nsa_gates", "")
+    for others in ("NSA_BIND", "NSA_CHECKOUT", "NSA_DASHBOARD_PASSWORD", "NSA_GIT_COMMIT", "NASA_HOME"):
+        monkeypatch.setenv(others, "x")
+    told = settings.misspelled()
+    assert [line.partition(":")[0] for line in told] == ["NSA_ARTIFACT", "NSA_DATABSE_URL"]
+    assert "secret" not in "".join(told)
+    (tmp_path / ".env").write_bytes(b"NSA_ARTIFACT=\xff")
+    assert len(settings.misspelled()) == 1
+
+
+@pytest.mark.parametrize("command", [["orchestrator.cli.commands", "runs"], ["jobs", "no.yaml", "--dry-run"]])
+def test_commands_warn_of_a_misspelled_variable(tmp_path: Path, command: list[str]) -> None:
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__')"
+    if command[0] != "jobs":
+        code = "import sys; sys.argv = sys.argv[1:]; from orchestrator.cli.commands import main; main()"
+    env = {**os.environ, "NSA_HOME": str(tmp_path), "NSA_DATABSE_URL": "sqlite:////x"}
+    call = [sys.executable, "-c", code, *command]
+    done = subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.startswith("warning: NSA_DATABSE_URL: is no setting, and nothing reads it; write NSA_DATABASE_U")
+    assert done.stderr.count("warning") == 1
