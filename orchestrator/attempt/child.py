@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Child:
             python: path of its interpreter, which has packages of its own; None: this process's.
 
         Raises:
-            OSError: the interpreter cannot be started.
+            OSError: the interpreter, or what watches over it, cannot be started.
         """
         self._python = python or sys.executable
         self._files = temporary.Folder(temporary.POINT)
@@ -101,7 +99,14 @@ class Child:
             raise
         finally:
             os.close(events)
-        self._guard = _guard(self.pid, self._folder)
+        try:
+            self._guard = _guard(self.pid, self._folder)
+        except OSError:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._events)
+            self._files.remove()
+            raise
 
     @property
     def pid(self) -> int:
@@ -254,6 +259,9 @@ def _guard(worker: int, folder: Path) -> int:
             start_new_session=True,
             check=True,
         )
+    except (OSError, subprocess.CalledProcessError) as err:
+        os.close(sink)
+        raise OSError(f"its guard cannot be started: {err}") from None
     finally:
         os.close(pipe)
     return sink
@@ -268,16 +276,25 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Variables for temporary files that end with the child. PyTorch's compiler keeps its cache where it was."""
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
-    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}
+    """Variables for temporary files that end with the child. PyTorch's compiler keeps its cache beyond it."""
+    return {
+        "TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _cache(folder),
+    }
 
 
-def _user() -> str:
+def _cache(folder: Path) -> str:
+    """The compiler's cache: in the user's home, and in the child's folder where there is none to write to.
+
+    PyTorch's own place has a name that anyone can guess, in a folder where all users may write: who makes it first
+    chooses the code that others run.
+    """
     try:
-        return getpass.getuser().replace("/", "_")
-    except (KeyError, OSError):  # a container's user without a name
-        return f"uid_{os.getuid()}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-bench" / "torchinductor"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # of a container's user without a home
+        return str(folder / "torchinductor")
+    return str(cache if os.access(cache, os.W_OK) else folder / "torchinductor")
 
 
 def _environment(threads: int, gpus: str | None) -> dict[str, str]:

@@ -252,7 +252,7 @@ def _database(settings: Settings) -> Finding:
 
 def _artifacts(settings: Settings) -> Finding:
     folder = settings.artifacts_dir
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not os.access(existing, os.W_OK):
         return Finding(
             "artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder"

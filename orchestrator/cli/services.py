@@ -220,7 +220,7 @@ def _start(settings: Settings, service: Service) -> bool:
         record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
         _pidfile(settings, service).write_text(json.dumps(record))
     except OSError:  # without its pid nothing would ever stop it
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     return True

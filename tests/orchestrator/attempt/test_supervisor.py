@@ -23,7 +23,7 @@ from jobs.measure.telemetry import TelemetrySummary
 from jobs.point import Metric, Reading
 from jobs.quantities import GPU_UTILIZATION
 from jobs.spec import Deadlines
-from orchestrator.attempt import diagnostics, gpu_release, protocol, supervisor
+from orchestrator.attempt import child, diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.supervisor import probe, supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
@@ -367,3 +367,28 @@ def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(m
     assert end.outcome.reason.startswith(
         f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
     )
+
+
+def test_a_point_whose_guard_cannot_be_started_leaves_no_process(measure, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(child, "_GUARD", "exit 3")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = {process.pid for process in psutil.Process().children()}
+    [_, end] = measure("pass")
+    assert end.outcome.state is PointState.ERROR
+    assert "its guard cannot be started" in end.outcome.reason
+    assert not [p for p in psutil.Process().children() if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+    assert not list(tmp_path.glob("nsa-point-*"))
+
+
+def test_the_compilers_cache_is_where_no_other_user_can_write(measure, monkeypatch, tmp_path) -> None:
+    """Its code runs in the point; PyTorch's own place below /tmp can be made by anyone first."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code = "import os; files = {'cache.txt': os.environ['TORCHINDUCTOR_CACHE_DIR']}"
+    cache = tmp_path / "cache" / "nsa-bench" / "torchinductor"
+    assert ended(measure(code))[0].files["cache.txt"] == str(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be made there
+    assert "/nsa-point-" in ended(measure(code))[0].files["cache.txt"]
