@@ -66,7 +66,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         reporter(beat).warn(f"{each.what}; {each.fix}")
     metrics = [Metric.of(WARNINGS, len(advice), method="in diagnosis.md, each with its fix"), *memory(found.ranks)]
     files = {**result.files, "diagnosis.md": describe(found, advice)}
-    return replace(result, metrics=(*metrics, *result.metrics), files=files)
+    environment = {**result.environment, "hosts": [host.placement() for host in found.hosts]}
+    return replace(result, metrics=(*metrics, *result.metrics), files=files, environment=environment)
 
 
 def diagnosis(reports: Sequence[RankReport], result: Measurement) -> Diagnosis:

@@ -230,11 +230,18 @@ def _balance(e: Evidence) -> str:
 
 
 def _topology(e: Evidence) -> str:
-    """The card; links and NUMA nodes are in the point's file."""
-    gpu = e.environment(_source(e), **_NSA).get("gpu", {})
+    """The card, and of runs since 2026-11-26 the links and NUMA nodes of each host."""
+    environment = e.environment(_source(e), **_NSA)
+    gpu = environment.get("gpu", {})
     card = f"{gpu['name']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}" if gpu else DIAGNOSE.not_measured
-    kept = "in `diagnosis.md` of the point" if e.points(DIAGNOSE, **_NSA) else DIAGNOSE.not_measured
-    return table(["what", "here"], [["card", card], ["links, NUMA nodes, cores", kept]])
+    rows = [["card", card]]
+    for host in environment.get("hosts", ()):
+        links = [f"GPU {pair}: {way}" for pair, way in host["links"].items()]
+        nodes = [f"NUMA node {node}: cores {cores}" for node, cores in host["numa"].items()]
+        rows.append(["links, NUMA nodes", for_file("; ".join([*links, *nodes]))])
+    if len(rows) == 1:
+        rows.append(["links, NUMA nodes", "in `diagnosis.md` of the point" if gpu else DIAGNOSE.not_measured])
+    return table(["what", "here"], rows)
 
 
 def _distributed(e: Evidence) -> str:

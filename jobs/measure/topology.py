@@ -72,6 +72,16 @@ class Topology:
     links: Mapping[tuple[str, str], str] = field(default_factory=dict)
     problem: str | None = None
 
+    def placement(self) -> dict[str, Any]:
+        """Cores, NUMA nodes and links, without what tells this host from others: for a point's environment."""
+        ids = {gpu.uuid: gpu.id for gpu in self.gpus}
+        return {
+            "cores": self.cores,
+            "numa": {str(node): cores for node, cores in self.numa.items()},
+            "gpus": {gpu.id: gpu.numa for gpu in self.gpus},
+            "links": {f"{ids[a]} to {ids[b]}": way for (a, b), way in self.links.items()},
+        }
+
 
 def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
     """This host's topology.

@@ -41,6 +41,8 @@ def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, m
     assert [line[2:] for line in lines if line.startswith("- ")] == report.warnings
     assert values["warnings"] == len(report.warnings)
     assert values["throughput"] > 0
+    (host,) = result.environment["hosts"]
+    assert set(host) == {"cores", "numa", "gpus", "links"}  # nothing that names the host
     assert "cmp: chunked" in str(result.files["diagnosis.md"])
     state = RankState.from_json(report.kept["rank0.json"])
     assert state is not None
@@ -155,6 +157,9 @@ def test_links_and_nodes_are_asked_of_the_driver(tmp_path: Path, monkeypatch: py
     assert [gpu.throttled for gpu in found.gpus] == [False, True, True]
     assert found.links == {("GPU-0", "GPU-1"): "NVLink", ("GPU-0", "GPU-2"): "PHB", ("GPU-1", "GPU-2"): "PHB"}
     assert found.gpus[0].used_mib == 512
+    placed = found.placement()
+    assert placed["links"] == {"0 to 1": "NVLink", "0 to 2": "PHB", "1 to 2": "PHB"}
+    assert placed["gpus"] == {"0": None, "1": 1, "2": 1}
     shown = describe(Diagnosis(hosts=[found]), [Advice("a", "b")])
     assert "GPU 0 to GPU 2: PHB" in shown
     assert "- a; b" in shown
