@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import pandas as pd
 
 from jobs import plain_text
-from jobs.quantities import readable
+from jobs.quantities import readable, readable_bytes
 from orchestrator.states import Origin, PointState, Result, RunState
 
 if TYPE_CHECKING:
@@ -88,12 +88,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 def size(count: float | None) -> str:
     """Bytes in the largest binary unit that gives at least 1; a dash for None and NaN."""
-    if count is None or math.isnan(count):
-        return "–"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:,.4g} {unit}"
-    return f"{count:,.0f} bytes"
+    return "–" if count is None or math.isnan(count) else readable_bytes(count)
 
 
 def amount(value: float | None, unit: str = "") -> str:

@@ -205,11 +205,11 @@ def _point_now(store: Store, point_id: str, latest: str) -> None:
         f"{parts.code(point_id)} · attempt {point['attempt']} · "
         f"took {parts.duration(point['started_at'], point['ended_at'])}"
     )
-    if latest == "running":
-        st.info(parts.doing(point), icon=":material/autorenew:")
+    told = [parts.doing(point)] if latest == "running" else []
     if again := again_in_words(point):
-        earlier = f"attempt {point['attempt']} counts until a later one has an outcome"
-        st.info(f"{parts.plain(again)}; {earlier}", icon=":material/replay:")
+        told.append(f"{parts.plain(again)}; attempt {point['attempt']} counts until a later one has an outcome")
+    if told:
+        st.info("\n\n".join(told), icon=":material/autorenew:")
     if point["reason"]:
         st.warning(f"**{state}**: {parts.plain(point['reason'])}", icon=":material/info:")
 

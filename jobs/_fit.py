@@ -10,6 +10,7 @@ from jobs._fields import WINDOW_ALONE
 from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.machine import TRITON_PROBLEM
 from jobs.point import Machine
+from jobs.quantities import readable_bytes
 from jobs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import untested
@@ -85,11 +86,4 @@ def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: st
         limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
     if needed is None or needed <= limit:
         return None
-    return f"needs {_size(needed)}, {who} {_size(limit)}; {advice}"
-
-
-def _size(count: int) -> str:
-    """Bytes in words, in GiB, or below half of one in MiB or bytes, so that a small limit is told from a need."""
-    if count >= 2**29:
-        return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
+    return f"needs {readable_bytes(needed)}, {who} {readable_bytes(limit)}; {advice}"

@@ -135,6 +135,14 @@ def readable(value: float, unit: str = "1") -> str:
     return text if unit == "1" else f"{text} {written_unit(unit, value)}"
 
 
+def readable_bytes(count: float) -> str:
+    """Bytes with four significant digits in the largest binary unit that gives at least 1."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return readable(count / factor, unit)
+    return f"{count:,.0f} bytes"
+
+
 def readable_range(low: float, high: float, unit: str = "1", to: str = " – ") -> str:
     """Two values and their unit, which is written once if it is the same: 15.48 – 15.49 ms."""
     first, last = readable(low, unit), readable(high, unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jobs.point import Machine
+from jobs.quantities import readable_bytes
 from jobs.spec import JobSpec
 from orchestrator.terminal import say
 
@@ -27,7 +28,7 @@ def print_points(spec: JobSpec) -> None:
     skipped = sum(point.skip_reason is not None for point in points)
     say(f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped")
     for index, point in enumerate(points):
-        needs = "" if point.estimate_bytes is None else f"  {point.estimate_bytes / 2**30:.2f} GiB"
+        needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
     for field, path in spec.paths().items():
         if not path.exists():

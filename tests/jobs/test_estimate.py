@@ -89,7 +89,7 @@ def test_checkpointing_that_no_pass_uses_is_refused(kind: str) -> None:
 def test_what_does_not_fit_is_told_with_what_would_mend_it() -> None:
     passes, limit = ["forward", "train"], {"memory_gib": 2**-10, "lengths": [512]}
     forward, train = _spec(passes=passes, **limit).points(CPU)
-    assert "MiB, memory_gib allows 1.0 MiB; shorten lengths, or lower batch" in str(forward.skip_reason)
-    assert "memory_gib allows 1.0 MiB; shorten lengths or turn checkpointing on" in str(train.skip_reason)
+    assert "MiB, memory_gib allows 1 MiB; shorten lengths, or lower batch" in str(forward.skip_reason)
+    assert "memory_gib allows 1 MiB; shorten lengths or turn checkpointing on" in str(train.skip_reason)
     saving = _spec(passes=passes, checkpointing=True, **limit).points(CPU)
     assert all("checkpointing" not in str(point.skip_reason) for point in saving)

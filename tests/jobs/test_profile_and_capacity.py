@@ -240,5 +240,5 @@ def test_capacity_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_limit_below_the_weights_alone_skips_the_point_with_the_arithmetic() -> None:
     data = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense", "gather"], "lengths": [32]}
     dense, unpredicted = capacity.Spec.model_validate(data | {"checkpointing": [False], "memory_gib": 1e-6}).points(CPU)
-    assert re.fullmatch(r"needs 1\.\d MiB, memory_gib allows 1073 bytes; raise the limit, .*", str(dense.skip_reason))
+    assert re.fullmatch(r"needs 1\.\d+ MiB, memory_gib allows 1\.048 KiB; raise the limit, .*", str(dense.skip_reason))
     assert unpredicted.skip_reason is None

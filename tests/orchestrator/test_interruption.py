@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ def console_script() -> list[str]:
     return ["-c", f"import sys; from {module} import {call}; sys.exit({call}())", "runs"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT's handling, which processes started here inherit; tests that a shell runs in the background lack it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("command", "package"),
     [

@@ -30,6 +30,10 @@ value = float(open(folder + '/value').read())
 """
 
 
+# The database's part is tried on both by the first test, and by those of the store.
+ON_SQLITE = pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
+
+
 @pytest.fixture
 def at(home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of artifacts of runs that are stored in a database of each kind."""
@@ -142,6 +146,7 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
     assert [(tmp_path / f"log{number}").read_text() for number in range(2)] == ["xxx", "xx"]
 
 
+@ON_SQLITE
 def test_points_whose_sources_are_as_before_again_are_not_measured(
     at, spec, codes, start, tmp_path, database_url, new_database
 ) -> None:
@@ -159,6 +164,7 @@ def test_points_whose_sources_are_as_before_again_are_not_measured(
     same_elsewhere(at, database_url, new_database)
 
 
+@ON_SQLITE
 def test_failures_stay_until_they_are_tried_again_and_that_is_gone_on_with(
     at, spec, codes, start, tmp_path, database_url, new_database
 ) -> None:
@@ -177,6 +183,7 @@ def test_failures_stay_until_they_are_tried_again_and_that_is_gone_on_with(
     assert points(database_url) == [("ok", 3, 1.5, "ok"), good]
 
 
+@ON_SQLITE
 def test_a_new_failure_replaces_an_old_result(at, spec, codes, start, tmp_path, database_url, new_database) -> None:
     assert finished(start(spec(*codes), code="old"))[0] == 0
     (tmp_path / "fail0").touch()
