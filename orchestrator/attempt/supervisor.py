@@ -67,7 +67,7 @@ def supervise(
             try:
                 child = slot.child(assignment.point)
             except OSError as err:
-                yield _not_measured(assignment, _not_started(assignment.point, err))
+                yield _not_started(assignment, err)
                 continue
             ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped, cluster)
             if ended is None:
@@ -212,16 +212,19 @@ def _with_telemetry(ended: Ended, sampled: TelemetrySummary) -> Ended:
     return replace(ended, outcome=ended.outcome.model_copy(update={"metrics": added}))
 
 
-def _not_started(point: Point, err: OSError) -> str:
-    """The reason of a point whose child could not be started."""
+def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:
+    """End of a point whose child could not be started: lost, so measured again, where the host had no room for it."""
     if temporary.POINT in str(err.filename):  # in the child's folder: the host's disk, not the interpreter
-        return f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
-    return f"python: {point.python or sys.executable!r}: cannot be started ({err})"
+        reason = f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
+        return _not_measured(assignment, reason, PointState.LOST)
+    return _not_measured(
+        assignment, f"python: {assignment.point.python or sys.executable!r}: cannot be started ({err})"
+    )
 
 
-def _not_measured(assignment: Assignment, reason: str) -> OutcomeRecord:
+def _not_measured(assignment: Assignment, reason: str, state: PointState = PointState.ERROR) -> OutcomeRecord:
     """End of a point whose child was not started."""
     run_id, point_id, attempt = assignment.run_id, assignment.point_id, assignment.attempt
     return OutcomeRecord(
-        run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.ERROR, reason=reason, started_at=now()
+        run_id=run_id, point_id=point_id, attempt=attempt, state=state, reason=reason, started_at=now()
     )
