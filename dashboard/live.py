@@ -63,9 +63,7 @@ def _now(store: Store, point_id: str) -> None:
 def remaining(point: Mapping[str, Any]) -> str:
     """The rate of a running attempt, and when its phase ends at this rate (Markdown); empty where it is unknown."""
     told = [point[name] for name in ("done", "total", "rate")]
-    if point.get("latest_state", point["state"]) != PointState.RUNNING or not all(
-        value and not pd.isna(value) for value in told
-    ):
+    if point["latest_state"] != PointState.RUNNING or not all(value and not pd.isna(value) for value in told):
         return ""
     done, total, rate = told
     seconds = max(0.0, total - done) / rate

@@ -207,7 +207,7 @@ def doing(point: Mapping[str, Any]) -> str:
 
 
 def phase(point: Mapping[str, Any]) -> str:
-    """Phase and progress of a point whose latest attempt is running; empty for other points."""
+    """Phase and progress of a running point, also of one that is measured again (`queries.points`); else empty."""
     if point.get("latest_state", point["state"]) != PointState.RUNNING or not point["phase"]:
         return ""
     counted = point["total"] and not pd.isna(point["total"])

@@ -22,6 +22,17 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     raise NotAFileError(errno.EINVAL, "is not a regular file", str(path))
 
 
+def is_missing(path: Path) -> bool:
+    """Whether nothing is at a path; False where that may not be looked at, as below another user's folder."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def write_output(path: Path, content: str | bytes) -> None:
     """Write a file, or to a device or a pipe with a reader; its folder is made. Text is UTF-8, its newlines as given.
 

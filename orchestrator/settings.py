@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from jobs.user_files import is_missing
 from jobs.validation import split
 from orchestrator import artifact_url, env_lines
 from orchestrator.database_url import sqlite_path, sqlite_url
@@ -194,14 +195,7 @@ class Settings(BaseSettings):
         False for one that cannot be looked at, as another user's: opening it tells why.
         """
         path = sqlite_path(self.database)
-        if path is not None:
-            try:
-                path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return True
-            except OSError:
-                return False
-        return False
+        return path is not None and is_missing(path)
 
     @cached_property
     def artifacts_dir(self) -> Path:

@@ -42,7 +42,7 @@ FAILED = frozenset(
 
 
 def again_in_words(point: Mapping[str, Any]) -> str:
-    """How a later attempt stands at a point that keeps an earlier outcome (`queries.points`); "" without one."""
+    """State and reason of a later attempt at a point (`queries.points`) that keeps its outcome; "" without one."""
     state, reason = point["latest_state"], point["latest_reason"]
     if state == point["state"]:
         return ""

@@ -123,7 +123,7 @@ def _living_nodes(cluster: Cluster) -> int:
 
 
 def _asked(cluster: Cluster, path: str) -> Any:
-    """What the cluster's HTTP server answers; a client of Ray's would take seconds of the processor to start."""
+    """The answer of the cluster's HTTP server; a client of Ray's would take seconds of the processor to start."""
     token = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
     with urllib.request.urlopen(urllib.request.Request(cluster.dashboard + path, headers=token), timeout=30) as answer:
         return json.load(answer)

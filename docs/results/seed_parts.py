@@ -36,7 +36,7 @@ BACKENDS = {
 }
 """The backends of kind branches, by the reports' names; that in chunks is ours alone."""
 OF_ALL = tuple(name for name in BACKENDS if name != "flash")
-"""Those that compute every branch."""
+"""Backends that compute every branch."""
 
 
 def blocks(e: Evidence) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a spec says of checkpoints, and what a training reports of them; light, as all who read a spec import it."""
+"""The section of a spec on checkpoints, and a training's report of them; light, as all who read a spec import it."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from jobs.user_files import is_missing
 from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
 from orchestrator.run import ray_token
@@ -100,7 +101,7 @@ def down(settings: Settings) -> list[str]:
     Raises:
         ServiceError: NSA_HOME cannot be entered or written.
     """
-    if _missing(settings.home):
+    if is_missing(settings.home):  # so nothing was started there
         return []
     with _alone(settings):
         stopped = [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
@@ -183,17 +184,6 @@ def _alone(settings: Settings) -> Iterator[None]:
 
 def _told(err: OSError) -> str:
     return f"{err.strerror}: '{err.filename}'" if err.filename else str(err.strerror)
-
-
-def _missing(folder: Path) -> bool:
-    """Whether nothing is there, so that nothing was started there; a folder that may not be looked at may be there."""
-    try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _start(settings: Settings, service: Service) -> bool:

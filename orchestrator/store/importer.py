@@ -66,7 +66,7 @@ def import_file(store: Store, path: Path) -> ImportSummary:
 
 @dataclass
 class _Contents:
-    """What a journal holds, counted; its records themselves would take ten times its size in memory."""
+    """Counts and beginnings of a journal's runs; the records themselves would take ten times its size in memory."""
 
     records: int = 0
     points: set[str] = field(default_factory=set)

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+from jobs.user_files import is_missing
 from orchestrator.database_url import SETTING, StoreError, StoreUnavailable
 from orchestrator.records import Record
 from orchestrator.store import claim, schema, writer
@@ -142,11 +143,10 @@ class Store:
 
 
 def _no_file(path: Path) -> str | None:
-    """What is wrong at the path of a database that should be there, and the fix; None for a file."""
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    """Problem with the file of a database that should be there, and the fix; None if it is there."""
+    if is_missing(path):
         return "no such file; run a job or `nsa db upgrade` first"
+    try:
+        return None if stat.S_ISREG(path.stat().st_mode) else "is no file; name another"
     except OSError as err:  # another user's, mostly: a new database is no fix
         return f"cannot be looked at ({err.strerror}); have it made readable, or name another file"
-    return None if stat.S_ISREG(mode) else "is no file; name another"
