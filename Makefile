@@ -85,9 +85,9 @@ test-thorough: env  ## bad input of any sort: 10,000 specs, tables, journals and
 test-chaos: env  ## two sweeps while drivers, nodes, Postgres and the disk fail, as SEED says, for MINUTES
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10)
 
-test-gpu: env  ## the kernels' tests on this host's GPU, six at a time
+test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those that need tens of GiB, one after another
 	@$(NEED_GPU)
-	$(BIN)/python -m pytest tests/gpu -n 6
+	$(BIN)/python -m pytest tests/gpu -n 6 --dist loadgroup
 
 aot: env  ## compile the kernels that changed for sm80 and sm90, without a GPU, and keep what they take
 	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/compiled_kernels.csv

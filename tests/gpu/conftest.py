@@ -64,6 +64,13 @@ class CudaCall:
         return [out.detach(), *torch.autograd.grad(out, self.leaves, towards.to(out.dtype))]
 
 
+@pytest.fixture(autouse=True)
+def freed_memory():
+    """Give back what a test leaves in CUDA's caching allocator: other workers' tests share the card."""
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def make_case():
     def make(
