@@ -87,7 +87,7 @@ test-chaos: env  ## two sweeps while drivers, nodes, Postgres and the disk fail,
 
 test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those that need tens of GiB, one after another
 	@$(NEED_GPU)
-	$(BIN)/python -m pytest tests/gpu -n 6 --dist loadgroup
+	$(BIN)/python -m pytest tests/gpu -n 6 --dist loadscope --no-loadscope-reorder
 
 aot: env  ## compile the kernels that changed for sm80 and sm90, without a GPU, and keep what they take
 	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/compiled_kernels.csv

@@ -23,7 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# Tests that `make test` runs one after the other, each group in one worker: they start processes and have deadlines.
+# Tests that run one after the other, each group in one worker: they start processes and have deadlines, or need tens of
+# GiB of the GPU's memory.
 # Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
 ON_CLUSTERS = (  # of Ray
     "tests/deploy/test_compose_stack.py",
@@ -42,7 +43,14 @@ IN_PROCESSES = (
     "tests/orchestrator/store/test_claim.py",
     "tests/orchestrator/test_artifacts.py",
 )
-GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
+LARGE_ON_A_GPU = (
+    "tests/gpu/test_hopper_cuda.py::test_exact_slots",
+    "tests/gpu/test_hopper_cuda.py::test_long_sequences",
+    "tests/gpu/test_long_cuda.py",
+    "tests/gpu/test_memory_cuda.py",
+    "tests/gpu/test_operator_cuda.py::test_extra_memory",
+)
+GROUPS = (ON_CLUSTERS, IN_PROCESSES, LARGE_ON_A_GPU, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
 
 
 def _ray_folders() -> set[Path]:
@@ -93,7 +101,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler of groups and single tests, in the order of their collection."""
     if config.getoption("dist") != "loadscope":
         return None
-    if missing := [name for group in GROUPS for name in group if not (config.rootpath / name).exists()]:
+    names = {name.split("::")[0] for group in GROUPS for name in group}
+    if missing := [name for name in sorted(names) if not (config.rootpath / name).exists()]:
         raise pytest.UsageError(f"tests/conftest.py: GROUPS: there is no {', '.join(missing)}")
     from xdist.scheduler import LoadScopeScheduling
 

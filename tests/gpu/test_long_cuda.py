@@ -10,7 +10,6 @@ from nsa_core import NSAConfig, nsa_attention
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.xdist_group("large"),
 ]
 PAPER = NSAConfig()
 TOKENS = 131_072

@@ -16,7 +16,6 @@ from nsa_core.model import PRESETS, NSATransformer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.xdist_group("large"),
 ]
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
