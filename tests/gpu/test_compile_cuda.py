@@ -87,8 +87,8 @@ def test_a_training_by_cuda_graphs_has_the_same_losses_and_its_memory_is_counted
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_compiled_training_repeats_its_bits(attention, graphs):
-    first, second = (train(attention=[attention], cuda_graphs=graphs, steps=40) for _ in range(2))
+def test_a_compiled_training_repeats_its_bits(graphs):
+    """Ours; the fused kernels of dense attention add its gradients up in any order."""
+    first, second = (train(attention=["nsa"], cuda_graphs=graphs, steps=40) for _ in range(2))
     assert first["loss"].samples == second["loss"].samples
     assert first["heldout_loss"].value == second["heldout_loss"].value
