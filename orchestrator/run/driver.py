@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.axes import check_values
 from jobs.kinds import kind_module, own_axes
@@ -283,11 +283,12 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _restore(before)
 
 
 def _interrupt(number: int, frame: object) -> None:
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -309,7 +310,13 @@ def _stopping() -> Iterator[Callable[[], str | None]]:
     try:
         yield lambda: reasons[0] if reasons else None
     finally:
-        for number, handler in before.items():
+        _restore(before)
+
+
+def _restore(before: Mapping[signal.Signals, Any]) -> None:
+    """Set the handlers again, but leave what is ignored since a first SIGHUP: the second may come at the very end."""
+    for number, handler in before.items():
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 

@@ -1,7 +1,8 @@
-"""Fixtures: the text of small trainings."""
+"""Fixtures: the text of small trainings, and a folder for temporary files."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,3 +13,9 @@ from trainings import write_text
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of forty small files."""
     return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder for temporary files, as a point's process has one: others empty that of the host beside this test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -22,6 +22,7 @@ from nsa_core.routes import capture
 from orchestrator.messages import Conditions
 from orchestrator.states import PointState
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)

@@ -20,6 +20,7 @@ from jobs._bisection import bisect, most_trials, smallest_failing
 from jobs.measure.trial import End, Limits, Trial, run_trial
 from jobs.point import Machine
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 LIMITS = Limits(startup_s=30, heartbeat_s=1.5, whole_s=30)
 CODE = """

@@ -250,6 +250,14 @@ def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe
 
 
 @pytest.mark.usefixtures("hangs_up")
+def test_a_second_hangup_does_not_kill_a_driver_that_has_all_but_ended() -> None:
+    with driver._interruptible(), driver._stopping() as stopped:
+        signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)  # kills, if its default is back
+    assert stopped() == "SIGHUP"
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
