@@ -288,7 +288,7 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         rows.append(
             [
                 f"{gpus(run)} × {run['gpu'].split()[1]}",
-                run["spec"].get("parallel", "ddp") if gpus(run) > 1 else "",
+                _averaging(run["spec"]) if gpus(run) > 1 else "",
                 f"{run['spec']['batch'] // gpus(run)}",
                 number(values["time"]),
                 rate(values["throughput"]),
@@ -299,6 +299,12 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         )
     columns = ["GPUs", "parallel", "sequences a GPU", "step, ms", "tok/s", "least busy GPU", "imbalance", "mJ/tok"]
     return table(columns, rows)
+
+
+def _averaging(spec: Mapping[str, Any]) -> str:
+    """How ranks average gradients, in words."""
+    compression = spec.get("gradient_compression")
+    return spec.get("parallel", "ddp") + (f", {compression} sums" if compression else "")
 
 
 def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
