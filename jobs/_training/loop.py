@@ -228,6 +228,8 @@ class Trainer:
         if heldout is not None:
             live.heldout(self.state.step, heldout)
         checkpoints.save(self.state, run, self.route, heldout)
+        if self._watch is not None:
+            self._watch.note_saved()
 
     def _start_first(self, stop: threading.Event) -> Callable[[], Step]:
         """Like `_start`, but records the route; a compiled model notes it while it is traced."""

@@ -70,6 +70,7 @@ class Interval:
         allocated, reserved: bytes on the GPU, the highest; 0 on a CPU.
         resident: bytes of the process in the host's memory, the highest.
         warm: whether it begins after the warm-up of its process.
+        saved: whether its process had saved a checkpoint: from the first on it keeps memory for copies.
     """
 
     process: int
@@ -82,6 +83,12 @@ class Interval:
     reserved: int = 0
     resident: int = 0
     warm: bool = False
+    saved: bool = False
+
+    @property
+    def memory_level(self) -> tuple[int, bool]:
+        """The stretch of one level of memory, but for growth: a process until its first checkpoint, or from it on."""
+        return self.process, self.saved
 
     @property
     def held(self) -> int:
@@ -128,14 +135,17 @@ class SoakHistory:
 
     def to_csv(self) -> str:
         """A table of all intervals: seconds, MiB, nat/byte."""
-        lines = ["process,end_s,end_step,steps,step_ms,loss,allocated_mib,reserved_mib,resident_mib,warm_up"]
+        lines = ["process,end_s,end_step,steps,step_ms,loss,allocated_mib,reserved_mib,resident_mib,warm_up,saved"]
         for each in self.intervals:
             times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
             sizes = ",".join(f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.resident))
-            lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{int(not each.warm)}")
+            lines.append(
+                f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{int(not each.warm)},{int(each.saved)}"
+            )
         return "\n".join(lines) + "\n"
 
 
 def _interval(row: list[float]) -> Interval:
-    process, end_s, end_step, steps, seconds, loss, *sizes, warm = row
-    return Interval(int(process), end_s, int(end_step), int(steps), seconds, loss, *map(int, sizes), warm=bool(warm))
+    process, end_s, end_step, steps, seconds, loss, *sizes, warm, saved = row
+    counts = int(end_step), int(steps)
+    return Interval(int(process), end_s, *counts, seconds, loss, *map(int, sizes), warm=bool(warm), saved=bool(saved))

@@ -112,16 +112,20 @@ class _Slopes:
         Args:
             what: y in words.
             relative: in percent of the mean of y.
-            levels: each process has a level of its own.
+            levels: processes have levels of their own, before their first checkpoint and after.
         """
         values = [y(interval) for interval in self.intervals]
-        pieces = [interval.process if levels else 0 for interval in self.intervals]
+        numbers = {level: number for number, level in enumerate(dict.fromkeys(i.memory_level for i in self.intervals))}
+        pieces = [numbers[interval.memory_level] if levels else 0 for interval in self.intervals]
         slope = trend.common_slope(pieces, [x(interval) for interval in self.intervals], values)
         if slope is None:
             return []
         scale = 100 / fmean(values) if relative else 1.0
         low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
-        fit = f"least squares over {len(values)} intervals" + ", one slope and a level of each process" * levels
+        fit = (
+            f"least squares over {len(values)} intervals"
+            + ", one slope and levels of each process before and after its first checkpoint" * levels
+        )
         method = f"{what}: {fit}; {trend.INTERVAL}"
         return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
 

@@ -36,6 +36,7 @@ class SoakWatch:
         self._rank = rank
         self._report = reporter(beat)
         self._process = 0
+        self._saved = False
         self._begun_s = history.elapsed_s
         self._looked_s = -_LOOK_S
         self._sizes = (0, 0, 0)
@@ -44,6 +45,10 @@ class SoakWatch:
         """Begin the piece of process number `process`, once the history has been loaded."""
         self._process = process
         self._begun_s = self._looked_s = self.history.elapsed_s
+
+    def note_saved(self) -> None:
+        """Note that this process has saved a checkpoint."""
+        self._saved = True
 
     def take(self, step: int, loss: float, seconds: float, agreed_s: float) -> None:
         """Take in a step.
@@ -74,9 +79,10 @@ class SoakWatch:
     def _interval(self) -> Interval:
         """The interval that grows, a new one if the last is full."""
         intervals, plan = self.history.intervals, self.plan
-        if not intervals or intervals[-1].process != self._process or intervals[-1].seconds >= plan.interval_s:
+        level = self._process, self._saved
+        if not intervals or intervals[-1].memory_level != level or intervals[-1].seconds >= plan.interval_s:
             warm = self.history.elapsed_s - self._begun_s >= plan.warm_up_s
-            intervals.append(Interval(self._process, 0, 0, warm=warm))
+            intervals.append(Interval(self._process, 0, 0, warm=warm, saved=self._saved))
         return intervals[-1]
 
     def _look(self, step: int, last: Interval) -> None:

@@ -18,7 +18,8 @@ from trainings import Keeping, by_name, of_the_kill, small
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.errors import MemoryLimit
 from jobs._training.report import train_rank
-from jobs._training.soak_history import INTERVALS, SoakHistory, SoakPlan
+from jobs._training.soak_history import INTERVALS, Interval, SoakHistory, SoakPlan
+from jobs._training.soak_metrics import HOST_MEMORY_SLOPE, _hours, _resident, _Slopes
 from jobs._training.soak_watch import SoakWatch
 from jobs.measure.trend import common_slope
 from jobs.point import Machine, Measurement
@@ -108,6 +109,19 @@ def test_readings_that_are_alike_in_a_row_widen_the_interval() -> None:
     assert common_slope([0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3]) is None, "too few"
 
 
+def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
+    intervals = [
+        Interval(
+            process, 60 * (10 * process + minute + 1), minute, 1, 60, resident=(2200 + 2300 * saved) << 20, saved=saved
+        )
+        for process in range(2)
+        for minute in range(10)
+        for saved in [minute >= 5]
+    ]
+    (slope,) = _Slopes(intervals).of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
+    assert slope.value == pytest.approx(0, abs=1e-6)
+
+
 # The history
 
 
@@ -177,7 +191,7 @@ def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Pat
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
     assert 3600 * found["soak_time"].value >= 3.6
     assert {"memory_slope", "memory_growth", "throughput_drift", "memory_held"} <= set(found)
-    assert "a level of each process" in found["memory_slope"].method
+    assert "levels of each process" in found["memory_slope"].method
     assert "a level of each process" not in found["throughput_drift"].method
     assert found["throughput"].value == pytest.approx(4 * 32 / found["time"].value * 1000, rel=0.2)
     assert {metric.name for metric in result.metrics} <= {quantity.name for quantity in QUANTITIES}
