@@ -107,9 +107,15 @@ SMALL = {
     *("soak", "toolchain", "train"),
 }
 FEWER_POINTS = {  # of specs with many alike
-    "branches": "branches=[all]",
-    "estimate": "lengths=[256]",
-    "peers": "lengths=[128]",
+    "backward": ["cases=[{preset: tiny, layers: [2], lengths: [64], branches: [all, slc]}]"],
+    "bench": ["implementations=[chunked]"],
+    "branches": ["branches=[all]", "backends=[naive, chunked]"],
+    "capacity": ["implementations=[dense]"],
+    "estimate": ["lengths=[256]", "implementations=[chunked]"],
+    "needle": ["implementations=[chunked]"],
+    "peers": ["lengths=[128]"],
+    "profile": ["implementations=[chunked]"],
+    "train": ["attention=[nsa]"],
 }
 
 _SUBMIT = """
@@ -129,7 +135,7 @@ def test_every_kind_runs_as_a_ray_job(env: dict[str, str]) -> None:
     def submitted() -> list[dict]:
         return [run for run_id, run in _runs(env).items() if run_id not in before]
 
-    fewer = {kind: ["--set", change] for kind, change in FEWER_POINTS.items()}
+    fewer = {kind: [f"--set={change}" for change in changes] for kind, changes in FEWER_POINTS.items()}
     submissions = [["submit", "--no-wait", f"jobs/configs/{kind}_smoke.yaml", *fewer.get(kind, ())] for kind in SMALL]
     done = _run(env, sys.executable, "-c", _SUBMIT, json.dumps(submissions))
     assert done.returncode == 0, done.stdout + done.stderr

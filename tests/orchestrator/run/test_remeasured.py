@@ -31,6 +31,9 @@ value = float(open(folder + '/value').read())
 
 
 # The database's part is tried on both by the first test, and by those of the store.
+ON_BOTH = pytest.mark.parametrize(
+    ("new_database", "interrupted"), [("sqlite", "cancelled"), ("postgres", "killed")], indirect=["new_database"]
+)
 ON_SQLITE = pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
 
 
@@ -102,7 +105,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, told
 
 
-@pytest.mark.parametrize("interrupted", ["killed", "cancelled"])
+@ON_BOTH
 def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_again(
     at, spec, codes, start, tmp_path, database_url, new_database, interrupted: str
 ) -> None:
