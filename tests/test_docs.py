@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ def test_every_module_is_on_the_map() -> None:
                 assert any(fnmatch(module.as_posix(), name) for name in named), module
 
 
+@cache
+def _nsa() -> Any:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_have_the_options_that_are_named(page: Path) -> None:
     """The changelog tells of commands of its time. A command that is only mentioned has no arguments."""
@@ -102,8 +108,7 @@ def test_commands_have_the_options_that_are_named(page: Path) -> None:
         words = shlex.split("".join(line), comments=True)
         if any(word.startswith("[") or ";" in word for word in words):  # a synopsis; more than one command
             continue
-        command: Any = typer.main.get_command(app)
-        name = words.pop(0)
+        command, name = _nsa(), words.pop(0)
         while words and words[0] in getattr(command, "commands", ()):
             name = words.pop(0)
             command = command.commands[name]
