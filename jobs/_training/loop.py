@@ -227,9 +227,9 @@ class Trainer:
             raise Diverged(f"weights are not finite after step {self.state.step}; lower optimizer.learning_rate")
         if heldout is not None:
             live.heldout(self.state.step, heldout)
-        checkpoints.save(self.state, run, self.route, heldout)
         if self._watch is not None:
-            self._watch.note_saved()
+            self._watch.note_checkpoint()
+        checkpoints.save(self.state, run, self.route, heldout)
 
     def _start_first(self, stop: threading.Event) -> Callable[[], Step]:
         """Like `_start`, but records the route; a compiled model notes it while it is traced."""

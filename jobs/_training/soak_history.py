@@ -19,6 +19,11 @@ ENDLESS = 2**62
 
 GB = 10**9
 
+_COLUMNS = (  # of the table
+    *("process", "end_s", "end_step", "steps", "step_ms", "loss"),
+    *("allocated_mib", "reserved_mib", "resident_mib", "warm_up", "after_checkpoint"),
+)
+
 
 @dataclass(frozen=True)
 class SoakPlan:
@@ -70,7 +75,7 @@ class Interval:
         allocated, reserved: bytes on the GPU, the highest; 0 on a CPU.
         resident: bytes of the process in the host's memory, the highest.
         warm: whether it begins after the warm-up of its process.
-        saved: whether its process had saved a checkpoint: from the first on it keeps memory for copies.
+        after_checkpoint: whether its process had begun a checkpoint: the first one leaves buffers behind, saved or not.
     """
 
     process: int
@@ -83,12 +88,13 @@ class Interval:
     reserved: int = 0
     resident: int = 0
     warm: bool = False
-    saved: bool = False
+    after_checkpoint: bool = False
 
     @property
-    def memory_level(self) -> tuple[int, bool]:
-        """The stretch of one level of memory, but for growth: a process until its first checkpoint, or from it on."""
-        return self.process, self.saved
+    def memory_level(self) -> int:
+        """Number of the level at which memory would stay but for growth: each process has two, parted by its first
+        checkpoint."""
+        return 2 * self.process + self.after_checkpoint
 
     @property
     def held(self) -> int:
@@ -130,22 +136,22 @@ class SoakHistory:
         self.intervals = [_interval(row) for row in own["intervals"].tolist()]
 
     def settled(self, plan: SoakPlan) -> Iterator[Interval]:
-        """Intervals that count for slopes and times: without warm-up, and not cut short by the end of a process."""
+        """Intervals that count for slopes and times: without warm-up, and not cut short by their memory level's end."""
         return (i for i in self.intervals if i.warm and i.seconds >= plan.interval_s / 2)
 
     def to_csv(self) -> str:
         """A table of all intervals: seconds, MiB, nat/byte."""
-        lines = ["process,end_s,end_step,steps,step_ms,loss,allocated_mib,reserved_mib,resident_mib,warm_up,saved"]
+        lines = [",".join(_COLUMNS)]
         for each in self.intervals:
             times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
             sizes = ",".join(f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.resident))
-            lines.append(
-                f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{int(not each.warm)},{int(each.saved)}"
-            )
+            flags = f"{int(not each.warm)},{int(each.after_checkpoint)}"
+            lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags}")
         return "\n".join(lines) + "\n"
 
 
 def _interval(row: list[float]) -> Interval:
-    process, end_s, end_step, steps, seconds, loss, *sizes, warm, saved = row
-    counts = int(end_step), int(steps)
-    return Interval(int(process), end_s, *counts, seconds, loss, *map(int, sizes), warm=bool(warm), saved=bool(saved))
+    process, end_s, end_step, steps, seconds, loss, *others = row
+    *sizes, warm, after_checkpoint = map(int, others)
+    times = (end_s, int(end_step), int(steps), seconds)
+    return Interval(int(process), *times, loss, *sizes, warm=bool(warm), after_checkpoint=bool(after_checkpoint))

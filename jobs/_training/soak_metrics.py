@@ -115,8 +115,7 @@ class _Slopes:
             levels: processes have levels of their own, before their first checkpoint and after.
         """
         values = [y(interval) for interval in self.intervals]
-        numbers = {level: number for number, level in enumerate(dict.fromkeys(i.memory_level for i in self.intervals))}
-        pieces = [numbers[interval.memory_level] if levels else 0 for interval in self.intervals]
+        pieces = [interval.memory_level if levels else 0 for interval in self.intervals]
         slope = trend.common_slope(pieces, [x(interval) for interval in self.intervals], values)
         if slope is None:
             return []

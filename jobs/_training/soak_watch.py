@@ -36,19 +36,18 @@ class SoakWatch:
         self._rank = rank
         self._report = reporter(beat)
         self._process = 0
-        self._saved = False
+        self._after_checkpoint = False
         self._begun_s = history.elapsed_s
         self._looked_s = -_LOOK_S
-        self._sizes = (0, 0, 0)
 
     def begin(self, process: int) -> None:
         """Begin the piece of process number `process`, once the history has been loaded."""
         self._process = process
         self._begun_s = self._looked_s = self.history.elapsed_s
 
-    def note_saved(self) -> None:
-        """Note that this process has saved a checkpoint."""
-        self._saved = True
+    def note_checkpoint(self) -> None:
+        """Note that this process begins a checkpoint, whose buffers stay whether or not it is saved."""
+        self._after_checkpoint = True
 
     def take(self, step: int, loss: float, seconds: float, agreed_s: float) -> None:
         """Take in a step.
@@ -77,13 +76,14 @@ class SoakWatch:
             self._look(step, last)
 
     def _interval(self) -> Interval:
-        """The interval that grows, a new one if the last is full."""
+        """The interval that grows, a fresh one if the last is full or of another memory level."""
         intervals, plan = self.history.intervals, self.plan
-        level = self._process, self._saved
-        if not intervals or intervals[-1].memory_level != level or intervals[-1].seconds >= plan.interval_s:
-            warm = self.history.elapsed_s - self._begun_s >= plan.warm_up_s
-            intervals.append(Interval(self._process, 0, 0, warm=warm, saved=self._saved))
-        return intervals[-1]
+        warm = self.history.elapsed_s - self._begun_s >= plan.warm_up_s
+        fresh = Interval(self._process, 0, 0, warm=warm, after_checkpoint=self._after_checkpoint)
+        last = intervals[-1] if intervals else None
+        if last is None or last.seconds >= plan.interval_s or last.memory_level != fresh.memory_level:
+            intervals.append(last := fresh)
+        return last
 
     def _look(self, step: int, last: Interval) -> None:
         """Look at the memory since the last look."""

@@ -112,11 +112,17 @@ def test_readings_that_are_alike_in_a_row_widen_the_interval() -> None:
 def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
     intervals = [
         Interval(
-            process, 60 * (10 * process + minute + 1), minute, 1, 60, resident=(2200 + 2300 * saved) << 20, saved=saved
+            process,
+            end_s=60 * (10 * process + minute + 1),
+            end_step=minute,
+            steps=1,
+            seconds=60,
+            resident=(2200 + 2300 * after) << 20,
+            after_checkpoint=after,
         )
         for process in range(2)
         for minute in range(10)
-        for saved in [minute >= 5]
+        for after in [minute >= 5]
     ]
     (slope,) = _Slopes(intervals).of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
     assert slope.value == pytest.approx(0, abs=1e-6)
