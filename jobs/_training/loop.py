@@ -135,6 +135,8 @@ class Trainer:
             until = self.steps if checkpoints is None else checkpoints.next_stop(self.state.step)
             self._train(until, run, live, beat, stop, telemetry)
             if checkpoints is not None and not self._complete():
+                if self._watch is not None:
+                    self._watch.note_checkpoint()
                 with telemetry.paused():
                     loss = self._heldout_loss(heldout, beat) if checkpoints.wants_loss and not self._asked else None
                     self._save(checkpoints, run, live, loss)
@@ -227,8 +229,6 @@ class Trainer:
             raise Diverged(f"weights are not finite after step {self.state.step}; lower optimizer.learning_rate")
         if heldout is not None:
             live.heldout(self.state.step, heldout)
-        if self._watch is not None:
-            self._watch.note_checkpoint()
         checkpoints.save(self.state, run, self.route, heldout)
 
     def _start_first(self, stop: threading.Event) -> Callable[[], Step]:

@@ -15,7 +15,7 @@ from jobs.quantities import Better, Quantity
 MEMORY_HELD = Quantity("memory_held", "MiB", "Memory held by a rank", "memory held", Better.LOWER)
 HOST_MEMORY = Quantity("host_memory", "MiB", "Host memory of a rank", "host memory", Better.LOWER)
 
-_LOOK_S = 1.0  # of training between two looks at the memory; in a short soak every interval
+_LOOK_S = 1.0  # of training between two looks at the memory; each interval ends with one, too
 
 
 class SoakWatch:
@@ -46,7 +46,17 @@ class SoakWatch:
         self._begun_s = self._looked_s = self.history.elapsed_s
 
     def note_checkpoint(self) -> None:
-        """Note that this process begins a checkpoint, whose buffers stay whether or not it is saved."""
+        """Note that this process begins a checkpoint, whose buffers stay whether or not it is saved.
+
+        Looks at the memory, too: the last interval may end here without a look, at a process's first checkpoint or as
+        the last one that the next process finds.
+
+        Raises:
+            MemoryLimit: as `take`.
+        """
+        if self._looked_s < self.history.elapsed_s:
+            last = self.history.intervals[-1]
+            self._look(last.end_step, last)
         self._after_checkpoint = True
 
     def take(self, step: int, loss: float, seconds: float, agreed_s: float) -> None:
@@ -72,7 +82,8 @@ class SoakWatch:
         last.seconds += seconds
         last.loss += loss
         last.end_s, last.end_step = history.elapsed_s, step
-        if self.over or history.elapsed_s - self._looked_s >= min(_LOOK_S, plan.interval_s):
+        full = last.seconds >= plan.interval_s
+        if self.over or full or history.elapsed_s - self._looked_s >= _LOOK_S:
             self._look(step, last)
 
     def _interval(self) -> Interval:

@@ -158,6 +158,31 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
     assert [warm[piece] - 1200 * piece for piece in range(3)] == pytest.approx([60, 60, 60], abs=plan.interval_s + 1)
 
 
+def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes between two looks: a first one begins another level, a later one may be the last of all."""
+    looks: list[tuple[int, int, int]] = []
+
+    def memory(device: torch.device) -> tuple[int, int, int]:
+        looks.append((0, 0, 10**9))
+        return looks[-1]
+
+    monkeypatch.setattr("jobs._training.soak_watch._memory", memory)
+    plan = SoakPlan(10, 10, 60, 65)
+    for cut in range(700, 720):
+        told, history = Watching(tmp_path), SoakHistory()
+        looks.clear()
+        watch = _watch(plan, history, told)
+        for step in range(1, 800):
+            watch.take(step, 2.0, 0.1, history.elapsed_s)
+            if step in (cut, cut + 35):
+                watch.note_checkpoint()
+                assert {interval.held for interval in history.settled(plan)} == {10**9}
+        levels = [interval.memory_level for interval in history.intervals]
+        assert levels == sorted(levels)
+        assert set(levels) == {0, 1}
+        assert len(told.series["host_memory"]) == len(looks), "no step has two"
+
+
 def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
