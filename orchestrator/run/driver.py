@@ -287,8 +287,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    if number == signal.SIGHUP:
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -296,13 +295,15 @@ def _interrupt(number: int, frame: object) -> None:
 def _stopping() -> Iterator[Callable[[], str | None]]:
     """Turn SIGTERM (sent by `ray job stop`), SIGINT and SIGHUP (the terminal is closed) into a reason to cancel.
 
-    A second signal kills as usual, but for SIGHUP: a closed terminal and its shell send one each.
+    The same signal again kills as usual, but for SIGHUP, which changes nothing any more: a closed terminal and its
+    shell send one each, and systemd sends it right after SIGTERM.
     """
     reasons: list[str] = []
 
     def note(number: int, frame: object) -> None:
         reasons.append(signal.Signals(number).name)
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     signals = _heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in signals}
@@ -314,7 +315,7 @@ def _stopping() -> Iterator[Callable[[], str | None]]:
 
 
 def _restore(before: Mapping[signal.Signals, Any]) -> None:
-    """Set the handlers again, but leave what is ignored since a first SIGHUP: the second may come at the very end."""
+    """Set the handlers again, but leave a SIGHUP ignored if it is since a first signal: it may come at the very end."""
     for number, handler in before.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -250,11 +252,33 @@ def test_a_run_without_a_verdict_still_ends_well(home, spec, capsys, quick_probe
 
 
 @pytest.mark.usefixtures("hangs_up")
-def test_a_second_hangup_does_not_kill_a_driver_that_has_all_but_ended() -> None:
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_hangup_does_not_kill_a_driver_that_has_all_but_ended(first: signal.Signals) -> None:
     with driver._interruptible(), driver._stopping() as stopped:
+        signal.raise_signal(first)
         signal.raise_signal(signal.SIGHUP)
-    signal.raise_signal(signal.SIGHUP)  # kills, if its default is back
-    assert stopped() == "SIGHUP"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert stopped() == first.name
+
+
+@pytest.mark.usefixtures("hangs_up")
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_does_not_interrupt_what_ends_a_driver_before_its_first_point(first: signal.Signals) -> None:
+    ended = []
+
+    @contextmanager
+    def claim() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            ended.append("given back")
+
+    with pytest.raises(KeyboardInterrupt), driver._interruptible(), claim():
+        signal.raise_signal(first)
+    assert ended == ["given back"]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("hangs_up")
