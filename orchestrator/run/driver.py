@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not order.dry_run:
             with _interruptible():
                 return _run(order)
-        print_points(order.spec)
+        print_points(order.spec, local=order.local)
         return OK
     except (UserError, SpecError, StoreError) as err:
         terminal.complain(err)

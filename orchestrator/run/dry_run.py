@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
+
 from jobs.point import Machine
 from jobs.quantities import readable_bytes
 from jobs.spec import JobSpec
+from orchestrator.attempt import requirements
+from orchestrator.messages import Requirements
+from orchestrator.run.executor import ExecutorError
 from orchestrator.terminal import say
 
 _ASSUMED_GPU_BYTES = 80 << 30
 
 
-def print_points(spec: JobSpec) -> None:
+def print_points(spec: JobSpec, *, local: bool = False) -> None:
     """Print the spec's points on this machine, or on an assumed 80-GiB GPU where the spec wants one and none is here.
+
+    Args:
+        local: the run would be on this machine, which then must have the spec's files and interpreters.
 
     Raises:
         SpecError: the points cannot run on such a machine.
+        ExecutorError: files or interpreters are missing, in the words of the run.
     """
+    wanted = Requirements.of(spec)
+    if local and (faults := requirements.missing(wanted)):
+        raise ExecutorError("\n".join(faults))
     from jobs.measure.machine import probe
 
     note = ""
@@ -30,7 +42,8 @@ def print_points(spec: JobSpec) -> None:
     for index, point in enumerate(points):
         needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
-    for field, path in spec.paths().items():
-        if not path.exists():
-            say(f"{field}: {str(path)!r} is not on this machine; a run looks for it on the nodes")
+    named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
+    for field, path in named:
+        if not os.path.exists(path):
+            say(f"{field}: {path!r} is not on this machine; a run looks for it on the nodes")
     say("dry run: nothing was submitted")

@@ -59,6 +59,26 @@ def test_a_path_is_looked_for_where_the_points_run(home, tmp_path, capsys, monke
     assert not (home / "artifacts").exists()
 
 
+def test_an_interpreter_is_looked_for_where_the_points_run(home, spec, tmp_path, capsys, snippet_kind) -> None:
+    """Also by a dry run, as far as that can be told without a process."""
+    (tmp_path / "text").touch()
+    gone, text = str(tmp_path / "gone"), str(tmp_path / "text")
+    path = spec("pass", more=f"python: [{gone}, {text}]\n")
+    told = []
+    for args in (["--local"], ["--local", "--dry-run"]):
+        assert driver.main([str(path), *args]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        told.append(err)
+    assert told[0] == told[1]
+    first, second = told[0].splitlines()
+    assert first.startswith(f"error: python: {gone!r}: does not exist on node ")
+    assert first.endswith("; make the environment there, or give an interpreter that every node has")
+    assert second.startswith(f"error: python: {text!r}: is not a program that may be run on node ")
+    assert driver.main([str(path), "--dry-run"]) == 0
+    assert f"python: {gone!r} is not on this machine; a run looks for it on the nodes" in capsys.readouterr().out
+
+
 def test_a_relative_path_must_be_there_to_be_uploaded(home, tmp_path, capsys, monkeypatch) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(TRAIN.format("data"))
