@@ -96,6 +96,11 @@ def _fill(descriptor: int) -> None:
             os.close(nowhere)
 
 
+def on_a_terminal() -> bool:
+    """Whether standard output is shown on a terminal as it comes."""
+    return sys.stdout.isatty()
+
+
 def say(text: object = "", end: str = "\n") -> None:
     """Print text on standard output, at once."""
     print(printable(str(text)), end=end, flush=True)

@@ -1,45 +1,49 @@
-"""A diagnosis as text (Markdown), in which names of hosts, versions and values of variables are text alone."""
+"""A diagnosis as Markdown, in which names of hosts, versions and values of variables are text alone; as text on a
+terminal, without the marks that Markdown needs for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jobs._diagnosis.advice import Advice, Diagnosis
 from jobs._diagnosis.rank_state import PHASES, Memory, RankState
 from jobs.measure.topology import Topology
 from jobs.plain_text import for_file
 
+Shown = Callable[..., str]
+"""What makes others' text such that the place where it is read shows it: `for_file`, on a terminal `in_a_line`."""
 
-def describe(found: Diagnosis, advice: Sequence[Advice]) -> str:
+
+def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file) -> str:
     """Warnings first, then memory, routes, hosts and versions."""
-    parts = [_warnings(advice)]
+    parts = [_warnings(advice, shown)]
     if found.ranks:
-        parts += [_memory(found.ranks), _ranks(found)]
-    parts += [_host(host) for host in found.hosts]
-    parts += [_variables(found)]
+        parts += [_memory(found.ranks, shown), _ranks(found, shown)]
+    parts += [_host(host, shown) for host in found.hosts]
+    parts += [_variables(found, shown)]
     return "\n".join("\n".join(part) + "\n" for part in parts)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) -> Iterator[str]:
     """Lines of a Markdown table, whose cells are text alone."""
-    cells = ([for_file(cell) for cell in row] for row in rows)
+    cells = ([shown(cell) for cell in row] for row in rows)
     for line in (columns, ["---"] * len(columns), *cells):
         yield f"| {' | '.join(line)} |"
 
 
-def _warnings(advice: Sequence[Advice]) -> Iterator[str]:
+def _warnings(advice: Sequence[Advice], shown: Shown) -> Iterator[str]:
     yield "## Warnings\n"
     if not advice:
         yield "none"
     for each in advice:
-        yield f"- {for_file(f'{each.what}; {each.fix}')}"
+        yield f"- {shown(f'{each.what}; {each.fix}')}"
 
 
-def _memory(ranks: Sequence[RankState]) -> Iterator[str]:
+def _memory(ranks: Sequence[RankState], shown: Shown) -> Iterator[str]:
     gpu = any(rank.gpu for rank in ranks)
     yield f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
     rows = ([str(rank.rank), *(_sizes(rank.memory.get(phase), gpu) for phase in PHASES)] for rank in ranks)
-    yield from table(["rank", *PHASES.values()], rows)
+    yield from _table(["rank", *PHASES.values()], rows, shown)
 
 
 def _sizes(memory: Memory | None, gpu: bool) -> str:
@@ -49,14 +53,14 @@ def _sizes(memory: Memory | None, gpu: bool) -> str:
     return " / ".join("-" if size is None else f"{size:,.0f}" for size in shown)
 
 
-def _ranks(found: Diagnosis) -> Iterator[str]:
+def _ranks(found: Diagnosis, shown: Shown) -> Iterator[str]:
     yield "## Ranks\n"
     columns = ["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"]
-    yield from table(columns, (_rank(found, rank) for rank in found.ranks))
+    yield from _table(columns, (_rank(found, rank) for rank in found.ranks), shown)
     if found.imbalance is not None:
         yield f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean."
     versions = {f"{name} {version}": 0 for rank in found.ranks for name, version in rank.versions.items()}
-    yield f"\nVersions: {for_file(', '.join(versions)) or 'unknown'}"
+    yield f"\nVersions: {shown(', '.join(versions)) or 'unknown'}"
 
 
 def _rank(found: Diagnosis, rank: RankState) -> list[str]:
@@ -67,9 +71,9 @@ def _rank(found: Diagnosis, rank: RankState) -> list[str]:
     return [str(rank.rank), rank.host, str(rank.pid), *place, shown, route]
 
 
-def _host(host: Topology) -> Iterator[str]:
-    yield f"## Host {for_file(host.host)}\n"
-    yield from (f"- {for_file(fact)}" for fact in _facts(host))
+def _host(host: Topology, shown: Shown) -> Iterator[str]:
+    yield f"## Host {shown(host.host)}\n"
+    yield from (f"- {shown(fact)}" for fact in _facts(host))
 
 
 def _facts(host: Topology) -> Iterator[str]:
@@ -91,8 +95,8 @@ def _facts(host: Topology) -> Iterator[str]:
         yield f"GPU {names[a]} to GPU {names[b]}: {way}"
 
 
-def _variables(found: Diagnosis) -> Iterator[str]:
+def _variables(found: Diagnosis, shown: Shown) -> Iterator[str]:
     yield "## Environment variables\n"
-    yield from (f"- {for_file(f'{name}={value}')}" for name, value in sorted(found.variables.items()))
+    yield from (f"- {shown(f'{name}={value}')}" for name, value in sorted(found.variables.items()))
     if not found.variables:
         yield "none of PyTorch, CUDA, NCCL or their libraries is set"

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from jobs.plain_text import for_file
+from jobs.plain_text import for_file, in_a_line
 from orchestrator.attempt import diagnostics
 from orchestrator.errors import UserError
 from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
+from orchestrator.terminal import on_a_terminal
 
 if TYPE_CHECKING:
     from jobs._diagnosis.advice import Advice, Diagnosis
     from jobs._diagnosis.rank_state import RankState
+    from jobs._diagnosis.text import Shown
 
 _STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
 _RECENT = timedelta(seconds=60)
@@ -49,18 +51,18 @@ def give_way() -> None:
 
 
 def this_host() -> str:
-    """Diagnosis of this host, as text."""
+    """Diagnosis of this host, as text on a terminal, else as Markdown."""
     from jobs._diagnosis.advice import Diagnosis, advise
     from jobs._diagnosis.text import describe
     from jobs.measure.environment import steering
     from jobs.measure.topology import topology
 
     found = Diagnosis(hosts=[topology()], variables=steering(os.environ))
-    return describe(found, advise(found))
+    return describe(found, advise(found), _shown())
 
 
 def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Iterator[str]:
-    """Diagnosis of each running point of a run, as text.
+    """Diagnosis of each running point of a run, as `this_host`.
 
     Args:
         number: index of the only point to look at; None: all that run.
@@ -71,6 +73,11 @@ def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Ite
     """
     for row in _running(store, run_id, number):
         yield _diagnosed(store, row, seconds)
+
+
+def _shown() -> Shown:
+    """What makes others' text such that standard output's reader sees it; a file or a pipe gets Markdown."""
+    return in_a_line if on_a_terminal() else for_file
 
 
 def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str, Any]]:
@@ -108,9 +115,10 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     )
     found, notes = _seen(found, seconds)
     advice = [*_silence(row), *advise(found)]
-    title = for_file(f"{row['run_id']}, point {int(row['number'])}: {row['label']}")
-    head = f"# {title}\n\n{_progress(row, recent)}\n"
-    return "\n".join([head, *(f"{for_file(note, _NOTE)}\n" for note in notes), describe(found, advice)])
+    shown = _shown()
+    title = shown(f"{row['run_id']}, point {int(row['number'])}: {row['label']}")
+    head = "\n".join([f"# {title}\n", *map(shown, _progress(row, recent)), ""])
+    return "\n".join([head, *(f"{shown(note, _NOTE)}\n" for note in notes), describe(found, advice, shown)])
 
 
 def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
@@ -206,8 +214,8 @@ def _silence(row: Mapping[str, Any]) -> list[Advice]:
     return [Advice(text, f"see `nsa logs {run_id} --point {number}`, or end it: `nsa cancel {run_id}`")]
 
 
-def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> str:
-    """Phase and rate of a point, and the latest values of its main series."""
+def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
+    """Phase and rate of a point, and the latest values of its main series, a line each."""
     phase = row["phase"] or "starting"
     if row["total"] and not pd.isna(row["total"]):
         phase += f" {row['done']:.0f}/{row['total']:.0f}"
@@ -218,7 +226,7 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> str:
         if not mine.empty:
             values = [f"{value:.5g}" for _, value in sorted(_last(mine).items())]
             lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
-    return "\n".join(map(for_file, lines))
+    return lines
 
 
 def _last(rows: pd.DataFrame) -> dict[int, float]:

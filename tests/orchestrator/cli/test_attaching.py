@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -137,6 +138,33 @@ def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished
     assert not re.search(r"(?<!\\)\]\(http", out)
     row = next(line for line in out.splitlines() if line.startswith("| 0 |") and "owned" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 9
+
+
+def test_a_terminal_gets_text_without_the_marks_of_markdown(half_finished: str, tmp_path: Path) -> None:
+    state = replace(_state(0, 2**30, "gone", "_host_|*a*"), route={"slc": "<chunked>"}, versions={"torch": "`2"})
+    _store(half_finished, [state])
+    env = {**os.environ, "NSA_HOME": str(tmp_path), "NCCL_DEBUG_FILE": "a|$b"}
+    command = [sys.executable, "-c", "from orchestrator.cli.entry import main; main()", "diagnose"]
+    attached, host = (_on_a_terminal([*command, *more], env) for more in (["--attach", HALF], []))
+    assert "| 0 | _host_|*a* | " in attached
+    assert "rank 0 on _host_|*a*; theirs is" in attached
+    assert "slc: <chunked>" in attached
+    assert "Versions: torch `2" in attached
+    assert "- NCCL_DEBUG_FILE=a|$b" in host
+    assert "\\" not in attached + host
+
+
+def _on_a_terminal(command: list[str], env: dict[str, str]) -> str:
+    """Output of a command that writes to a terminal."""
+    reader, writer = os.openpty()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, env=env) as process:
+        os.close(writer)
+        shown = b""
+        with suppress(OSError), open(reader, "rb", buffering=0) as terminal:  # its end is an error on Linux
+            while some := terminal.read(4096):
+                shown += some
+    assert process.returncode == 0, shown
+    return shown.decode()
 
 
 def test_what_a_host_says_of_itself_does_not_act_on_a_terminal(diagnose: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
