@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# Tests that run one after the other, each group in one worker: they start processes and have deadlines, or need tens of
-# GiB of the GPU's memory.
-# Markers cannot say it: pytest-xdist 3.8's loadgroup does not reach pytest 9's node ids.
+# Tests that run one after the other, each group in one worker: they start processes and have deadlines. Those with the
+# marker `large` are a group, too. pytest-xdist's own marker cannot say it: 3.8's loadgroup does not reach pytest 9's
+# node ids.
 ON_CLUSTERS = (  # of Ray
     "tests/deploy/test_compose_stack.py",
     "tests/deploy/test_token.py",
@@ -43,14 +44,7 @@ IN_PROCESSES = (
     "tests/orchestrator/store/test_claim.py",
     "tests/orchestrator/test_artifacts.py",
 )
-LARGE_ON_A_GPU = (
-    "tests/gpu/test_hopper_cuda.py::test_exact_slots",
-    "tests/gpu/test_hopper_cuda.py::test_long_sequences",
-    "tests/gpu/test_long_cuda.py",
-    "tests/gpu/test_memory_cuda.py",
-    "tests/gpu/test_operator_cuda.py::test_extra_memory",
-)
-GROUPS = (ON_CLUSTERS, IN_PROCESSES, LARGE_ON_A_GPU, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
+GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
 
 
 def _ray_folders() -> set[Path]:
@@ -61,8 +55,11 @@ def _ray_folders() -> set[Path]:
 _RAY_FOLDERS_BEFORE = _ray_folders()
 
 
-def _group(nodeid: str) -> str | None:
-    return next((group[0] for group in GROUPS if nodeid.startswith(group)), None)
+def _group(item: pytest.Item) -> str | None:
+    """The name of a test's group; None if it may run beside any other."""
+    if item.get_closest_marker("large"):
+        return "large"
+    return next((group[0] for group in GROUPS if item.nodeid.startswith(group)), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,11 +67,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this process's share; where workers share the suite, begin with what takes longest."""
+    """Keep this process's share; where workers share the suite, tell the groups, and begin with what takes longest."""
     share, shares = map(int, config.getoption("--share").split("/"))
     items[:] = items[share - 1 :: shares]
-    if hasattr(config, "workerinput"):  # a worker of xdist
-        items.sort(key=lambda item: not (_group(item.nodeid) or item.get_closest_marker("long")))
+    if (given := getattr(config, "workerinput", None)) is not None:  # a worker of xdist
+        groups = {item.nodeid: group for item in items if (group := _group(item)) is not None}
+        Path(given["groups"]).write_text(json.dumps(groups))
+        items.sort(key=lambda item: not (item.nodeid in groups or item.get_closest_marker("long")))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -97,18 +96,31 @@ def _left_behind() -> set[Path]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker a file for its groups: it sends the scheduler the names of its tests alone, without markers."""
+    folder = tempfile.TemporaryDirectory(prefix="nsa-groups-")
+    node.config.add_cleanup(folder.cleanup)
+    node.workerinput["groups"] = f"{folder.name}/groups.json"
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler of groups and single tests, in the order of their collection."""
     if config.getoption("dist") != "loadscope":
         return None
-    names = {name.split("::")[0] for group in GROUPS for name in group}
-    if missing := [name for name in sorted(names) if not (config.rootpath / name).exists()]:
+    if missing := [name for group in GROUPS for name in group if not (config.rootpath / name).exists()]:
         raise pytest.UsageError(f"tests/conftest.py: GROUPS: there is no {', '.join(missing)}")
     from xdist.scheduler import LoadScopeScheduling
 
     class Grouped(LoadScopeScheduling):
+        groups: Mapping[str, str] = {}  # by test, the same from each worker
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            self.groups = json.loads(Path(node.workerinput["groups"]).read_text())
+            super().add_node_collection(node, collection)
+
         def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid) or nodeid
+            return self.groups.get(nodeid, nodeid)
 
     return Grouped(config, log)
 

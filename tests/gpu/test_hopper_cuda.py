@@ -303,6 +303,7 @@ def columns(got, want):
     return (got.double() - want).flatten(0, -2).norm(dim=0) / want.flatten(0, -2).norm(dim=0)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 4)])
 @pytest.mark.parametrize("change", [None, outliers, large_mean, peaked])
 def test_long_sequences_are_as_good_as_an_eager_run(make_case, change, heads, kv_heads):
@@ -320,6 +321,7 @@ def test_long_sequences_are_as_good_as_an_eager_run(make_case, change, heads, kv
         assert (got - want).norm() <= 2 * (other - want).norm()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 4)])
 def test_exact_slots_are_exact_beside_outliers(make_case, heads, kv_heads):
     """In every column; packed slots round the columns beside an outlier as coarsely as it."""

@@ -9,6 +9,7 @@ from nsa_core import NSAConfig, nsa_attention
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.large,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAPER = NSAConfig()

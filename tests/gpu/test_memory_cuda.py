@@ -15,6 +15,7 @@ from nsa_core.model import PRESETS, NSATransformer
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.large,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda")

@@ -79,6 +79,7 @@ def test_dense_attention_uses_a_fused_kernel(dtype):
     assert distance(out, expected) < 1e-2
 
 
+@pytest.mark.large
 def test_extra_memory_is_linear():
     peaks = []
     for tokens in (16384, 65536):
