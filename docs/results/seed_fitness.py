@@ -109,12 +109,14 @@ def _then_and_now(e: Evidence, branch: str, then: str, names: tuple[str, ...]) -
 def _soak(e: Evidence) -> str:
     figures = [
         ("state", e.states(SOAK)),
+        ("training", e.cell(SOAK, ("soak_time", "h"))),
+        ("processes, one after the other", e.cell(SOAK, ("pieces", "1"))),
         ("memory held, at most", e.cell(SOAK, ("memory_held", "MiB"))),
         ("growth of memory", e.cell(SOAK, ("memory_growth", "%/1000 steps"))),
         ("drift of the throughput", e.cell(SOAK, ("throughput_drift", "%/h"))),
         ("throughput", e.cell(SOAK, THROUGHPUT)),
     ]
-    return table(["soak: 12 layers, dim 768, S=2,048, checkpointing", "here"], figures)
+    return table(["soak: 12 layers, dim 768, S=2,048", "here"], figures)
 
 
 def _estimator(e: Evidence) -> str:

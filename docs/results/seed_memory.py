@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from seed_evidence import (
     CAPACITY,
     DIAGNOSE,
     DRIVER,
     ESTIMATE,
-    EXTRA,
     PEAK,
     SOAK,
     THROUGHPUT,
@@ -142,7 +139,7 @@ def _parameters(e: Evidence) -> str:
     rows = [
         ["parameters", f"{count:,}" if count else DIAGNOSE.not_measured],
         ["weights, float32", e.cell(ESTIMATE, ("allocated_parameters", "MiB"), **at)],
-        ["the optimizer's state", _optimizer(e, at)],
+        ["the optimizer's state", e.cell(ESTIMATE, ("allocated_optimizer", "MiB"), **at)],
     ]
     return table(["what", "size"], rows)
 
@@ -176,25 +173,9 @@ def _parts(e: Evidence) -> str:
     rows = []
     for part in _PARTS:
         at = [{**_NSA, "pass_": "train", "layers": 12, "seq_len": length} for length in lengths]
-        cells = [_optimizer(e, place) for place in at]
-        if part != "optimizer":
-            cells = [e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **place) for place in at]
+        cells = [e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **place) for place in at]
         rows.append([part, *cells])
     return table(["part of a training step, batch 1", *(f"{length:,} tokens" for length in lengths)], rows)
-
-
-def _optimizer(e: Evidence, at: dict[str, Any]) -> str:
-    """Memory of the optimizer's state: what is allocated before a training step beyond that before a pass without one.
-
-    By the counters, because runs up to 2026-11-25 found no tensor of it on a GPU: their `allocated_optimizer` is 0.
-    """
-    before = []
-    for pass_ in ("train", "forward+backward"):
-        peak, extra = (e.value(ESTIMATE, name, **{**at, "pass_": pass_}) for name in (PEAK[0], EXTRA[0]))
-        if peak is None or extra is None:
-            return e.cell(ESTIMATE, **at)
-        before.append(peak - extra)
-    return shown(before[0] - before[1], "MiB")
 
 
 def _lengths(e: Evidence) -> str:
@@ -282,10 +263,9 @@ def _faster(e: Evidence) -> str:
 
 
 def _stability(e: Evidence) -> str:
-    drift = e.value(SOAK, "throughput_drift")
     rows = [
-        ["memory in hours of training", e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB"))],
-        ["throughput in hours of training", SOAK.not_measured if drift is None else shown(drift, "%/h")],
+        ["a soak: growth of memory, most held", e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB"))],
+        ["a soak: drift of the throughput, training", e.cell(SOAK, ("throughput_drift", "%/h"), ("soak_time", "h"))],
         ["the short training ended", e.states(TRAIN)],
         ["loss fell", _loss(e)],
     ]

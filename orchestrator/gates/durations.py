@@ -50,6 +50,8 @@ class Durations:
         """Minutes that a ready spec takes on a hardware, and the ground for it; None where nothing is known."""
         if hardware is None:
             return UNKNOWN
+        if (minutes := _own_time(spec)) is not None:
+            return minutes, "the minutes of the spec, without start-up"
         name, kind = _content(spec)["name"], _content(spec)["kind"]
         alike = [each for each in (*self._stored, *_shipped()) if (each.name, each.kind) == (name, kind)]
         # The spec as it is, not a small run under its name: the most points known.
@@ -58,7 +60,7 @@ class Durations:
         here = next((each for each in alike if hardware.is_card(each.gpu)), None)
         if here is not None:
             return here.minutes, f"{here.source}: {points} points on {here.gpu or 'CPU'}"
-        return _own_time(spec) if not alike else _scaled(alike, hardware)
+        return _scaled(alike, hardware)
 
 
 def _scaled(alike: Sequence[Duration], hardware: Hardware) -> tuple[float | None, str]:
@@ -72,12 +74,10 @@ def _scaled(alike: Sequence[Duration], hardware: Hardware) -> tuple[float | None
     return other.minutes * theirs / peak, f"{other.source}: {other.minutes:.3g} min on {other.gpu}, {how}"
 
 
-def _own_time(spec: str) -> tuple[float | None, str]:
-    """The time that a spec asks for itself, for each kind of attention: a soak's."""
+def _own_time(spec: str) -> float | None:
+    """The minutes that a spec asks for itself, for each kind of attention, on any card: a soak's."""
     content = _content(spec)
-    if "minutes" not in content:
-        return UNKNOWN
-    return content["minutes"] * len(content.get("attention", [None])), "the minutes of the spec, without start-up"
+    return content["minutes"] * len(content.get("attention", [None])) if "minutes" in content else None
 
 
 def _to_its_end(run: Run) -> bool:
