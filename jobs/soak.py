@@ -101,12 +101,14 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     pieces = {**config, "ranks": asdict(Layout.from_config(config))}  # also one rank is a process of its own
+    restarts = 0
     with noting_sigterm() as stop:
         while True:
             reports = run_ranks(pieces, beat)
+            restarts += reports[0].environment["training"]["restarts"]
             history = reports[0].run.soak
             assert history is not None
             if history.done:
-                return soak_measurement(config, reports)
+                return soak_measurement(config, reports, restarts)
             if stop.is_set():
                 raise Suspended(f"SIGTERM ended the soak after piece {history.pieces}: nsa submit SPEC --resume RUN")

@@ -264,7 +264,10 @@ def _faster(e: Evidence) -> str:
 
 def _stability(e: Evidence) -> str:
     rows = [
-        ["a soak: growth of memory, most held", e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB"))],
+        [
+            "a soak: growth of memory, most held",
+            e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB")),
+        ],
         ["a soak: drift of the throughput, training", e.cell(SOAK, ("throughput_drift", "%/h"), ("soak_time", "h"))],
         ["the short training ended", e.states(TRAIN)],
         ["loss fell", _loss(e)],

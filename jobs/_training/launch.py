@@ -26,7 +26,8 @@ def run_ranks(config: Mapping[str, Any], beat: Beat) -> list[RankReport]:
     """Train with the point's configuration on its ranks; returns their reports, by rank.
 
     Ranks of which one died are started again together, as often as the configuration says, and go on from the last
-    checkpoint. A launcher's own restarts would also repeat a training that diverged.
+    checkpoint; `training.restarts` of the environment counts. A launcher's own restarts would also repeat a training
+    that diverged.
 
     Args:
         beat: gets the progress of the slowest rank.
@@ -38,15 +39,16 @@ def run_ranks(config: Mapping[str, Any], beat: Beat) -> list[RankReport]:
     """
     launcher = reporter(beat).surroundings.launcher or ElasticLauncher()
     allowed = config.get("restarts", 0)
-    for restart in range(1, allowed + 1):
+    restarts = 0
+    while True:
         try:
-            return _run_once(config, beat, launcher)
+            return [_with(report, restarts=restarts) for report in _run_once(config, beat, launcher)]
         except RankDied as err:
-            if isinstance(err.__cause__, MemoryError):  # it would again
+            if restarts == allowed or isinstance(err.__cause__, MemoryError):  # it would run out again
                 raise
+            restarts += 1
             first, *_ = str(err).splitlines()
-            reporter(beat).warn(f"{first}; restart {restart} of {allowed} of all ranks from the last checkpoint")
-    return _run_once(config, beat, launcher)
+            reporter(beat).warn(f"{first}; restart {restarts} of {allowed} of all ranks from the last checkpoint")
 
 
 def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher) -> list[RankReport]:

@@ -29,8 +29,9 @@ ALERT_TIME = Quantity("alert_time", "min", "Training time above the alert", bett
 SOAK_TIME = Quantity("soak_time", "h", "Training time of the soak")
 PIECES = Quantity("pieces", "1", "Pieces of the soak")
 INTERRUPTIONS = Quantity("interruptions", "1", "Interruptions of the soak", better=Better.LOWER)
+RESTARTS = Quantity("restarts", "1", "Restarts of the ranks", better=Better.LOWER)
 SLOPES = (MEMORY_SLOPE, MEMORY_GROWTH, ALLOCATED_SLOPE, HOST_MEMORY_SLOPE, THROUGHPUT_DRIFT)
-COUNTS = (ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, MEMORY_HELD, HOST_MEMORY)
+COUNTS = (ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, RESTARTS, MEMORY_HELD, HOST_MEMORY)
 
 HISTORY = "soak.csv"
 """Name of the file with the intervals of the rank that holds the most memory."""
@@ -38,10 +39,13 @@ HISTORY = "soak.csv"
 _LEFT_OUT = "means of intervals of {:.3g} s, the first {:.3g} s of each process left out"
 
 
-def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Measurement:
+def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], restarts: int) -> Measurement:
     """Results of a whole soak from the reports of its last process, by rank.
 
     Times and losses are the first rank's; memory is that of the rank that holds the most.
+
+    Args:
+        restarts: of all pieces in this attempt.
     """
     plan = SoakPlan.from_config(config)
     assert plan is not None
@@ -52,6 +56,7 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -
         *_times(config, first, plan),
         *of_training.energy_per_token([report.energy for report in reports]),
         *_counts(worst),
+        Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
         *of_training.heldout_losses(config, first.run),
     ]
     metrics += [*of_training.memory(config, worst), *of_training.checkpoint_costs(first), *agreement.metrics()]

@@ -214,7 +214,7 @@ def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Pat
     result = _soak(text, watching)
     found, rows = by_name(result), _rows(result)
     assert found["pieces"].value == 2
-    assert found["interruptions"].value == found["alert_time"].value == 0
+    assert found["interruptions"].value == found["restarts"].value == found["alert_time"].value == 0
     assert watching.warnings == []
     assert {row["process"] for row in rows} == {0, 1}
     (resumed,) = result.environment["training"]["resumed_from"]
@@ -260,7 +260,7 @@ def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     found = by_name(result)
-    assert (found["pieces"].value, found["interruptions"].value) == (1, 1)
+    assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
     assert found["resumed_step"].value >= 5
     rows = _rows(result)
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
