@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 from free_ports import free_ports
+from processes import is_alive
 from waiting import wait_for
 
 BIN = Path(sys.executable).parent
@@ -102,7 +104,10 @@ def stop_node(node: subprocess.Popen[bytes]) -> None:
     with suppress(psutil.NoSuchProcess):  # it may have ended by itself
         family = psutil.Process(node.pid).children(recursive=True)
         node.terminate()
-        for process in psutil.wait_procs(family, timeout=20)[1]:
+        deadline = time.monotonic() + 20
+        while (left := [process for process in family if is_alive(process)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in left:
             with suppress(psutil.NoSuchProcess):  # it may end between the wait and the kill
                 process.kill()
     node.wait(timeout=20)

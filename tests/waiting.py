@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20, log: Callable[[], str] = str) -> None:
-    """Wait until a condition holds; fail with the log's text after `seconds`."""
+def wait_for(
+    condition: Callable[[], bool], seconds: float = 20, log: Callable[[], str] = str, *, pause: float = 0.05
+) -> None:
+    """Wait until a condition holds, asking every `pause` seconds; fail with the log's text after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log()
-        time.sleep(0.05)
+        time.sleep(pause)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +50,11 @@ import ray, sys
 from ray._private.state import actors
 from ray.util import placement_group_table
 ray.init(sys.argv[1], log_to_driver=False)
-alive = [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
-print([name for name in alive if name != "_AutoscalingCoordinatorActor"])  # Ray's own, one a cluster
-print([group for group in placement_group_table().values() if group["state"] != "REMOVED"])
-print(ray.available_resources().get("CPU", 0) == ray.cluster_resources()["CPU"])
+for _ in sys.stdin:
+    alive = [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
+    alive = [name for name in alive if name != "_AutoscalingCoordinatorActor"]  # Ray's own, one a cluster
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    print(alive, groups, ray.available_resources().get("CPU", 0) == ray.cluster_resources()["CPU"], flush=True)
 """
 
 
@@ -76,6 +77,33 @@ sys.stdin.read()
 def cluster() -> Iterator[Cluster]:
     with running_cluster(cpus=2, gpus=2) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def left(cluster: Cluster) -> Iterator[Callable[[], str]]:
+    """Asks for actors and placement groups that are left, and whether all cores are free; by one client of all tests.
+
+    It starts for seconds of the processor.
+    """
+    client = subprocess.Popen(
+        [sys.executable, "-c", _LEFT, cluster.address],
+        env=_of_a_client(cluster),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    asked, answers = client.stdin, client.stdout
+    assert asked is not None
+    assert answers is not None
+
+    def ask() -> str:
+        print(file=asked, flush=True)
+        return answers.readline()
+
+    try:
+        yield ask
+    finally:
+        client.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -125,20 +153,21 @@ class Run:
             found = queries.series(store, point).groupby(["name", "rank"])["step"].max()
         return {(str(name), int(rank)): int(step) for (name, rank), step in found.items()}
 
-    def until_trained(self, cluster: Cluster, ranks: int = 2) -> list[psutil.Process]:
-        """Wait for the first samples of a loss. Returns the processes of the ranks."""
+    def until_trained(self, cluster: Cluster, point: int = 0) -> list[psutil.Process]:
+        """Wait for the first samples of a point's loss. Returns the processes of its two ranks."""
 
         def trained() -> bool:
             assert self.driver.poll() is None, self.driver.communicate()[0]
             losses = [r for r in self.records() if isinstance(r, SeriesRecord) and r.name == "loss"]
-            return bool(losses) and len(_processes(cluster, "ray::RayTrainWorker")) == ranks
+            trained = any(r.point_id.endswith(f"/{point}") for r in losses)
+            return trained and len(_processes(cluster, "ray::RayTrainWorker")) == 2
 
-        wait_for(trained, 200)
+        wait_for(trained, 200, pause=0.2)
         return _processes(cluster, "ray::RayTrainWorker")
 
     def until_checkpoint(self, after: int = 0) -> int:
         """Wait for a complete checkpoint of a step beyond `after`. Returns its step."""
-        wait_for(lambda: self.newest() > after, 200, lambda: str(self.records()))
+        wait_for(lambda: self.newest() > after, 200, lambda: str(self.records()), pause=0.2)
         return self.newest()
 
     def newest(self) -> int:
@@ -211,14 +240,9 @@ def _processes(cluster: Cluster, title: str) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.info["create_time"])
 
 
-def _nothing_is_left(cluster: Cluster) -> None:
+def _nothing_is_left(cluster: Cluster, left: Callable[[], str]) -> None:
     """Wait until no actor and no placement group is left, and all cores are free."""
-
-    def left() -> str:
-        command = [sys.executable, "-c", _LEFT, cluster.address]
-        return subprocess.run(command, env=_of_a_client(cluster), capture_output=True, text=True, timeout=60).stdout
-
-    wait_for(lambda: left() == "[]\n[]\nTrue\n", 30, left)
+    wait_for(lambda: left() == "[] [] True\n", 30, left)
     assert _processes(cluster, "ray::RayTrainWorker") == []
 
 
@@ -227,13 +251,13 @@ def _losses(metrics: Any) -> tuple[float, ...]:
 
 
 def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_launcher(
-    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
     gpus = "resources={num_cpus: 2, num_gpus: 2}"
     with _half_taken(cluster):
         runs = [_start(cluster, tmp_path / "home", spec, gpus), _submit(cluster, tmp_path / "submitted", spec, gpus)]
         for run in runs:
-            wait_for(lambda run=run: run.phase() == "waiting for room on the cluster", 200)
+            wait_for(lambda run=run: run.phase() == "waiting for room on the cluster", 200, pause=0.5)
     ends = [run.ended(0) for run in runs]
     loaded = load_spec(spec)
     assert isinstance(loaded, Spec)
@@ -245,11 +269,11 @@ def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_laun
         assert end.environment["training"]["launcher"] == "ray-train"
     series = {(r.name, r.rank) for r in runs[0].records() if isinstance(r, SeriesRecord)}
     assert {("loss", 0), ("training_memory", 1), ("cpu_utilization", 0), ("resident_memory", 1)} <= series
-    _nothing_is_left(cluster)
+    _nothing_is_left(cluster, left)
 
 
 def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoint(
-    cluster: Cluster, spec: Path, tmp_path: Path
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path
 ) -> None:
     with running_node(cluster, "second", 2):
         changes = ["resources.num_cpus=4", "steps=100000", "checkpoints={every: 10}", "restarts=1"]
@@ -270,15 +294,20 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         assert "restart 1 of 1 of all ranks from the last checkpoint" in warning
         assert len(run.outcomes()) == 1
         assert run.newest() > saved
-        _nothing_is_left(cluster)
+        _nothing_is_left(cluster, left)
 
 
 def _grows(run: Run) -> None:
     """Wait until the database has more of each live series than now, of both ranks."""
     live = {("loss", 0), ("throughput", 0), ("training_memory", 1), ("cpu_utilization", 0), ("cpu_utilization", 1)}
-    wait_for(lambda: live <= run.stored().keys(), 60, lambda: str(run.stored()))
+    wait_for(lambda: live <= run.stored().keys(), 60, lambda: str(run.stored()), pause=0.5)
     before = run.stored()
-    wait_for(lambda: all(run.stored()[each] > before[each] for each in live), 60, lambda: f"{before}, {run.stored()}")
+    wait_for(
+        lambda: all(run.stored()[each] > before[each] for each in live),
+        60,
+        lambda: f"{before}, {run.stored()}",
+        pause=0.5,
+    )
 
 
 def _warnings(run: Run) -> list[str]:
@@ -286,7 +315,7 @@ def _warnings(run: Run) -> list[str]:
 
 
 def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
-    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
     deadlines = "deadlines={startup_s: 120, heartbeat_s: 12, point_s: 400}"
     run = _start(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
@@ -306,11 +335,11 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
         if isinstance(r, ArtifactRecord) and "recorder" in r.artifact.name
     )
     assert not any(process.is_running() for process in ranks)
-    _nothing_is_left(cluster)
+    _nothing_is_left(cluster, left)
 
 
 def test_a_loss_that_is_not_a_number_fails_the_point_and_starts_nothing_again(
-    cluster: Cluster, spec: Path, tmp_path: Path, removed: None
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
     wild = "optimizer={warmup_steps: 0, learning_rate: 1.0e+30, grad_clip: 1.0e+30}"
     run = _start(cluster, tmp_path / "home", spec, wild, "checkpoints={every: 20}", "restarts=1")
@@ -319,20 +348,22 @@ def test_a_loss_that_is_not_a_number_fails_the_point_and_starts_nothing_again(
     assert re.fullmatch(r"Diverged: loss (nan|inf) at step \d+; lower optimizer\.learning_rate", str(end.reason))
     assert len(run.outcomes()) == 1
     assert _warnings(run) == []
-    _nothing_is_left(cluster)
+    _nothing_is_left(cluster, left)
 
 
-@pytest.mark.parametrize(("victim", "state"), [("point", "crash"), ("supervisor", "lost")])
-def test_a_killed_process_leaves_no_rank(cluster: Cluster, spec: Path, tmp_path: Path, victim: str, state: str) -> None:
-    run = _start(cluster, tmp_path / "home", spec, "steps=100000", "retries=0")
-    ranks = run.until_trained(cluster)
-    process = point_processes(cluster)[0]
-    parent = process.parent()
-    assert parent is not None
-    (process if victim == "point" else parent).kill()
-    assert run.ended(1).state == state
-    assert psutil.wait_procs(ranks, timeout=30)[1] == []
-    _nothing_is_left(cluster)
+def test_a_killed_process_leaves_no_rank(cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path) -> None:
+    """First that of a point, then the Ray worker that supervises the next one."""
+    run = _start(cluster, tmp_path / "home", spec, "attention=[nsa, dense]", "steps=100000", "retries=0")
+    for number in range(2):
+        ranks = run.until_trained(cluster, point=number)
+        process = point_processes(cluster)[0]
+        supervisor = process.parent()
+        assert supervisor is not None
+        [process, supervisor][number].kill()
+        assert psutil.wait_procs(ranks, timeout=30)[1] == []
+    run.ended(1)
+    assert [(end.point_id[-1], end.state) for end in run.outcomes()] == [("0", "crash"), ("1", "lost")]
+    _nothing_is_left(cluster, left)
 
 
 def test_more_ranks_than_the_cluster_has_room_for_are_refused(cluster: Cluster, spec: Path, tmp_path: Path) -> None:
