@@ -138,12 +138,14 @@ def test_a_stopped_job_is_resumed_without_the_volume_of_the_head(stack: Stack, a
     def log() -> str:
         return ask(stack, f"/api/jobs/{job[0]}/logs")["logs"]
 
-    wait_for(lambda: any(states(as_owner, run) == [("ok", 1), ("running", 1)] for run in runs(as_owner)), 100, log)
+    wait_for(
+        lambda: any(states(as_owner, run) == [("ok", 1), ("running", 1)] for run in runs(as_owner)), 100, log, pause=0.5
+    )
     [run] = runs(as_owner)
     roles = "SELECT DISTINCT usename, usesuper FROM pg_stat_activity JOIN pg_user USING (usename) WHERE client_addr = "
     assert as_superuser(stack, f"{roles} '127.0.0.1'") == [("nsa", False)]
     ask(stack, f"/api/jobs/{job[0]}/stop", method="POST")
-    wait_for(lambda: states(as_owner, run) == [("ok", 1), ("cancelled", 1)], 20)
+    wait_for(lambda: states(as_owner, run) == [("ok", 1), ("cancelled", 1)], 20, pause=0.5)
 
     artifacts = Path(stack.environment("ray-head")["NSA_ARTIFACTS"])
     assert (artifacts / run / "journal.jsonl").is_file()

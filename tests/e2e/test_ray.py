@@ -295,7 +295,7 @@ def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
         kinds = Counter(record.type for record in journal.read(paths[0]))
         return kinds["outcome"] >= after and kinds["start"] > kinds["outcome"] and bool(point_processes(cluster))
 
-    wait_for(started, 90)
+    wait_for(started, 90, pause=0.2)
     time.sleep(1)
     return point_processes(cluster)[0]
 
@@ -311,13 +311,13 @@ def test_a_job_that_waits_for_room_is_listed_and_can_be_cancelled(cluster: Clust
 
     start("busy", home / "other", "--set", "behaviours=[timeout, timeout]", "--set", "resources.workers=2")
     try:
-        wait_for(lambda: len(_states(others, "running")) == 1, 60)
+        wait_for(lambda: len(_states(others, "running")) == 1, 60, pause=0.5)
         start("waits", home)
-        wait_for(lambda: len(_states(url, "pending")) == 1, 60)
+        wait_for(lambda: len(_states(url, "pending")) == 1, 60, pause=0.5)
         [run_id] = _states(url, "pending")
         asked = subprocess.run(["nsa", "cancel", run_id], cwd=ROOT, env=env, capture_output=True, text=True)
         assert f"stopping {run_id} (job waits)" in asked.stdout, asked.stdout + asked.stderr
-        wait_for(lambda: _states(url, "cancelled") == [run_id], 30)
+        wait_for(lambda: _states(url, "cancelled") == [run_id], 30, pause=0.5)
     finally:
         subprocess.run(["ray", "job", "stop", "--address", cluster.dashboard, "busy"], env=env, check=True)
 
