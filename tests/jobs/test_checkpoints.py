@@ -128,14 +128,15 @@ def test_a_training_on_tokens_goes_on_with_the_documents_that_an_uninterrupted_o
     assert by_name(resumed)["heldout_loss"].value == by_name(whole)["heldout_loss"].value
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "fsdp"])  # under ddp: tests/e2e/test_resumed_training.py
-def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_path: Path, parallel: str) -> None:
-    def kill() -> None:
-        descendants(psutil.Process(), "spawn_main")[-1].kill()
+def _kill_last_rank() -> None:
+    descendants(psutil.Process(), "spawn_main")[-1].kill()
 
-    changes = {"ranks": 2, "parallel": parallel, "steps": 40, "restarts": 1, "checkpoints": {"every": 5}}
+
+# Under ddp: tests/e2e/test_resumed_training.py.
+def test_sharded_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_path: Path) -> None:
+    changes = {"ranks": 2, "parallel": "fsdp", "steps": 40, "restarts": 1, "checkpoints": {"every": 5}}
     whole = _train(text, Watching(None), steps=40, checkpoints=None)
-    watching = Watching(tmp_path, at=12, act=kill)
+    watching = Watching(tmp_path, at=12, act=_kill_last_rank)
     resumed = _train(text, watching, **changes)
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
@@ -143,18 +144,28 @@ def test_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_p
     assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)
     assert by_name(resumed)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-4)
     assert len(_losses(resumed)) == 40
-    if parallel != "fsdp":
-        assert by_name(resumed)["rank_compute_time"].value > 0
 
 
-def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp(text: Path, tmp_path: Path) -> None:
+def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp_and_after_a_kill(
+    text: Path, tmp_path: Path
+) -> None:
     """Sums of two ranks have one order, and halves of them are exact."""
-    whole = _train(text, Watching(tmp_path / "whole"), ranks=2, parallel="replicate", steps=60)
+    two = {"ranks": 2, "steps": 60}
+    whole = _train(text, Watching(tmp_path / "whole"), **two, parallel="replicate", checkpoints={"every": 60})
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path / "parts", at=5, act=_interrupt), ranks=2, parallel="ddp", steps=60)
-    resumed = _train(text, Watching(tmp_path / "parts"), ranks=2, parallel="replicate", steps=60)
-    assert 5 < by_name(resumed)["resumed_step"].value < 60
+        _train(text, Watching(tmp_path / "parts", at=5, act=_interrupt), **two, parallel="ddp")
+    (step, *_) = _steps(tmp_path / "parts")
+    assert 5 < step < 60
+    watching = Watching(tmp_path / "parts", at=step + 6, act=_kill_last_rank)  # a step or two after a checkpoint
+    resumed = _train(text, watching, **two, parallel="replicate", restarts=1)
+    warning = of_the_kill(watching.warnings)
+    assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
+    first, second = by_name(resumed)["resumed_step"].samples
+    assert step == first < second < 60
     assert _losses(resumed) == _losses(whole)
+    assert len(_losses(resumed)) == 60
+    assert by_name(resumed)["heldout_loss"].value == by_name(whole)["heldout_loss"].value
+    assert by_name(resumed)["rank_compute_time"].value > 0
     expected = _weights(tmp_path / "whole")
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(tmp_path / "parts").items())
 
@@ -163,10 +174,12 @@ def test_sigterm_ends_all_ranks_with_a_checkpoint_and_another_number_of_ranks_go
     text: Path, tmp_path: Path
 ) -> None:
     """Two ranks with sharded weights; then one rank reads what both wrote."""
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Suspended, match=r"go on from the checkpoint of step (\d+): nsa submit SPEC --resume RUN"):
         _train(text, Watching(tmp_path, at=5, act=_interrupt), ranks=2, parallel="fsdp", steps=60)
+    assert signal.getsignal(signal.SIGTERM) is before
     (step, *_) = _steps(tmp_path)
-    alone = _train(text, Watching(tmp_path), steps=60)
+    alone = _train(text, Watching(tmp_path), steps=60, checkpoints={"every": 60})
     assert alone.environment["training"]["resumed_from"] == [step]
     assert _losses(alone) == pytest.approx(_losses(_train(text, Watching(None), steps=60, checkpoints=None)), rel=1e-3)
 

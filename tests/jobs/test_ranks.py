@@ -32,6 +32,7 @@ from jobs._training.rank import flight_record, write_flight_record
 from jobs._training.rank_messages import RankFailure, RankReporter, RankSample, failure
 from jobs._training.rank_pipe import PipeReader, PipeWriter
 from jobs._training.replica import Replica
+from jobs.launcher import RanksEnded
 from jobs.point import FAILURE_FILES, NOWHERE, Machine, Measurement
 from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
 from jobs.train import QUANTITIES, Spec, measure
@@ -338,12 +339,12 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_at_one_step(text: Path) -> N
         _train(wild)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_ends_a_training_after_a_step(text: Path, ranks: int) -> None:
+# On several ranks: tests/jobs/test_checkpoints.py.
+def test_sigterm_ends_a_training_after_a_step(text: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = _AtStep(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match=r"^SIGTERM ended the training after step \d+ of 5000$"):
-        _train(_spec(text, ranks=ranks, steps=5000), stop)
+        _train(_spec(text, steps=5000), stop)
     assert stop.done
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -407,6 +408,15 @@ def test_progress_is_that_of_the_slowest_rank() -> None:
     for step in range(20, 30):
         fast(f"phase {step}", step)
     assert seen == [("phase 0", 0), ("phase 1", 1)]
+
+
+def test_ranks_that_were_stopped_without_a_checkpoint_say_so() -> None:
+    watch = RankWatch(2, lambda *_: None)
+    for rank in (1, 0):
+        watch.note(failure(rank, Stopped("SIGTERM ended the training after step 4 of 9")))
+    found = watch.failure(RanksEnded({0: "exited with code 1", 1: "exited with code 1"}, {}, ()))
+    assert type(found) is Stopped
+    assert str(found) == "SIGTERM ended the training after step 4 of 9"
 
 
 def test_a_rank_leaves_its_last_sample(tmp_path: Path) -> None:
