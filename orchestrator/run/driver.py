@@ -210,12 +210,14 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
     """The store; None where SQLAlchemy is not installed (the closing line then names `nsa import`)."""
     try:
         from orchestrator.store import Store
+
+        store = Store.open(settings.database)
     except ModuleNotFoundError as err:
         if err.name not in ("sqlalchemy", "alembic"):
             raise
         yield None
         return
-    with Store.open(settings.database) as store:
+    with store:
         yield store
 
 

@@ -135,7 +135,7 @@ def _stored(run_id: str, settings: Settings) -> tuple[RunRecord | None, list[str
     try:
         from orchestrator.store import Store, history, queries
     except ModuleNotFoundError as err:
-        if err.name not in ("sqlalchemy", "alembic"):
+        if err.name != "sqlalchemy":
             raise
         return None, []
     try:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, inspect, text
+from sqlalchemy import URL, Connection, Engine, String, column, inspect, select, table, text
 
 from jobs.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+_VERSION = table("alembic_version", column("version_num", String))
 _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one Postgres database
 
 
@@ -46,18 +43,17 @@ def upgrade(url: str) -> tuple[str | None, str]:
 
 def migrate(engine: Engine) -> tuple[str | None, str]:
     """Migrate the schema to the newest revision in one transaction. Returns (revision before, revision after)."""
+    head = revisions()[-1]
     with engine.connect() as connection:
-        head = _head(_config(connection))
         if _revision(connection) == head:
             return head, head  # without waiting for a current writer's lock
     with engine.connect().execution_options(writes=True) as connection, connection.begin():
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         before = _revision(connection)
-        config = _config(connection)
         if before != head:
-            _known(config, before, engine)
-            command.upgrade(config, "head")
+            _known(before, engine)
+            _upgrade(connection)
         return before, head
 
 
@@ -66,12 +62,18 @@ def check(engine: Engine) -> None:
     with engine.connect() as connection:
         _check_owner(connection)
         revision = _revision(connection)
-        config = _config(connection)
-    if revision == _head(config):
+    if revision == revisions()[-1]:
         return
-    _known(config, revision, engine)
+    _known(revision, engine)
     problem = "holds no tables yet" if revision is None else f"has the older schema {revision}"
     raise StoreError(f"{SETTING}: {shown(engine.url)!r}: {problem}; run `nsa db upgrade`")
+
+
+def revisions() -> list[str]:
+    """The revisions of this version, oldest first: the numbers that the migrations' names begin with."""
+    found = sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
+    assert found, "the package holds no migrations"
+    return found
 
 
 def refuse_another(url: URL) -> None:
@@ -88,7 +90,7 @@ def refuse_another(url: URL) -> None:
 def _check_owner(connection: Connection) -> None:
     if connection.dialect.name != "sqlite":  # a server's database may well be shared
         return
-    heads = MigrationContext.configure(connection).get_current_heads()
+    heads = _heads(connection)
     tables = sorted({*inspect(connection).get_table_names()} - {"alembic_version"})
     if len(heads) > 1 or (tables and not heads):
         raise StoreError(
@@ -97,26 +99,34 @@ def _check_owner(connection: Connection) -> None:
         )
 
 
-def _known(config: Config, revision: str | None, engine: Engine) -> None:
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if revision is not None and revision not in known:
+def _known(revision: str | None, engine: Engine) -> None:
+    if revision is not None and revision not in revisions():
         raise StoreError(
             f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a newer version; update nsa-bench here"
         )
 
 
-def _config(connection: Connection) -> Config:
+def _upgrade(connection: Connection) -> None:
+    from alembic import command  # takes long to import, and most databases are current
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    return config
+    command.upgrade(config, "head")
 
 
 def _revision(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()
+    heads = _heads(connection)
+    if len(heads) > 1:  # of a server's database; Alembic says what is wrong
+        from alembic.migration import MigrationContext
+
+        return MigrationContext.configure(connection).get_current_revision()
+    return heads[0] if heads else None
 
 
-def _head(config: Config) -> str:
-    head = ScriptDirectory.from_config(config).get_current_head()
-    assert head is not None, "the package holds no migrations"
-    return head
+def _heads(connection: Connection) -> list[str]:
+    """The revisions in Alembic's table; none without it. Asked for without Alembic, as each process asks."""
+    if not inspect(connection).has_table(_VERSION.name):
+        return []
+    return list(connection.scalars(select(_VERSION.c.version_num)))
