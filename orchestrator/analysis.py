@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import special
 
 from jobs.axes import AXES, more_columns
 from jobs.quantities import Plot
-from orchestrator.growth import Growth, PowerLaw, fit_growth, fit_power_law
+from orchestrator.growth import NORMAL_INTERVAL, Growth, PowerLaw, fit_growth, fit_power_law
 from orchestrator.local_slopes import LocalSlope, local_slopes
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
-_INTERVAL = float(special.ndtri(0.975))  # standard errors from the middle to the end of a 95 % interval
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:
@@ -118,7 +116,7 @@ def _spreads(rows: pd.DataFrame) -> np.ndarray:
     """Relative standard errors of values, from the intervals of their samples; 0 where there is none."""
     low, high, value = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a value of 0, whose series is not fitted
-        return np.fmax((high - low) / 2 / _INTERVAL / value, 0.0)
+        return np.fmax((high - low) / 2 / NORMAL_INTERVAL / value, 0.0)
 
 
 def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import special  # scipy.stats takes four times as long to import
 
 MIN_LENGTHS = 3
 _MIN_RANGE = 4  # lengths that a law keeps if shorter ones are left out: three fit almost any line
@@ -26,6 +25,8 @@ _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of 
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons with an overhead; measured in the tests
 _EXPONENTS = np.linspace(-1, 4, 2001)
+NORMAL_INTERVAL = 1.959963984540054
+"""Standard errors from the middle to the end of a 95 % interval: the normal distribution's quantile of 0.975."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         return None
     if np.ptp(y) == 0:  # exact, without the rounding of a fit
         return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), distinct)
+    from scipy import special  # late: many runs have too few lengths. scipy.stats takes four times as long to import
+
     (slope, coefficient), covariance = np.polyfit(np.log10(x), np.log10(y), 1, cov=True)
     half = float(special.stdtrit(len(x) - 2, (1 + confidence) / 2) * np.sqrt(covariance[0, 0]))
     return PowerLaw(
@@ -170,6 +173,8 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     the plain law alone misses the exponent. On the longest range on which the law with an overhead holds as
     well, an F test of a low level decides.
     """
+    from scipy import special
+
     for first in distinct_lengths(x)[:-_MIN_RANGE]:
         kept = x >= first
         weights = noise[kept] ** -2 / np.mean(noise[kept] ** -2)
@@ -186,6 +191,8 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
 
 def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bool) -> tuple[Growth, float]:
     """The best law of one form and its information criterion."""
+    from scipy import special
+
     n, parameters = len(x), 2 + with_overhead
     squares = _squares(x, y, weights, _EXPONENTS, with_overhead)
     place = int(squares.total.argmin())

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
 
-from orchestrator.growth import LEAST_NOISE, checked, distinct_lengths, noise_of
+from orchestrator.growth import LEAST_NOISE, NORMAL_INTERVAL, checked, distinct_lengths, noise_of
 
 _OCTAVE = 1.9  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
 _FEW_OCTAVES = 3  # beyond, a slope spans more than one
@@ -93,7 +92,7 @@ def _slope(points: Sequence[_Mean]) -> LocalSlope:
     y, weights = np.array([point.log for point in points]), np.array([point.error for point in points]) ** -2.0
     away = x - np.average(x, weights=weights)
     squares = float(weights @ away**2)
-    error = float(special.ndtri(0.975)) / math.sqrt(squares)
+    error = NORMAL_INTERVAL / math.sqrt(squares)
     return LocalSlope(points[0].length, points[-1].length, float(weights * away @ y) / squares, error)
 
 

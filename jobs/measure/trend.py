@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special  # scipy.stats takes four times as long to import
 
 _LEAST = 3  # readings beyond one for each piece, for the slope to have an error
 
@@ -50,6 +49,8 @@ def common_slope(pieces: Sequence[int], x: Sequence[float], y: Sequence[float]) 
     freedom = len(xs) * (1 - likeness) / (1 + likeness) - len(numbers) - 1
     if freedom < 1:
         return Slope(value, None, None)
+    from scipy import special  # takes long to import; scipy.stats four times as long
+
     reach = float(special.stdtrit(freedom, 0.975)) * math.sqrt(squares / freedom / spread)
     return Slope(value, value - reach, value + reach)
 

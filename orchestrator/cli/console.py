@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.console import RenderableType
@@ -12,15 +12,17 @@ from rich.text import Text
 
 from jobs.plain_text import in_a_line
 from jobs.quantities import readable, readable_range
-from orchestrator.cli.doctor import Finding, Health, SettingRow
-from orchestrator.cli.exposure import Exposure
-from orchestrator.cli.fetching import StoredFile
-from orchestrator.cli.services import ServiceStatus
-from orchestrator.gates.decisions import Decision
-from orchestrator.gates.steps import Step
 from orchestrator.states import again_in_words
 from orchestrator.summary import wide_console
 from orchestrator.terminal import say, warn
+
+if TYPE_CHECKING:
+    from orchestrator.cli.doctor import Finding, SettingRow
+    from orchestrator.cli.exposure import Exposure
+    from orchestrator.cli.fetching import StoredFile
+    from orchestrator.cli.services import ServiceStatus
+    from orchestrator.gates.decisions import Decision
+    from orchestrator.gates.steps import Step
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLOUR |= {"missing": "yellow", "broken": "red"}
@@ -36,6 +38,8 @@ def settings(rows: Sequence[SettingRow]) -> None:
 
 
 def findings(found: Sequence[Finding]) -> None:
+    from orchestrator.cli.doctor import Health
+
     table = _table("Checks", "check", "state", "detail", "to mend it")
     for f in found:
         table.add_row(f.name, _state(f.health), f.detail, "" if f.health is Health.OK else f.fix)

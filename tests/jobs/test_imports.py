@@ -12,7 +12,7 @@ assert {"scaling", "train", "drill"} <= set(kinds())
 import jobs.measure.telemetry, jobs.measure.machine
 print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dashboard") if name in sys.modules])
 import orchestrator.analysis, orchestrator.branches
-long = ("scipy.optimize", "scipy.stats", "sympy", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+long = ("scipy", "sympy", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 print([name for name in long if name in sys.modules])
 """
 

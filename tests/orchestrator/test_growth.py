@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import special
 
-from orchestrator.growth import fit_growth, fit_power_law
+from orchestrator.growth import NORMAL_INTERVAL, fit_growth, fit_power_law
 from orchestrator.local_slopes import local_slopes
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -195,3 +196,7 @@ def test_an_exact_law_at_long_lengths_precedes_one_that_only_holds_on_more():
     assert law.exponent == pytest.approx(1.0, abs=0.002)
     assert (law.ci_low, law.ci_high) == pytest.approx((0.998, 1.002), abs=0.002)
     assert law.lengths == (2048, 3072, 4096, 6144, 8192)
+
+
+def test_the_interval_is_that_of_the_normal_distribution():
+    assert special.ndtri(0.975) == NORMAL_INTERVAL
