@@ -30,6 +30,19 @@ value = float(open(folder + '/value').read())
 """
 
 
+# A driver as `python -m jobs`, but for the name of the sources and the real probe, which imports torch in a child.
+DRIVER = """
+import sys
+from jobs.point import Machine
+from orchestrator import provenance
+from orchestrator.run import driver
+from orchestrator.run.local import LocalExecutor
+
+provenance.code_hash_of = lambda spec: {code!r}
+LocalExecutor.probe = lambda self: {{None: Machine("cpu", "test", 8 << 30, {{"torch": "0"}})}}
+sys.exit(driver.main(sys.argv[1:]))
+"""
+
 # The database's part is tried on both by the first test, and by those of the store.
 ON_BOTH = pytest.mark.parametrize(
     ("new_database", "interrupted"), [("sqlite", "cancelled"), ("postgres", "killed")], indirect=["new_database"]
@@ -47,13 +60,11 @@ def at(home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.fixture
 def start(kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m jobs --local` with the settings of this process, the sources called `code`."""
+    """Starts a driver with `--local` and the settings of this process, the sources called `code`."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*args: str | Path, code: str) -> subprocess.Popen[str]:
-        run = "import sys; from orchestrator import provenance; from orchestrator.run import driver\n"
-        run += f"provenance.code_hash_of = lambda spec: {code!r}; sys.exit(driver.main(sys.argv[1:]))"
-        command = [sys.executable, "-c", run, "--local", *map(str, args)]
+        command = [sys.executable, "-c", DRIVER.format(code=code), "--local", *map(str, args)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **kinds_path}, **pipes))
         return started[-1]
