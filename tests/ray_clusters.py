@@ -63,7 +63,7 @@ def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
         wait_for(lambda: _answers(found), 60, lambda: (folder / "head.log").read_text())
         yield found
     finally:
-        stop_node(head)
+        stop_node(head, patience_s=0)  # who holds a job's actors waits for them: 20 s after a training on ranks
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -99,12 +99,16 @@ def point_processes(cluster: Cluster) -> list[psutil.Process]:
     return found
 
 
-def stop_node(node: subprocess.Popen[bytes]) -> None:
-    """End what `ray start --block` started: it stops its own; `ray stop` would stop every cluster of the host."""
+def stop_node(node: subprocess.Popen[bytes], patience_s: float = 20) -> None:
+    """End what `ray start --block` started: it stops its own; `ray stop` would stop every cluster of the host.
+
+    Args:
+        patience_s: until those of its processes that are left are killed.
+    """
     with suppress(psutil.NoSuchProcess):  # it may have ended by itself
         family = psutil.Process(node.pid).children(recursive=True)
         node.terminate()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience_s
         while (left := [process for process in family if is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in left:
