@@ -7,7 +7,7 @@ again keeps its outcome until it has a new one; meanwhile its records move its r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby, islice
@@ -51,7 +51,7 @@ from orchestrator.store.models import (
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _MOST = (1 << 63) - 1
-_BATCH = 500  # events
+_BATCH = 500  # records
 _RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
 _RUN_ENDED = 2
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
@@ -72,7 +72,7 @@ def apply(session: Session, record: Record) -> None:
             _existing(session, record)
             _artifact(session, record.point_id, record.attempt, record.artifact)
         case SeriesRecord():
-            _series(session, record)
+            _series(session, [record])
         case EventRecord():
             _events(session, [record])
         case RunEndRecord():
@@ -81,14 +81,16 @@ def apply(session: Session, record: Record) -> None:
 
 
 def apply_all(session: Session, records: Iterable[Record]) -> None:
-    """Write records in their order, events that follow each other at once. Raises as `apply`."""
-    for are_events, some in groupby(records, lambda record: isinstance(record, EventRecord)):
-        if are_events:
-            while batch := [record for record in islice(some, _BATCH) if isinstance(record, EventRecord)]:
-                _events(session, batch)
-        else:
-            for record in some:
-                apply(session, record)
+    """Write records in their order, events and samples that follow each other at once. Raises as `apply`."""
+    for kind, some in groupby(records, type):
+        while batch := list(islice(some, _BATCH)):
+            if kind is EventRecord:
+                _events(session, [record for record in batch if isinstance(record, EventRecord)])
+            elif kind is SeriesRecord:
+                _series(session, [record for record in batch if isinstance(record, SeriesRecord)])
+            else:
+                for record in batch:
+                    apply(session, record)
 
 
 def beat(
@@ -262,17 +264,19 @@ def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData)
     session.execute(insert(Artifact), [values])
 
 
-def _series(session: Session, record: SeriesRecord) -> None:
+def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
     """Store the samples that are not stored."""
-    _existing(session, record)
+    for record in {(record.run_id, record.point_id): record for record in records}.values():
+        _existing(session, record)
+    if samples := [sample for record in records for sample in _samples(record)]:
+        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
+
+
+def _samples(record: SeriesRecord) -> Iterator[dict[str, Any]]:
     same = {"point_id": record.point_id, "attempt": record.attempt, "rank": record.rank}
     same |= {"name": rows.clean(record.name), "unit": rows.clean(record.unit)}
-    samples = [
-        {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
-        for step, seconds, value in zip(record.steps, record.times, record.values, strict=True)
-    ]
-    if samples:
-        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
+    for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
+        yield {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
 
 
 def _newer(row: Point | Remeasurement, attempt: int, stage: int, at: datetime, resumed: int | None = None) -> bool:

@@ -90,7 +90,8 @@ def test_a_read_can_be_thinned_to_samples_evenly_spaced_with_the_last(failed: St
 
 def test_series_of_an_unknown_point_are_refused(failed: Store) -> None:
     with pytest.raises(StoreError, match="is not in the database"):
-        failed.apply(piece(0, 1, point_id=f"{RUN}/99"))
+        failed.apply_many([piece(0, 3), piece(0, 1, point_id=f"{RUN}/99"), piece(3, 1)])
+    assert rows(failed) == []
 
 
 def test_an_export_holds_them(failed: Store) -> None:
