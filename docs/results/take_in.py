@@ -50,9 +50,9 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
     run = next((record for record in records if isinstance(record, RunRecord)), None)
     if run is None or not isinstance(records[-1], RunEndRecord):
         raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
-    lines = [RECORD.dump_json(record).decode() for record in public(records)]
+    lines, hosts = [RECORD.dump_json(record).decode() for record in public(records)], _hosts(records)
     for number, line in enumerate(lines, 1):
-        _check(path, number, line, _hosts(records))
+        _check(path, number, line, hosts)
     target = folder / f"{run.run_id}{journal.COMPRESSED}"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
