@@ -106,8 +106,9 @@ def stop_node(node: subprocess.Popen[bytes], patience_s: float = 20) -> None:
         patience_s: until those of its processes that are left are killed.
     """
     with suppress(psutil.NoSuchProcess):  # it may have ended by itself
-        family = psutil.Process(node.pid).children(recursive=True)
-        node.terminate()
+        head = psutil.Process(node.pid)
+        family = [head, *head.children(recursive=True)]
+        head.terminate()
         deadline = time.monotonic() + patience_s
         while (left := [process for process in family if is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
