@@ -289,8 +289,15 @@ def _interruptible() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    """Raise KeyboardInterrupt, once: a signal that came with the first, or right after it, interrupts no cleanup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _pass_over)
     raise KeyboardInterrupt
+
+
+def _pass_over(number: int, frame: object) -> None:
+    """Let the next signal of this number kill: this one may have come with the first."""
+    signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -304,8 +311,9 @@ def _stopping() -> Iterator[Callable[[], str | None]]:
 
     def note(number: int, frame: object) -> None:
         reasons.append(signal.Signals(number).name)
-        signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if number != signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)
 
     signals = _heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in signals}

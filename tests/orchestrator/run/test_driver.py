@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -279,6 +280,27 @@ def test_a_hangup_does_not_interrupt_what_ends_a_driver_before_its_first_point(f
         signal.raise_signal(first)
     assert ended == ["given back"]
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("hangs_up")
+def test_two_signals_at_once_interrupt_a_driver_before_its_first_point_once() -> None:
+    """As when both come while it waits for a call in C; Python handles the hangup first."""
+    both, ended = {signal.SIGTERM, signal.SIGHUP}, []
+
+    @contextmanager
+    def claim() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ())  # handles what is pending, as calls do that are interrupted
+            ended.append("given back")
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    for number in both:
+        signal.pthread_kill(threading.get_ident(), number)
+    with pytest.raises(KeyboardInterrupt), driver._interruptible(), claim():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+    assert ended == ["given back"]
 
 
 @pytest.mark.usefixtures("hangs_up")
