@@ -118,10 +118,12 @@ def _upgrade(connection: Connection) -> None:
 
 def _revision(connection: Connection) -> str | None:
     heads = _heads(connection)
-    if len(heads) > 1:  # of a server's database; Alembic says what is wrong
-        from alembic.migration import MigrationContext
-
-        return MigrationContext.configure(connection).get_current_revision()
+    if len(heads) > 1:  # of a server's database
+        raise StoreError(
+            f"{SETTING}: {shown(connection.engine.url)!r}: alembic_version has several revisions, "
+            f"{in_a_line(', '.join(sorted(heads)), 100)}; delete the rows that are not of nsa-bench, or name another "
+            "database"
+        )
     return heads[0] if heads else None
 
 

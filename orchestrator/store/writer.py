@@ -51,7 +51,8 @@ from orchestrator.store.models import (
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _MOST = (1 << 63) - 1
-_BATCH = 500  # records
+_BATCH = 500  # events
+_PIECES = 50  # records of a live series, with up to 1,000 samples each
 _RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
 _RUN_ENDED = 2
 _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
@@ -83,14 +84,15 @@ def apply(session: Session, record: Record) -> None:
 def apply_all(session: Session, records: Iterable[Record]) -> None:
     """Write records in their order, events and samples that follow each other at once. Raises as `apply`."""
     for kind, some in groupby(records, type):
-        while batch := list(islice(some, _BATCH)):
-            if kind is EventRecord:
-                _events(session, [record for record in batch if isinstance(record, EventRecord)])
-            elif kind is SeriesRecord:
-                _series(session, [record for record in batch if isinstance(record, SeriesRecord)])
-            else:
-                for record in batch:
-                    apply(session, record)
+        if kind is EventRecord:
+            while events := [record for record in islice(some, _BATCH) if isinstance(record, EventRecord)]:
+                _events(session, events)
+        elif kind is SeriesRecord:
+            while pieces := [record for record in islice(some, _PIECES) if isinstance(record, SeriesRecord)]:
+                _series(session, pieces)
+        else:
+            for record in some:
+                apply(session, record)
 
 
 def beat(
