@@ -49,8 +49,8 @@ def _memory(ranks: Sequence[RankState], shown: Shown) -> Iterator[str]:
 def _sizes(memory: Memory | None, gpu: bool) -> str:
     if memory is None:
         return "-"
-    shown = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
-    return " / ".join("-" if size is None else f"{size:,.0f}" for size in shown)
+    sizes = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
+    return " / ".join("-" if size is None else f"{size:,.0f}" for size in sizes)
 
 
 def _ranks(found: Diagnosis, shown: Shown) -> Iterator[str]:
@@ -66,9 +66,9 @@ def _ranks(found: Diagnosis, shown: Shown) -> Iterator[str]:
 def _rank(found: Diagnosis, rank: RankState) -> list[str]:
     route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items()) or "-"
     busy = found.utilization.get(rank.rank)
-    shown = "-" if busy is None else f"{busy:.0f} %"
+    use = "-" if busy is None else f"{busy:.0f} %"
     place = (rank.gpu or "-", rank.cores or "-", str(rank.threads))
-    return [str(rank.rank), rank.host, str(rank.pid), *place, shown, route]
+    return [str(rank.rank), rank.host, str(rank.pid), *place, use, route]
 
 
 def _host(host: Topology, shown: Shown) -> Iterator[str]:

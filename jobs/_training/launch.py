@@ -26,8 +26,8 @@ def run_ranks(config: Mapping[str, Any], beat: Beat) -> list[RankReport]:
     """Train with the point's configuration on its ranks; returns their reports, by rank.
 
     Ranks of which one died are started again together, as often as the configuration says, and go on from the last
-    checkpoint; `training.restarts` of the environment counts. A launcher's own restarts would also repeat a training
-    that diverged.
+    checkpoint; `training.restarts` of the environment is how often. A launcher's own restarts would also repeat a
+    training that diverged.
 
     Args:
         beat: gets the progress of the slowest rank.

@@ -60,7 +60,8 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], r
         *of_training.heldout_losses(config, first.run),
     ]
     metrics += [*of_training.memory(config, worst), *of_training.checkpoint_costs(first), *agreement.metrics()]
-    environment = {**first.environment, "training": first.environment["training"] | of_training.history(first)}
+    training = {**first.environment["training"], **of_training.history(first), "restarts": restarts}
+    environment = {**first.environment, "training": training}
     files = {**worst.peak.files, HISTORY: _history(worst).to_csv()}
     return Measurement(tuple(metrics), first.route, environment, files)
 

@@ -140,6 +140,7 @@ def test_sharded_ranks_of_which_one_is_killed_start_again_and_train_on(text: Pat
     resumed = _train(text, watching, **changes)
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
+    assert (whole.environment["training"].get("restarts"), resumed.environment["training"]["restarts"]) == (None, 1)
     assert by_name(resumed)["resumed_step"].value in range(10, 40, 5)
     assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)
     assert by_name(resumed)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-4)

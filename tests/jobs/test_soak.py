@@ -261,6 +261,7 @@ def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     found = by_name(result)
     assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
+    assert result.environment["training"]["restarts"] == 1
     assert found["resumed_step"].value >= 5
     rows = _rows(result)
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
