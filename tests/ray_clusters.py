@@ -106,15 +106,16 @@ def stop_node(node: subprocess.Popen[bytes], patience_s: float = 20) -> None:
         patience_s: until those of its processes that are left are killed.
     """
     with suppress(psutil.NoSuchProcess):  # it may have ended by itself
-        head = psutil.Process(node.pid)
-        family = [head, *head.children(recursive=True)]
-        head.terminate()
+        main = psutil.Process(node.pid)
+        family = [main, *main.children(recursive=True)]
+        main.terminate()
         deadline = time.monotonic() + patience_s
         while (left := [process for process in family if is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in left:
             with suppress(psutil.NoSuchProcess):  # it may end between the wait and the kill
                 process.kill()
+        wait_for(lambda: not any(map(is_alive, left)))  # else one may still write to the folder that is removed next
     node.wait(timeout=20)
 
 

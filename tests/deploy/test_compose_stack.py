@@ -113,7 +113,7 @@ def test_services_begin_in_the_order_that_their_work_needs(stack: Stack) -> None
 
 def test_only_who_has_the_token_gets_an_answer_of_ray(stack: Stack) -> None:
     def both() -> bool:
-        with suppress(urllib.error.URLError):  # the head is healthy before its dashboard listens
+        with suppress(OSError):  # the head is healthy before its dashboard listens; meanwhile refused, or reset
             nodes = ask(stack, "/nodes?view=summary")["data"]["summary"]
             return [node["raylet"]["state"] for node in nodes] == ["ALIVE"] * 2
         return False
