@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from seed_evidence import (
     ANY,
     CAPACITY,
@@ -19,6 +21,7 @@ from seed_evidence import (
     WAYS,
     Evidence,
     matrix_axes,
+    shown,
     tally,
     together,
 )
@@ -82,7 +85,7 @@ def _matrix(e: Evidence, preset: str, dim: int, sizes: list[tuple[int, int]]) ->
         for layers, seq_len in sizes
         for at in [matrix_axes(preset, layers, seq_len)]
     ]
-    return table(["layers", "S", "the report", *_titles()], rows)
+    return noted(table(["layers", "S", "the report", *_titles()], rows), e.beside(MATRIX))
 
 
 def branches(e: Evidence, preset: str, dim: int, layers: int, seq_len: int) -> str:
@@ -93,17 +96,24 @@ def branches(e: Evidence, preset: str, dim: int, layers: int, seq_len: int) -> s
         told = [text for figure in (PEAK, TIME) if (text := e.seed("000", figure, size, then))]
         at = matrix_axes(preset, layers, seq_len, branch)
         rows.append([branch, ", ".join(dict.fromkeys(told)), *_ways(e, at, FORWARD_MEMORY, TIME)])
-    return table(["branch", "the report", *_titles()], rows)
+    return noted(table(["branch", "the report", *_titles()], rows), e.beside(MATRIX))
 
 
-def settings(e: Evidence, environments: dict[str, str | None], anomaly: str = "off") -> str:
-    """Five layers at 1,024 tokens under environment variables."""
-    at = matrix_axes("m7c_125m", 5, 1024, anomaly=anomaly)
-    rows = [
-        [title, *(e.cell(MATRIX, TIME, PEAK, RESERVED, **at, implementation=way, env=env) for way in WAYS)]
-        for title, env in environments.items()
-    ]
-    return table(["setting", *(f"{title}: time, allocated, reserved" for title in WAYS.values())], rows)
+def settings(e: Evidence, environments: dict[str, str | None], anomaly: str | None = None) -> str:
+    """Five layers at 1,024 tokens under environment variables, and in anomaly mode as a row of the name `anomaly`."""
+    places = [(title, env, "off") for title, env in environments.items()]
+    places += [(anomaly, None, "on")] if anomaly else []
+    rows = []
+    for title, env, mode in places:
+        at = {**matrix_axes("m7c_125m", 5, 1024, anomaly=mode), "env": env}
+        rows.append([title, *(e.cell(MATRIX, TIME, PEAK, RESERVED, **at, implementation=way) for way in WAYS)])
+    columns = ["setting", *(f"{title}: time, allocated, reserved" for title in WAYS.values())]
+    return noted(table(columns, rows), e.beside(MATRIX))
+
+
+def noted(told: str, *notes: str) -> str:
+    """A table with the notes below it that are not empty."""
+    return "\n\n".join([told, *filter(None, notes)])
 
 
 def _scaling(e: Evidence) -> str:
@@ -123,7 +133,7 @@ def _causes(e: Evidence) -> str:
         ["the smallest failing size", "5 layers at 1,024", smallest(e)],
         ["memory that grows as S²", "yes, of the implementation", _two_growths(e)],
     ]
-    return table(["cause", "the report", "here"], rows)
+    return noted(table(["cause", "the report", "here"], rows), search_note(e))
 
 
 def smallest(e: Evidence) -> str:
@@ -142,6 +152,27 @@ def smallest(e: Evidence) -> str:
     return together(told)
 
 
+def search_note(e: Evidence) -> str:
+    """A sentence on a search that ran beside other processes, with the memory that its failing size lacked."""
+    beside = e.beside(SEARCH, "they had less of its memory")
+    asked = r"Tried to allocate ([\d.]+ \w+)\..* of which ([\d.]+ \w+) is free"
+    for text in e.warnings(SEARCH):
+        if (found := re.search(asked, text)) and (others := re.findall(r"Process \d+ has ([\d.]+ \w+)", text)):
+            lacking, held = _mib(found[1]) - _mib(found[2]), sum(map(_mib, others))
+            missed = (
+                f"The failing size asked for {found[1]} with {found[2]} free, {shown(lacking, 'MiB')} too little, when "
+                f"others held {shown(held, 'MiB')}: alone on the card it would have got that."
+            )
+            return f"{beside} {missed}"
+    return beside
+
+
+def _mib(size: str) -> float:
+    """MiB of a size in a message, as "2.98 GiB"."""
+    value, unit = size.split()
+    return float(value) * {"KiB": 2**-10, "MiB": 1, "GiB": 2**10}[unit]
+
+
 def _hypotheses(e: Evidence) -> str:
     at = matrix_axes("m7c_125m", 5, 512)
     held = {title: e.cell(MATRIX, FORWARD_MEMORY, **at, implementation=way) for way, title in WAYS.items()}
@@ -156,12 +187,14 @@ def _hypotheses(e: Evidence) -> str:
 
 def _production(e: Evidence) -> str:
     at = {"implementation": "triton", "layers": 12, "seq_len": 2048}
+    one, step, two = _of_kernels(12, 2048), {**at, "pass_": "train"}, {**at, "batch": 2}
+    size = "12 layers, dim 768, S=2,048, batch 1: a pass"
     rows = [
-        ["12 layers, dim 768, S=2,048, batch 1: a pass", e.cell(MATRIX, PEAK, TIME, **_of_kernels(12, 2048))],
-        ["the same, a training step", e.cell(ESTIMATE, PEAK, **at, pass_="train")],
-        ["the same, batch 2, with checkpointing: training", e.cell(TRAIN, PEAK, THROUGHPUT, **at, batch=2)],
+        [size, e.cell(MATRIX, PEAK, TIME, **one), e.mode(MATRIX, **one)],
+        ["the same, a training step", e.cell(ESTIMATE, PEAK, **step), e.mode(ESTIMATE, **step)],
+        ["the same, batch 2: training", e.cell(TRAIN, PEAK, THROUGHPUT, **two), e.mode(TRAIN, **two)],
     ]
-    return table(["configuration", "our kernels"], rows)
+    return noted(table(["configuration", "our kernels", "card, mode"], rows), e.beside(MATRIX))
 
 
 def _limits(e: Evidence) -> str:
@@ -172,7 +205,7 @@ def _limits(e: Evidence) -> str:
         ["longest sequence that 12 layers, dim 768 train on", "512", f"{found['off']}; checkpointing: {found['on']}"],
         ["layers at that width", "4 to 5", f"smallest failing size: {smallest(e)}"],
     ]
-    return table(["limit", "the report", "here"], rows)
+    return noted(table(["limit", "the report", "here"], rows), search_note(e))
 
 
 def _longest(e: Evidence, at: dict[str, object]) -> str:

@@ -5,16 +5,19 @@ What no stored run has is "not measured", with the spec that would measure it.
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import yaml
-from tables import CONFIGS, commits, number, rate
+from seed_commands import changes, setting
+from tables import CONFIGS, commits, device, number, rate
 
 from jobs.axes import AXES, MORE
+from jobs.spec import load_spec
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.states import Origin, PointState
 from orchestrator.store import Store, queries
@@ -35,17 +38,24 @@ class Spec:
     settings: tuple[str, ...] = ()
 
     @cached_property
-    def name(self) -> str:
-        return yaml.safe_load((CONFIGS / self.file).read_text())["name"]
+    def asked(self) -> dict[str, Any]:
+        """The spec with its settings, as a run of it would keep it."""
+        return load_spec(CONFIGS / self.file, self.settings).model_dump(mode="json")
 
     @property
-    def command(self) -> str:
-        return " ".join(["nsa submit", f"jobs/configs/{self.file}", *(f"--set '{each}'" for each in self.settings)])
+    def name(self) -> str:
+        return self.asked["name"]
+
+    def command(self, run: Row | None) -> str:
+        """The command that submits what a run ran; without one, the spec with its settings."""
+        differing = changes(self.asked, run["spec"]) if run else []
+        sets = [f"--set {shlex.quote(each)}" for each in (*self.settings, *differing)]
+        return " ".join(["nsa submit", f"jobs/configs/{self.file}", *sets])
 
     def matches(self, run: Row) -> bool:
         """Whether a run of the file was submitted with these settings."""
-        asked = (setting.partition("=") for setting in self.settings)
-        return all(run["spec"].get(name) == yaml.safe_load(value) for name, _, value in asked)
+        names = (each.partition("=")[0] for each in self.settings)
+        return all(setting(run["spec"], name) == setting(self.asked, name) for name in names)
 
     @property
     def not_measured(self) -> str:
@@ -117,6 +127,47 @@ class Evidence:
         found = self.points(spec, **axes)
         return str(found[0]["state"]) if found else spec.not_measured
 
+    def samples(self, spec: Spec, metric: str, **axes: object) -> list[float]:
+        """The samples of a metric of the first point with these coordinates; [] without any."""
+        for row in self.points(spec, **axes)[:1]:
+            kept = queries.metrics(self.store, row["point_id"]).to_dict("records")
+            return [float(x) for each in kept if each["name"] == metric for x in each["samples"] or ()]
+        return []
+
+    def mode(self, spec: Spec, **axes: object) -> str:
+        """The cards and the mode of the first point with these coordinates; "" without one."""
+        config, card = self.config(spec, **axes), self.card(spec, **axes)
+        if not config:
+            return ""
+        count = (config.get("ranks") or {}).get("ranks", 1)
+        told = [f"{count} × {card}" if count > 1 else card, "compiled" if config.get("compile") else "eager"]
+        told += ["CUDA graphs"] * bool(config.get("cuda_graphs"))
+        told += ["checkpointing"] * bool(config.get("model", {}).get("checkpointing"))
+        return ", ".join(told)
+
+    def card(self, spec: Spec, **axes: object) -> str:
+        """The card of the first point with these coordinates, as "H100"; "CPU" without one, "" without a point."""
+        if not self.points(spec, **axes):
+            return ""
+        name = self.environment(spec, **axes).get("gpu", {}).get("name")
+        return str(name).removeprefix("NVIDIA ").split()[0] if name else "CPU"
+
+    def beside(self, spec: Spec, told: str = "times are of a shared card, memory is each one's own") -> str:
+        """A sentence on other processes on the card while a run's points were measured; "" if there were none.
+
+        Args:
+            told: what that means.
+        """
+        points = self.points(spec, env=ANY, python=ANY)
+        counts = [self._values.get(row["point_id"], {}).get("gpu_processes", 1) for row in points]
+        shared = [count for count in counts if count > 1]
+        if not shared:
+            return ""
+        return (
+            f"Of the {len(points)} points of `{spec.file}`, {len(shared)} ran while other processes used the card, up "
+            f"to {max(shared):.0f} in all (`gpu_processes`): {told}."
+        )
+
     def environment(self, spec: Spec, **axes: object) -> Mapping[str, Any]:
         """The environment of the first point with these coordinates; {} without one."""
         for row in self.points(spec, **axes):
@@ -186,16 +237,16 @@ class Evidence:
         return (queries.point(self.store, found[0]["point_id"]) or {})["config"] if found else {}
 
     def sources(self, specs: Iterable[Spec]) -> list[list[str]]:
-        """A row each spec: its newest run with state, device, points and commit, and its command."""
+        """A row each spec: the command of its newest run, and that run with state, device, points and commit."""
         rows = []
         for spec in specs:
             runs = self.of(spec)
+            run = runs[0] if runs else None
             told = ["not run yet", "", "", ""]
-            if runs:
-                run = runs[0]
-                told = [f"{run['run_id']} ({run['state']})", run["gpu"] or "CPU", tally(self._points[run["run_id"]])]
+            if run:
+                told = [f"{run['run_id']} ({run['state']})", device(run), tally(self._points[run["run_id"]])]
                 told.append(commits([dict(run)]))
-            rows.append([f"`{spec.command}`", *told])
+            rows.append([f"`{spec.command(run)}`", *told])
         return rows
 
 
@@ -236,7 +287,7 @@ def shown(value: float, unit: str) -> str:
         case "token":
             return f"{value:,.0f} tokens"
         case "MiB":
-            text = f"{value:,.0f}"
+            text = f"{math.floor(value + 0.5):,}"  # half up, as the reports do
         case "tok/s":
             text = rate(value)
         case "J/tok":
@@ -264,8 +315,8 @@ PASSES = Spec("profile_m7c.yaml", ("lengths=[128,512,1024,2048]", "batch=1", "im
 TRAIN = Spec("train_m7c.yaml")
 TRAIN_2GPU = Spec("train_2gpu.yaml")
 TRAIN_SHORT = Spec("train_m7c.yaml", ("seq_len=512",))
-TRAIN_1GPU = Spec("train_2gpu.yaml", ("micro_batch=2", "bucket_mb=null"))  # what two are compared with
-TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4",))
+TRAIN_1GPU = Spec("train_2gpu.yaml", ("ranks=1", "resources.num_gpus=1", "micro_batch=2", "bucket_mb=null"))
+TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", "parallel=ddp"))  # the same load of each GPU
 TRAIN_REPLICATED = Spec("train_2gpu.yaml", ("parallel=replicate", "bucket_mb=null"))
 TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket_mb=100"))
 VARIANTS = (PASSES, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_REPLICATED)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from seed_backward import noted
 from seed_evidence import (
     CAPACITY,
     DIAGNOSE,
     DRIVER,
     ESTIMATE,
+    EXTRA,
     PEAK,
+    SCALING,
     SOAK,
     THROUGHPUT,
     TIME,
@@ -22,7 +25,7 @@ from tables import commits, table
 from jobs._training.layout import Layout
 from jobs.plain_text import for_file
 
-SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK)
+SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK, SCALING)
 
 _NSA = {"implementation": "triton"}
 _PHASES = {"boot": "boot", "loader": "after the loader", "step_1": "step 1", "now": "at the end"}
@@ -60,8 +63,8 @@ def _summary(e: Evidence) -> str:
     return (
         f"A training step of the report's length, 1,024 tokens, takes {e.cell(ESTIMATE, PEAK, **at)} with our kernels "
         f"at a batch of 1; the training of 2 x 2,048 tokens takes {e.cell(TRAIN, DRIVER, **_NSA)} on the card, at "
-        f"{e.cell(TRAIN, THROUGHPUT, **_NSA)}. The report: {_then(e)[0]} and {_then(e)[1]} on its two GPUs, at "
-        f"{e.seed('004', THROUGHPUT, _SIZE)}."
+        f"{e.cell(TRAIN, THROUGHPUT, **_NSA)} ({e.mode(TRAIN, **_NSA)}). The report: {_then(e)[0]} and {_then(e)[1]} "
+        f"on its two GPUs, at {e.seed('004', THROUGHPUT, _SIZE)}."
     )
 
 
@@ -83,17 +86,18 @@ def _commit(e: Evidence) -> str:
 
 
 def _load(e: Evidence) -> str:
-    rows = []
+    rows = [["the report", "2", "4", "2", "2", "1,024", "4,096"]]
     for spec in (DIAGNOSE, TRAIN, TRAIN_2GPU):
         config = e.config(spec, **_NSA)
         if not config:
-            rows.append([f"`{spec.file}`", spec.not_measured, "", "", ""])
+            rows.append([f"`{spec.file}`", spec.not_measured, "", "", "", "", ""])
             continue
-        ranks = Layout.from_config(config).ranks
+        layout = Layout.from_config(config)
         batch, length = config["batch"], config["seq_len"]
-        told = [f"{ranks}", f"{batch}", f"{length:,}", f"{batch * length:,}"]
-        rows.append([f"`{spec.file}`", *told])
-    return table(["spec", "GPUs", "batch of all", "S", "tokens a step"], rows)
+        told = [f"{size}" for size in (layout.ranks, batch, layout.micro_batch, layout.accumulation)]
+        rows.append([f"`{spec.file}`", *told, f"{length:,}", f"{batch * length:,}"])
+    columns = ["spec", "GPUs", "batch of all", "micro-batch of a GPU", "accumulation", "S", "tokens a step"]
+    return table(columns, rows)
 
 
 def _snapshots(e: Evidence) -> str:
@@ -168,14 +172,19 @@ def _routes(e: Evidence) -> str:
 
 
 def _parts(e: Evidence) -> str:
-    """Table of a training step's memory by its parts, as the allocator counts it."""
+    """Table of a training step's memory by its parts, as the allocator counts it and as predicted."""
     lengths = (1024, 2048, 4096)
     rows = []
     for part in _PARTS:
-        at = [{**_NSA, "pass_": "train", "layers": 12, "seq_len": length} for length in lengths]
-        cells = [e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **place) for place in at]
+        cells = []
+        for length in lengths:
+            place = {**_NSA, "pass_": "train", "layers": 12, "seq_len": length}
+            predicted = e.value(ESTIMATE, f"predicted_{part}", **place)
+            beside = "" if predicted is None else f" ({shown(predicted, 'MiB').removesuffix(' MiB')})"
+            cells.append(e.cell(ESTIMATE, (f"allocated_{part}", "MiB"), **place) + beside)
         rows.append([part, *cells])
-    return table(["part of a training step, batch 1", *(f"{length:,} tokens" for length in lengths)], rows)
+    columns = [f"{length:,} tokens" for length in lengths]
+    return table(["part of a training step, batch 1: allocated (predicted)", *columns], rows)
 
 
 def _lengths(e: Evidence) -> str:
@@ -189,25 +198,32 @@ def _lengths(e: Evidence) -> str:
 
 def _progress(e: Evidence) -> str:
     rows = [
-        [f"`{spec.file}`", e.cell(spec, THROUGHPUT, **_NSA), e.cell(spec, TIME, **_NSA)]
+        [f"`{spec.file}`", e.cell(spec, THROUGHPUT, **_NSA), e.cell(spec, TIME, **_NSA), e.mode(spec, **_NSA)]
         for spec in (DIAGNOSE, TRAIN, TRAIN_2GPU)
     ]
-    then = ["the report", e.seed("004", THROUGHPUT, f"{_SIZE} (torch 2.5.1+cu121, 2 GPUs)"), ""]
-    return table(["training", "throughput", "time of a step"], [then, *rows])
+    speed = e.seed("004", THROUGHPUT, f"{_SIZE} (torch 2.5.1+cu121, 2 GPUs)")
+    then = ["the report", speed, "about 3 minutes", "2 × A100"]
+    return table(["training", "throughput", "time of a step", "card, mode"], [then, *rows])
 
 
 def _balance(e: Evidence) -> str:
     labels = [f"{_SIZE} (torch 2.5.1+cu121, GPU {number} of 2)" for number in (0, 1)]
     then = " and ".join(e.seed("004", ("gpu_utilization", "%"), label) for label in labels)
-    rows = [["utilisation by GPU", then, "", ""]]
+    rows = [["utilisation by GPU", then, *(_by_gpu(e, spec) for spec in (DIAGNOSE, TRAIN_2GPU))]]
     for title, figure in (
-        ("utilisation of the least busy GPU", ("rank_utilization", "%")),
         ("imbalance of the ranks", ("rank_imbalance", "%")),
         ("warnings", ("warnings", "1")),
     ):
         found = "" if title == "warnings" else e.cell(TRAIN_2GPU, figure, **_NSA)
         rows.append([title, "", e.cell(DIAGNOSE, figure, **_NSA), found])
     return table(["what", "the report", f"`{DIAGNOSE.file}`", f"`{TRAIN_2GPU.file}`"], rows)
+
+
+def _by_gpu(e: Evidence, spec: Spec) -> str:
+    """The utilisation of each rank's GPU; where no samples are kept, that of the least busy."""
+    each = e.samples(spec, "rank_utilization", **_NSA)
+    least = e.cell(spec, ("rank_utilization", "%"), **_NSA)
+    return " and ".join(shown(share, "%") for share in each) if each else f"least busy: {least}"
 
 
 def _topology(e: Evidence) -> str:
@@ -221,7 +237,8 @@ def _topology(e: Evidence) -> str:
         nodes = [f"NUMA node {node}: cores {cores}" for node, cores in host["numa"].items()]
         rows.append(["links, NUMA nodes", for_file("; ".join([*links, *nodes]))])
     if len(rows) == 1:
-        rows.append(["links, NUMA nodes", "in `diagnosis.md` of the point" if gpu else DIAGNOSE.not_measured])
+        unknown = "not measured: the journal of this run has none (newer runs keep them as `hosts`)"
+        rows.append(["links, NUMA nodes", unknown if gpu else DIAGNOSE.not_measured])
     return table(["what", "here"], rows)
 
 
@@ -240,7 +257,8 @@ def _advice(e: Evidence) -> str:
     count = e.cell(DIAGNOSE, ("warnings", "1"), **_NSA)
     if not found:
         return f"Warnings of the diagnosis: {count}."
-    return "\n".join([f"Warnings of the diagnosis: {count}.", "", *(f"- {for_file(text)}" for text in found)])
+    source = "A share of time in them is the median of the samples whose mean is [above](#performance-issues)."
+    return "\n".join([f"Warnings of the diagnosis: {count}. {source}", "", *(f"- {for_file(text)}" for text in found)])
 
 
 def _comparison(e: Evidence) -> str:
@@ -250,11 +268,20 @@ def _comparison(e: Evidence) -> str:
     ratio = ESTIMATE.not_measured
     if peaks["dense"] is not None and peaks["triton"] is not None:
         ratio = f"{peaks['triton'] / peaks['dense']:.2f}"
+    grows = {
+        f"{what} of attention grows as": [e.growth(SCALING, figure[0], way, "forward+backward") for way in ways]
+        for what, figure in (("memory", EXTRA), ("time", TIME))
+    }
+    sizes = [e.cell(ESTIMATE, PEAK, **at, implementation=way) for way in ways]
+    speeds = [e.cell(TRAIN, THROUGHPUT, implementation=way) for way in ways]
     rows = [
-        ["memory of a step at 1,024", *(e.cell(ESTIMATE, PEAK, **at, implementation=way) for way in ways), ratio],
-        ["throughput at 2,048", *(e.cell(TRAIN, THROUGHPUT, implementation=way) for way in ways), _faster(e)],
+        ["memory of a step at 1,024", "~8, ~60, ~30 GB", *sizes, ratio],
+        ["throughput at 2,048 (the report: 1,024)", "~200, ~24, ~100 tok/s", *speeds, _faster(e)],
+        *([title, "S², S²/l'² and more, the same", *told, ""] for title, told in grows.items()),
     ]
-    return table(["what", "standard attention", "NSA", "NSA / standard"], rows)
+    mode = e.mode(TRAIN, **_NSA)
+    columns = ["what", "the report: standard, NSA, its target", "standard attention", "NSA", "NSA / standard"]
+    return noted(table(columns, rows), f"Throughput: {mode}." if mode else "")
 
 
 def _faster(e: Evidence) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seed_backward import ALLOCATOR, BLOCKING, branches, settings, smallest
+from seed_backward import ALLOCATOR, BLOCKING, branches, noted, search_note, settings, smallest
 from seed_evidence import (
     ANY,
     BRANCHES,
@@ -37,6 +37,7 @@ BACKENDS = {
 """The backends of kind branches, by the reports' names; that in chunks is ours alone."""
 OF_ALL = tuple(name for name in BACKENDS if name != "flash")
 """Backends that compute every branch."""
+_PLANNED = (32, 64, 128, 512)  # the plan's lengths
 
 
 def blocks(e: Evidence) -> dict[str, str]:
@@ -48,7 +49,7 @@ def blocks(e: Evidence) -> dict[str, str]:
         "selection": backends(e, "slc", OF_ALL),
         "compressed": backends(e, "cmp", OF_ALL),
         "sliding": backends(e, "win", tuple(BACKENDS)),
-        "lengths": f"Smallest failing size: {smallest(e)}.",
+        "lengths": noted(f"Smallest failing size: {smallest(e)}. {_searched(e)}", search_note(e)),
         "anomaly": _anomaly(e),
         "profile": _profile(e),
         "allocator": settings(e, settings_of),
@@ -86,10 +87,19 @@ def _error(e: Evidence, at: dict[str, object]) -> str:
     return e.cell(BRANCHES, **at, pass_=_BOTH) if error is None or bound is None else f"{100 * error / bound:.0f} %"
 
 
+def _searched(e: Evidence) -> str:
+    """The lengths of the search, and those of the plan that are not among them."""
+    cases = next((run["spec"]["cases"] for run in e.of(SEARCH)), [])
+    lengths = sorted({length for case in cases for length in case["lengths"]})
+    if not lengths:
+        return f"Lengths searched: {SEARCH.not_measured}."
+    left = [f"{length}" for length in _PLANNED if length not in lengths]
+    untried = f"; of the plan's, {' and '.join(left)} were not tried" if left else ""
+    return f"Lengths searched: {', '.join(f'{length:,}' for length in lengths)}{untried}."
+
+
 def _anomaly(e: Evidence) -> str:
-    with_it = settings(e, {"anomaly mode": None}, anomaly="on")
-    rows = settings(e, {"default": None, "blocking launches": BLOCKING})
-    return "\n".join([rows, with_it.splitlines()[-1]])
+    return settings(e, {"default": None, "blocking launches": BLOCKING}, anomaly="anomaly mode")
 
 
 def _profile(e: Evidence) -> str:
@@ -110,7 +120,13 @@ def _breadcrumbs(e: Evidence) -> str:
     if not points:
         return f"The layer of a hang: {HANG.not_measured}."
     rows = [[for_file(str(row["label"])), str(row["state"]), for_file(str(row["reason"] or ""))] for row in points]
-    return table(["point", "state", "reason"], rows)
+    return noted(table(["point", "state", "reason"], rows), _left(e), e.beside(HANG, "what was in use may be theirs"))
+
+
+def _left(e: Evidence) -> str:
+    """The run's own warnings, for a process that was killed may leave something behind."""
+    warnings = [for_file(text) for text in e.warnings(HANG)]
+    return f"Warnings of the run: {'; '.join(warnings)}." if warnings else ""
 
 
 def _toy(e: Evidence) -> str:
@@ -118,4 +134,4 @@ def _toy(e: Evidence) -> str:
     for branch in ("cmp", "slc", "win"):
         at = matrix_axes("m7c_125m", 1, 1024, branch, repeats=12)
         rows.append([branch, *(e.cell(MATRIX, FORWARD_MEMORY, TIME, **at, implementation=way) for way in WAYS)])
-    return table(["branch, twelve times in one layer", *WAYS.values()], rows)
+    return noted(table(["branch, twelve times in one layer", *WAYS.values()], rows), e.beside(MATRIX))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seed_backward import noted
 from seed_evidence import (
     BRANCHES,
     DRIVER,
@@ -14,26 +15,35 @@ from seed_evidence import (
     THROUGHPUT,
     TIME,
     TRAIN,
+    TRAIN_1GPU,
     TRAIN_2GPU,
+    TRAIN_2GPU_LARGER,
     TRAIN_COMPRESSED,
     TRAIN_SHORT,
     Evidence,
     Spec,
+    matrix_axes,
     shown,
 )
 from seed_fitness import verdict
-from tables import table
+from tables import commits, rate, table
 
 from jobs._training.layout import divided
 from jobs.training_plan import TrainingPlan
 
 LADDER = Spec("capacity_ladder.yaml")
-SPECS = (TRAIN, TRAIN_2GPU, TRAIN_COMPRESSED, TRAIN_SHORT, LADDER, PASSES, PROFILE, BRANCHES, SCALING, MATRIX)
+SPECS = (
+    *(TRAIN, TRAIN_2GPU, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_COMPRESSED, TRAIN_SHORT, LADDER, PASSES, PROFILE),
+    *(BRANCHES, SCALING, MATRIX),
+)
 
 _BOTH = "forward+backward"
 _NSA = {"implementation": "triton"}
 _PLAN = TrainingPlan(steps=50000, tokens_per_step=4096, hours=24)
 _NEEDED, _HOURS = ("throughput_needed", "tok/s"), ("planned_time", "h")
+_WHERE = "card, mode"
+_THEN = {128: "~97, acceptable", 512: "~33 (V2=1), ~58 (V2=0), slow", 1024: "<10, unusable", 2048: "<2, hangs"}
+"""The report's throughput [tok/s] and status of a forward pass, which are not those of its times."""
 _UTILIZATION, _IMBALANCE = ("rank_utilization", "%"), ("rank_imbalance", "%")
 
 
@@ -42,6 +52,7 @@ def blocks(e: Evidence) -> dict[str, str]:
         "summary": _summary(e),
         "forward": _forward(e),
         "expected": _expected(e),
+        "pair": _pair(e),
         "attempts": _attempts(e),
         "isolated": _forward(e),
         "ladder": _ladder(e),
@@ -66,9 +77,16 @@ def _summary(e: Evidence) -> str:
     enough = "enough" if found >= _PLAN.needed else "too slow"
     return (
         f"One GPU ({TRAIN.file}): {shown(found, 'tok/s')} with our kernels, {enough} for the "
-        f"{shown(_PLAN.needed, 'tok/s')} that 50,000 steps of 4,096 tokens in 24 hours need; "
-        f"two GPUs: {e.cell(TRAIN_2GPU, THROUGHPUT, **_NSA)}."
+        f"{shown(_PLAN.needed, 'tok/s')} that 50,000 steps of 4,096 tokens in 24 hours need ({e.mode(TRAIN, **_NSA)}); "
+        f"two GPUs: {_with_mode(e, TRAIN_2GPU, THROUGHPUT)}. What two gain over one is told by "
+        "[runs alike](#one-gpu-beside-two)."
     )
+
+
+def _with_mode(e: Evidence, spec: Spec, *figures: tuple[str, str]) -> str:
+    """Figures of a training by our kernels, with card and mode in brackets."""
+    mode = e.mode(spec, **_NSA)
+    return e.cell(spec, *figures, **_NSA) + (f" ({mode})" if mode else "")
 
 
 def _forward(e: Evidence) -> str:
@@ -79,19 +97,43 @@ def _forward(e: Evidence) -> str:
                 if (told := e.seed("003", TIME, size, variant))]  # fmt: skip
         at = {"seq_len": seq_len, "pass_": "forward", "batch": 1}
         now = [e.cell(PASSES, TIME, **at, implementation=way) for way in ("triton", "naive", "dense")]
-        rows.append([f"{seq_len:,}", ", ".join(then), *now])
-    return table(["S", "the report", "our kernels", "masked, S²", "dense attention"], rows)
+        time = e.value(PASSES, TIME[0], **at, **_NSA)
+        speed = "" if time is None else f"{rate(1000 * seq_len / time)}, {e.state(PASSES, **at, **_NSA)}"
+        rows.append([f"{seq_len:,}", ", ".join(then), _THEN[seq_len], *now, speed])
+    columns = ["S", "the report", "its tok/s, status", "our kernels", "masked, S²", "dense attention"]
+    told = table([*columns, "our kernels: tok/s, state"], rows)
+    mode = e.mode(PASSES, **_NSA, seq_len=2048, pass_="forward")
+    return noted(told, f"Ours: {mode}; tok/s is S over the time." if mode else "")
 
 
 def _expected(e: Evidence) -> str:
     """The rungs of the report's ladder: its target, its figure, ours."""
+    both = e.cell(TRAIN_2GPU, THROUGHPUT, ENERGY, **_NSA)
+    one = e.cell(TRAIN, THROUGHPUT, ENERGY, **_NSA)
+    short = e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512")
     rows = [
-        ["2 GPUs by DDP, 2,048", e.notes("003", "(2 GPUs"), "", e.cell(TRAIN_2GPU, THROUGHPUT, ENERGY, **_NSA)],
-        ["1 GPU, 2,048", e.notes("003", "(1 GPU;"), "", e.cell(TRAIN, THROUGHPUT, ENERGY, **_NSA)],
-        ["1 GPU, 512", "", e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512"), _short(e)],
-        ["the plan needs", "", "", e.cell(TRAIN, _NEEDED, **_NSA)],
+        ["2 GPUs by DDP, 2,048", e.notes("003", "(2 GPUs"), "", both, e.mode(TRAIN_2GPU, **_NSA)],
+        ["1 GPU, 2,048", e.notes("003", "(1 GPU;"), "", one, e.mode(TRAIN, **_NSA)],
+        ["1 GPU, 512", "", short, _short(e), e.mode(TRAIN_SHORT, **_NSA)],
+        ["the plan needs", "", "", e.cell(TRAIN, _NEEDED, **_NSA), ""],
     ]
-    return table(["configuration", "the runbook", "the report", "here"], rows)
+    return table(["configuration", "the runbook", "the report", "here", _WHERE], rows)
+
+
+def _pair(e: Evidence) -> str:
+    """One GPU beside two with the same load of each."""
+    rows = []
+    for title, spec in (("1", TRAIN_1GPU), ("2, `ddp`", TRAIN_2GPU_LARGER)):
+        figures = [e.cell(spec, figure, **_NSA) for figure in (THROUGHPUT, TIME)]
+        told = commits([dict(run) for run in e.of(spec)[:1]])
+        rows.append([title, "2", *figures, e.mode(spec, **_NSA), told])
+    columns = ["GPUs", "sequences a GPU", "throughput", "time of a step", _WHERE, "commit"]
+    one, two = (e.value(spec, THROUGHPUT[0], **_NSA) for spec in (TRAIN_1GPU, TRAIN_2GPU_LARGER))
+    cards = {e.card(spec, **_NSA) for spec in (TRAIN_1GPU, TRAIN_2GPU_LARGER)}
+    told = table(columns, rows)
+    if one is None or two is None or len(cards) > 1:
+        return told
+    return noted(told, f"Two train {two / one:.2f} times as fast as one.")
 
 
 def _short(e: Evidence) -> str:
@@ -101,7 +143,8 @@ def _short(e: Evidence) -> str:
 def _ladder(e: Evidence) -> str:
     """The longest sequence that one GPU trains on, and whether it is fast enough."""
     found = [e.cell(LADDER, figure, **_NSA, batch=2) for figure in (("longest", "token"), THROUGHPUT)]
-    return table(["one GPU, 12 layers, batch 2: longest of 512, 1,024, 2,048", "throughput there"], [found])
+    columns = ["one GPU, 12 layers, batch 2: longest of 512, 1,024, 2,048", "throughput there", _WHERE]
+    return table(columns, [[*found, e.mode(LADDER, **_NSA, batch=2)]])
 
 
 def _attempts(e: Evidence) -> str:
@@ -116,7 +159,7 @@ def _attempts(e: Evidence) -> str:
 
 def _trained(e: Evidence, spec: Spec) -> str:
     state = e.state(spec, **_NSA)
-    return f"ok, {e.cell(spec, THROUGHPUT, TIME, **_NSA)}" if state == "ok" else state
+    return f"ok, {_with_mode(e, spec, THROUGHPUT, TIME)}" if state == "ok" else state
 
 
 def _refusal() -> str:
@@ -133,7 +176,7 @@ def _exponents(e: Evidence) -> str:
         [title, *(e.growth(SCALING, TIME[0], way, pass_) for pass_ in ("forward", _BOTH))]
         for way, title in (("triton", "our kernels"), ("naive", "masked, S²"), ("dense", "dense attention"))
     ]
-    return table(["time of the attention grows as", "forward", _BOTH], rows)
+    return noted(table(["time of the attention grows as", "forward", _BOTH], rows), _on(e, SCALING))
 
 
 def _selection(e: Evidence) -> str:
@@ -147,7 +190,13 @@ def _selection(e: Evidence) -> str:
         ]
         rows.append([branch, *cells])
     columns = [f"{pass_}, {seq_len:,}" for seq_len in (2048, 65536) for pass_ in ("forward", _BOTH)]
-    return table(["branch, our kernels", *columns], rows)
+    return noted(table(["branch, our kernels", *columns], rows), _on(e, BRANCHES))
+
+
+def _on(e: Evidence, spec: Spec) -> str:
+    """The card of a spec's points by our kernels."""
+    card = e.card(spec, **_NSA)
+    return f"On one {card}." if card else ""
 
 
 def _routes(e: Evidence) -> str:
@@ -160,14 +209,16 @@ def _utilization(e: Evidence) -> str:
     at = {**_NSA, "seq_len": 2048, "batch": 2, "pass_": "train"}
     busy, time = (e.value(PROFILE, name, **at) for name in ("busy_time", TIME[0]))
     share = PROFILE.not_measured if busy is None or time is None else shown(100 * busy / time, "%")
+    one, two = e.mode(TRAIN, **_NSA), e.mode(TRAIN_2GPU, **_NSA)
     rows = [
-        ["one GPU: MFU", e.cell(TRAIN, ("mfu", "%"), **_NSA)],
-        ["one GPU: time in which it computes, of a step's", share],
-        ["two GPUs: utilisation of the least busy", e.cell(TRAIN_2GPU, _UTILIZATION, **_NSA)],
-        ["two GPUs: imbalance of the ranks", e.cell(TRAIN_2GPU, _IMBALANCE, **_NSA)],
-        ["memory in use on the card", e.cell(TRAIN, DRIVER, **_NSA)],
+        ["one GPU: MFU", e.cell(TRAIN, ("mfu", "%"), **_NSA), one],
+        ["one GPU: time in which it computes, of a step's", share, e.mode(PROFILE, **at)],
+        ["two GPUs: MFU", e.cell(TRAIN_2GPU, ("mfu", "%"), **_NSA), two],
+        ["two GPUs: utilisation of the least busy", e.cell(TRAIN_2GPU, _UTILIZATION, **_NSA), two],
+        ["two GPUs: imbalance of the ranks", e.cell(TRAIN_2GPU, _IMBALANCE, **_NSA), two],
+        ["one GPU: memory in use on the card", e.cell(TRAIN, DRIVER, **_NSA), one],
     ]
-    return table(["what", "here"], rows)
+    return table(["what", "here", _WHERE], rows)
 
 
 def _environment(e: Evidence) -> str:
@@ -182,7 +233,7 @@ def _environment(e: Evidence) -> str:
         ["CUDA", str(found.get("cuda", ""))],
         ["Python", str(found["python"])],
     ]
-    return table(["what", "version"], rows)
+    return table([f"of `{TRAIN.file}`", "version"], rows)
 
 
 def _model(e: Evidence) -> str:
@@ -192,36 +243,39 @@ def _model(e: Evidence) -> str:
     model = {**config["model"], **config["model"]["nsa"]}
     model |= {name: config[name] for name in ("seq_len", "batch", "steps", "precision", "compile")}
     rows = [[f"`{name}`", f"{value}"] for name, value in model.items() if name != "nsa"]
-    return table(["setting", "value"], rows)
+    return table([f"of `{TRAIN.file}`", "value"], rows)
 
 
 def _variables(e: Evidence) -> str:
     found = e.environment(TRAIN, **_NSA).get("variables", {})
     rows = [[f"`{name}`", f"`{value}`"] for name, value in sorted(found.items())]
-    return table(["variable", "value"], rows or [["all", TRAIN.not_measured]])
+    return table([f"of `{TRAIN.file}`", "value"], rows or [["all", TRAIN.not_measured]])
 
 
 def _investigation(e: Evidence) -> str:
     at = {**_NSA, "seq_len": 2048, "batch": 2, "pass_": "train"}
     waits = e.cell(PROFILE, ("busy_time", "ms"), ("synchronizations", "1"), **at)
-    both = [e.cell(BRANCHES, TIME, **_NSA, branch=name, seq_len=2048, pass_=_BOTH) for name in ("cmp", "win")]
-    smaller = {"preset": "m7c_125m", "branch": "all", "repeats": 1, "anomaly": "off", "layers": 5, "seq_len": 1024}
+    alone = [{**_NSA, "branch": name, "seq_len": 2048, "pass_": _BOTH} for name in ("cmp", "win")]
+    both = ", ".join(e.cell(BRANCHES, TIME, **place) for place in alone)
+    smaller = {**matrix_axes("m7c_125m", 5, 1024), **_NSA}
+    dense = {"implementation": "dense"}
     rows = [
-        ["profile: device time of a step, waits for the device", waits],
-        ["without the selection: compressed, and window alone", ", ".join(both)],
-        ["fewer layers: 5 at 1,024", e.cell(MATRIX, TIME, PEAK, **_NSA, **smaller)],
-        ["a transformer with dense attention", e.cell(TRAIN, THROUGHPUT, implementation="dense")],
+        ["profile: device time of a step, waits for the device", waits, e.mode(PROFILE, **at)],
+        ["without the selection: compressed, and window alone", both, e.card(BRANCHES, **alone[0])],
+        ["fewer layers: 5 at 1,024", e.cell(MATRIX, TIME, PEAK, **smaller), e.mode(MATRIX, **smaller)],
+        ["a transformer with dense attention", e.cell(TRAIN, THROUGHPUT, **dense), e.mode(TRAIN, **dense)],
     ]
-    return table(["to look at", "here"], rows)
+    return noted(table(["to look at", "here", _WHERE], rows), e.beside(MATRIX))
 
 
 def _timeline(e: Evidence) -> str:
     """Time of the planned steps at each throughput."""
     then = e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512").removesuffix(" tok/s")
+    dense = {"implementation": "dense"}
     rows = [
-        ["the report's throughput", f"{shown(_PLAN.hours_at(float(then)), 'h')}"],
-        ["one GPU", e.cell(TRAIN, _HOURS, **_NSA)],
-        ["one GPU, dense attention", e.cell(TRAIN, _HOURS, implementation="dense")],
-        ["two GPUs", e.cell(TRAIN_2GPU, _HOURS, **_NSA)],
+        ["the report's throughput", f"{shown(_PLAN.hours_at(float(then)), 'h')}", ""],
+        ["one GPU", e.cell(TRAIN, _HOURS, **_NSA), e.mode(TRAIN, **_NSA)],
+        ["one GPU, dense attention", e.cell(TRAIN, _HOURS, **dense), e.mode(TRAIN, **dense)],
+        ["two GPUs", e.cell(TRAIN_2GPU, _HOURS, **_NSA), e.mode(TRAIN_2GPU, **_NSA)],
     ]
-    return table(["at", "50,000 steps of 4,096 tokens take"], rows)
+    return table(["at", "50,000 steps of 4,096 tokens take", _WHERE], rows)

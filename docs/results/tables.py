@@ -74,6 +74,11 @@ def gpus(run: Mapping[str, Any]) -> int:
     return max(1, int(run["spec"].get("resources", {}).get("num_gpus") or 1))
 
 
+def device(run: Mapping[str, Any]) -> str:
+    """The cards of a run, as "2 × NVIDIA H100"; "CPU" without any."""
+    return f"{gpus(run)} × {run['gpu']}" if run["gpu"] and gpus(run) > 1 else run["gpu"] or "CPU"
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
@@ -91,10 +96,9 @@ def _ran(store: Store, runs: Sequence[dict[str, Any]]) -> str:
         states = queries.points(store, run["run_id"])["state"].value_counts(sort=False)
         points = ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda item: -item[1]))
         as_job = "Ray job" if run["submission_id"] else "`--local`"
-        device = f"{gpus(run)} × {run['gpu']}" if run["gpu"] and gpus(run) > 1 else run["gpu"] or "CPU"
         took = minutes(run)
         shown = "resumed" if took is None else f"{took:.1f}"
-        return [run["run_id"], spec_of(run), device, as_job, points, shown, commits([run])]
+        return [run["run_id"], spec_of(run), device(run), as_job, points, shown, commits([run])]
 
     return table(["run", "spec", "device", "as", "points", "minutes", "commit"], map(row, runs))
 

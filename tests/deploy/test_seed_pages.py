@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -219,6 +221,37 @@ def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(
     assert re.search(r"\| 1 GPU, 2,048 \|[^|]*\| \| not measured: `train_m7c.yaml` \|", text)
     text = filled(pages, stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
     assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
+
+
+def test_changes_are_those_of_keys_that_both_specs_have(pages: ModuleType) -> None:
+    import seed_commands  # pyright: ignore[reportMissingImports]
+
+    ready = {"same": 1.0, "gone": 2, "part": {"list": [1], "none": None, "at": 3}, "device": "auto", "hours": 24.0}
+    ran = {"same": 1, "new": 3, "part": {"list": [{"a": 2.0}, 0.5], "none": 8.0}, "device": "cuda", "hours": None}
+    wanted = ["part.list=[{a: 2}, 0.5]", "part.none=8", "device=cuda", "hours=null"]
+    assert seed_commands.changes(ready, ran) == wanted
+
+
+@pytest.mark.parametrize(
+    ("spec", "page", "settings"),
+    [
+        ("soak_m7c", "fit-for-production.md", ("minutes=22", "piece_minutes=8", "deadlines.heartbeat_s=60")),
+        ("backward_hang", "which-part-hangs.md", ("implementations=[triton]", "device=cuda")),
+        ("train_2gpu", "training-speed.md", ("gradient_compression=bf16", "bucket_mb=100", "attention=[nsa]")),
+        ("estimate_m7c", "training-memory.md", ()),
+    ],
+)
+def test_a_command_submits_what_ran(
+    pages: ModuleType, stored: Callable[..., str], spec: str, page: str, settings: tuple[str, ...]
+) -> None:
+    text = filled(pages, stored(run_of(spec, 1, settings)))[page]
+    row = next(line for line in text.splitlines() if line.startswith("| `nsa submit") and "20261124-000001" in line)
+    words = shlex.split(row.split("`")[1])
+    assert words[2] == f"jobs/configs/{spec}.yaml"
+    given = [value for option, value in pairwise(words) if option == "--set"]
+    assert set(settings) <= set(given)
+    again, ran = (load_spec(ROOT / words[2], each).model_dump(mode="json") for each in (given, settings))
+    assert again == ran
 
 
 @pytest.mark.parametrize(
