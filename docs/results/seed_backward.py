@@ -25,7 +25,7 @@ from seed_evidence import (
     tally,
     together,
 )
-from tables import table
+from tables import noted, table
 
 SPECS = (MATRIX, SEARCH, SCALING, CAPACITY, ESTIMATE, TRAIN)
 
@@ -109,11 +109,6 @@ def settings(e: Evidence, environments: dict[str, str | None], anomaly: str | No
         rows.append([title, *(e.cell(MATRIX, TIME, PEAK, RESERVED, **at, implementation=way) for way in WAYS)])
     columns = ["setting", *(f"{title}: time, allocated, reserved" for title in WAYS.values())]
     return noted(table(columns, rows), e.beside(MATRIX))
-
-
-def noted(told: str, *notes: str) -> str:
-    """A table with the notes below it that are not empty."""
-    return "\n\n".join([told, *filter(None, notes)])
 
 
 def _scaling(e: Evidence) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from seed_backward import noted, search_note, smallest
+from seed_backward import search_note, smallest
 from seed_evidence import (
     ANY,
     BRANCHES,
@@ -29,7 +29,7 @@ from seed_evidence import (
     together,
 )
 from seed_parts import BACKENDS, OF_ALL, backends
-from tables import number, table
+from tables import noted, number, table
 
 from jobs.plain_text import for_file
 from orchestrator.gates.verdicts import evaluate, load_gates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from seed_backward import noted
 from seed_evidence import (
     CAPACITY,
     DIAGNOSE,
@@ -20,7 +19,7 @@ from seed_evidence import (
     Spec,
     shown,
 )
-from tables import commits, table
+from tables import commits, noted, table
 
 from jobs._training.layout import Layout
 from jobs.plain_text import for_file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seed_backward import ALLOCATOR, BLOCKING, branches, noted, search_note, settings, smallest
+from seed_backward import ALLOCATOR, BLOCKING, branches, search_note, settings, smallest
 from seed_evidence import (
     ANY,
     BRANCHES,
@@ -19,7 +19,7 @@ from seed_evidence import (
     matrix_axes,
     tally,
 )
-from tables import table
+from tables import noted, table
 
 from jobs.plain_text import for_file
 

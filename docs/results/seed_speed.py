@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from seed_backward import noted
 from seed_evidence import (
     BRANCHES,
     DRIVER,
@@ -26,7 +25,7 @@ from seed_evidence import (
     shown,
 )
 from seed_fitness import verdict
-from tables import commits, rate, table
+from tables import commits, noted, rate, table
 
 from jobs._training.layout import divided
 from jobs.training_plan import TrainingPlan

@@ -84,6 +84,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
+def noted(told: str, *notes: str) -> str:
+    """A table with the notes below it that are not empty."""
+    return "\n\n".join([told, *filter(None, notes)])
+
+
 def _pages(runs: Sequence[dict[str, Any]]) -> str:
     rows = [[f"[{page}]({page})", _specs(own), f"{len(own)}", commits(own)] for page, own in pages(runs).items()]
     return table(["page", "specs", "runs", "commit"], rows)
