@@ -11,7 +11,7 @@ from jobs.measure.topology import Topology
 from jobs.plain_text import for_file
 
 Shown = Callable[..., str]
-"""What makes others' text such that the place where it is read shows it: `for_file`, on a terminal `in_a_line`."""
+"""Function that makes a string plain text where it is read: `for_file` for Markdown, `in_a_line` for a terminal."""
 
 
 def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file) -> str:

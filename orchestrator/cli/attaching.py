@@ -76,7 +76,7 @@ def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Ite
 
 
 def _shown() -> Shown:
-    """What makes others' text such that standard output's reader sees it; a file or a pipe gets Markdown."""
+    """Function that makes a string plain text on standard output: a terminal, or else Markdown."""
     return in_a_line if on_a_terminal() else for_file
 
 
