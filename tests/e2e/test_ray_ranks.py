@@ -81,17 +81,11 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def left(cluster: Cluster) -> Iterator[Callable[[], str]]:
-    """Asks for actors and placement groups that are left, and whether all cores are free; by one client of all tests.
+    """Function that tells of actors and placement groups that are left, and whether all cores are free.
 
-    It starts for seconds of the processor.
+    By one client of all tests, because each takes seconds of the processor to start.
     """
-    client = subprocess.Popen(
-        [sys.executable, "-c", _LEFT, cluster.address],
-        env=_of_a_client(cluster),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    client = _program(cluster, _LEFT)
     asked, answers = client.stdin, client.stdout
     assert asked is not None
     assert answers is not None
@@ -206,16 +200,17 @@ def _submit(cluster: Cluster, home: Path, spec: Path, *changes: str) -> Run:
     return Run(driver, home)
 
 
+def _program(cluster: Cluster, source: str) -> subprocess.Popen[str]:
+    """A process of Python with pipes to it and from it; the cluster's address is its argument."""
+    command = [sys.executable, "-c", source, cluster.address]
+    env = _of_a_client(cluster)
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 @contextmanager
 def _half_taken(cluster: Cluster) -> Iterator[None]:
     """Within the block another job has one of the two cores and GPUs."""
-    taker = subprocess.Popen(
-        [sys.executable, "-c", _TAKE, cluster.address],
-        env=_of_a_client(cluster),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    taker = _program(cluster, _TAKE)
     assert taker.stdout is not None
     assert taker.stdout.readline() == "taken\n"
     try:
