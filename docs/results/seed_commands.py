@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 
 
+def needed(load: Callable[[list[str]], Mapping[str, Any]], ran: Mapping[str, Any]) -> list[str]:
+    """Settings with which a ready spec is `ran`, without those that follow from the others.
+
+    Args:
+        load: gives the ready spec with some settings, as a run of it would keep it.
+    """
+    settings = changes(load([]), ran)
+    for each in reversed(settings):
+        others = [other for other in settings if other != each]
+        if not changes(load(others), ran):
+            settings = others
+    return settings
+
+
 def changes(ready: Mapping[str, Any], ran: Mapping[str, Any]) -> list[str]:
     """Settings of `ran` that differ from those of `ready`, as "key=value", nested ones as "section.key=value".
 
-    A key that one of the two lacks is passed over: specs leave out newer settings that add nothing.
+    A key that `ran` lacks is passed over: specs leave out newer settings that add nothing.
     """
     found = []
-    for name, value in ready.items():
-        if name not in ran or ran[name] == value:
+    for name, value in ran.items():
+        usual = ready.get(name)
+        if name in ready and usual == value:
             continue
-        if isinstance(value, Mapping) and isinstance(ran[name], Mapping):
-            found += [f"{name}.{each}" for each in changes(value, ran[name])]
+        if isinstance(value, Mapping) and isinstance(usual, Mapping):
+            found += [f"{name}.{each}" for each in changes(usual, value)]
         else:
-            found.append(f"{name}={_flow(ran[name])}")
+            found.append(f"{name}={_flow(value)}")
     return found
 
 

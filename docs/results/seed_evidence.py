@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from seed_commands import changes, setting
+from seed_commands import needed, setting
 from tables import CONFIGS, commits, device, number, rate
 
 from jobs.axes import AXES, MORE
@@ -40,15 +40,23 @@ class Spec:
     @cached_property
     def asked(self) -> dict[str, Any]:
         """The spec with its settings, as a run of it would keep it."""
-        return load_spec(CONFIGS / self.file, self.settings).model_dump(mode="json")
+        return self._with([])
+
+    def _with(self, settings: Iterable[str]) -> dict[str, Any]:
+        return load_spec(CONFIGS / self.file, (*self.settings, *settings)).model_dump(mode="json")
 
     @property
     def name(self) -> str:
         return self.asked["name"]
 
+    @property
+    def title(self) -> str:
+        """The file and the settings, on one line."""
+        return " ".join([self.file, *self.settings])
+
     def command(self, run: Row | None) -> str:
         """The command that submits what a run ran; without one, the spec with its settings."""
-        differing = changes(self.asked, run["spec"]) if run else []
+        differing = needed(self._with, run["spec"]) if run else []
         sets = [f"--set {shlex.quote(each)}" for each in (*self.settings, *differing)]
         return " ".join(["nsa submit", f"jobs/configs/{self.file}", *sets])
 
@@ -59,7 +67,7 @@ class Spec:
 
     @property
     def not_measured(self) -> str:
-        return f"not measured: `{' '.join([self.file, *self.settings])}`"
+        return f"not measured: `{self.title}`"
 
 
 class Evidence:
@@ -311,6 +319,7 @@ ESTIMATE = Spec("estimate_m7c.yaml")
 PROFILE = Spec("profile_m7c.yaml")
 SCALING = Spec("scaling_m7c.yaml")
 SOAK = Spec("soak_m7c.yaml")
+SOAK_2GPU = Spec("soak_m7c.yaml", ("ranks=2", "parallel=replicate"))
 PASSES = Spec("profile_m7c.yaml", ("lengths=[128,512,1024,2048]", "batch=1", "implementations=[triton,naive,dense]"))
 TRAIN = Spec("train_m7c.yaml")
 TRAIN_2GPU = Spec("train_2gpu.yaml")
@@ -319,7 +328,7 @@ TRAIN_1GPU = Spec("train_2gpu.yaml", ("ranks=1", "resources.num_gpus=1", "micro_
 TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", "parallel=ddp"))  # the same load of each GPU
 TRAIN_REPLICATED = Spec("train_2gpu.yaml", ("parallel=replicate", "bucket_mb=null"))
 TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket_mb=100"))
-VARIANTS = (PASSES, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_REPLICATED)
+VARIANTS = (PASSES, SOAK_2GPU, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_REPLICATED)
 """Specs with settings whose runs are no evidence for the spec without them."""
 
 TIME, THROUGHPUT, ENERGY = ("time", "ms"), ("throughput", "tok/s"), ("energy_per_token", "J/tok")

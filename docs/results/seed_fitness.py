@@ -18,6 +18,7 @@ from seed_evidence import (
     SCALING,
     SEARCH,
     SOAK,
+    SOAK_2GPU,
     THROUGHPUT,
     TIME,
     TRAIN,
@@ -39,7 +40,7 @@ from orchestrator.states import Result
 TOOLCHAIN = Spec("toolchain_m7c.yaml")
 _CHANGES = (("output_difference", "1"), ("time_change", "%"), ("memory_change", "%"), ("differences", "1"))
 _NOISE = {"implementation": "triton", "seq_len": 2048}  # points whose step the host sets the pace of
-SPECS = (MATRIX, TOOLCHAIN, PROFILE, SEARCH, BRANCHES, SOAK, ESTIMATE, CAPACITY, SCALING, TRAIN)
+SPECS = (MATRIX, TOOLCHAIN, PROFILE, SEARCH, BRANCHES, SOAK, SOAK_2GPU, ESTIMATE, CAPACITY, SCALING, TRAIN)
 
 _BOTH = "forward+backward"
 _LENGTHS = (128, 512, 1024, 2048)
@@ -136,7 +137,7 @@ def _versions(e: Evidence) -> str:
         packages, gpu = found.get("packages", {}), found.get("gpu", {})
         told = [str(packages.get("torch", "")), str(packages.get("triton", "")), str(found.get("cuda", ""))]
         told += [str(gpu.get("driver", "")), str(gpu.get("name", ""))]
-        rows.append([f"`{spec.file}`", *(told if found else [spec.not_measured, "", "", "", ""])])
+        rows.append([f"`{spec.title}`", *(told if found else [spec.not_measured, "", "", "", ""])])
     return table(["spec", "PyTorch", "Triton", "CUDA", "driver", "GPU"], rows)
 
 
@@ -152,22 +153,28 @@ def _then_and_now(e: Evidence, branch: str, then: str, names: tuple[str, ...]) -
 
 
 def _soak(e: Evidence) -> str:
-    config = e.config(SOAK)
-    kept = ("on" if config["model"]["checkpointing"] else "off") if config else SOAK.not_measured
-    warnings = for_file("; ".join(e.warnings(SOAK)))
-    rows = [
-        ["state", "timed out", e.states(SOAK)],
-        ["gradient checkpointing", "on", kept],
-        ["card, mode", "", e.mode(SOAK)],
-        ["training", "", e.cell(SOAK, ("soak_time", "h"))],
-        ["pieces, each in a fresh process", "", e.cell(SOAK, ("pieces", "1"))],
-        ["warnings", "", warnings],
-        ["memory held, at most", "60 to 70 GB expected", e.cell(SOAK, ("memory_held", "MiB"))],
-        ["growth of memory", "", e.cell(SOAK, ("memory_growth", "%/1000 steps"))],
-        ["drift of the throughput", "", e.cell(SOAK, ("throughput_drift", "%/h"))],
-        ["throughput", "", e.cell(SOAK, THROUGHPUT)],
-    ]
-    return table(["soak: 12 layers, dim 768, S=2,048", "the report", "here"], rows)
+    told = [_soaked(e, spec) for spec in (SOAK, SOAK_2GPU)]
+    held = "memory held by a rank, at most"
+    report = {"state": "timed out", "gradient checkpointing": "on", held: "60 to 70 GB expected"}
+    rows = [[title, report.get(title, ""), *(each[title] for each in told)] for title in told[0]]
+    return table(["soak: 12 layers, dim 768, S=2,048", "the report", "here, one GPU", "here, two GPUs"], rows)
+
+
+def _soaked(e: Evidence, spec: Spec) -> dict[str, str]:
+    """A soak's figures by title."""
+    config = e.config(spec)
+    return {
+        "state": e.states(spec),
+        "card, mode": e.mode(spec),
+        "gradient checkpointing": ("on" if config["model"]["checkpointing"] else "off") if config else "",
+        "training": e.cell(spec, ("soak_time", "h")),
+        "pieces, each in a fresh process": e.cell(spec, ("pieces", "1")),
+        "warnings": for_file("; ".join(e.warnings(spec))),
+        "memory held by a rank, at most": e.cell(spec, ("memory_held", "MiB")),
+        "growth of memory": e.cell(spec, ("memory_growth", "%/1000 steps")),
+        "drift of the throughput": e.cell(spec, ("throughput_drift", "%/h")),
+        "throughput": e.cell(spec, THROUGHPUT),
+    }
 
 
 def _estimator(e: Evidence) -> str:
@@ -248,7 +255,7 @@ def _statistics(e: Evidence) -> str:
         names = Counter(str(row["implementation"]) for row in points)
         counts += Counter(str(row["state"]) for row in points)
         told = [tally(points), ", ".join(names), f"{longest:,.0f}" if longest else ""]
-        rows.append([f"`{spec.file}`", *(told if points else [spec.not_measured, "", ""])])
+        rows.append([f"`{spec.title}`", *(told if points else [spec.not_measured, "", ""])])
     then = "The report: 27 of 27 configurations passed, none hung; at most 2,048 tokens and 10 layers, 12 in the soak."
     now = f"Here: {counts['ok']} of {counts.total()} points of these specs are ok, {counts['hang'] or 'none'} hung."
     return f"{then} {now}\n\n" + table(["spec", "points", "implementations", "longest S"], rows)

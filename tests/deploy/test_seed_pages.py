@@ -223,12 +223,12 @@ def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(
     assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
 
 
-def test_changes_are_those_of_keys_that_both_specs_have(pages: ModuleType) -> None:
+def test_changes_are_those_of_keys_that_the_run_has(pages: ModuleType) -> None:
     import seed_commands  # pyright: ignore[reportMissingImports]
 
     ready = {"same": 1.0, "gone": 2, "part": {"list": [1], "none": None, "at": 3}, "device": "auto", "hours": 24.0}
     ran = {"same": 1, "new": 3, "part": {"list": [{"a": 2.0}, 0.5], "none": 8.0}, "device": "cuda", "hours": None}
-    wanted = ["part.list=[{a: 2}, 0.5]", "part.none=8", "device=cuda", "hours=null"]
+    wanted = ["new=3", "part.list=[{a: 2}, 0.5]", "part.none=8", "device=cuda", "hours=null"]
     assert seed_commands.changes(ready, ran) == wanted
 
 
@@ -236,6 +236,7 @@ def test_changes_are_those_of_keys_that_both_specs_have(pages: ModuleType) -> No
     ("spec", "page", "settings"),
     [
         ("soak_m7c", "fit-for-production.md", ("minutes=22", "piece_minutes=8", "deadlines.heartbeat_s=60")),
+        ("soak_m7c", "fit-for-production.md", ("ranks=2", "parallel=replicate", "minutes=20")),
         ("backward_hang", "which-part-hangs.md", ("implementations=[triton]", "device=cuda")),
         ("train_2gpu", "training-speed.md", ("gradient_compression=bf16", "bucket_mb=100", "attention=[nsa]")),
         ("estimate_m7c", "training-memory.md", ()),
