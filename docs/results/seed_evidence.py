@@ -98,6 +98,10 @@ class Evidence:
         own = [run for run in self.runs if run["name"] == spec.name and spec.matches(run)]
         return [run for run in own if spec in VARIANTS or not any(other.matches(run) for other in others)]
 
+    def at_commit(self, commit: str) -> Evidence:
+        """The evidence of one commit's runs alone."""
+        return Evidence(self.store, [run for run in reversed(self.runs) if run["git_commit"] == commit])
+
     def points(self, spec: Spec, **axes: object) -> list[Row]:
         """Ended points with these coordinates, of the newest run that has some.
 
@@ -327,8 +331,12 @@ TRAIN_SHORT = Spec("train_m7c.yaml", ("seq_len=512",))
 TRAIN_1GPU = Spec("train_2gpu.yaml", ("ranks=1", "resources.num_gpus=1", "micro_batch=2", "bucket_mb=null"))
 TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", "parallel=ddp"))  # the same load of each GPU
 TRAIN_REPLICATED = Spec("train_2gpu.yaml", ("parallel=replicate", "bucket_mb=null"))
+TRAIN_2GPU_REPLICATED = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", *TRAIN_REPLICATED.settings))
 TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket_mb=100"))
-VARIANTS = (PASSES, SOAK_2GPU, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_REPLICATED)
+VARIANTS = (
+    *(PASSES, SOAK_2GPU, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_2GPU_REPLICATED),
+    TRAIN_REPLICATED,
+)
 """Specs with settings whose runs are no evidence for the spec without them."""
 
 TIME, THROUGHPUT, ENERGY = ("time", "ms"), ("throughput", "tok/s"), ("energy_per_token", "J/tok")

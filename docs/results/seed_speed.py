@@ -17,6 +17,7 @@ from seed_evidence import (
     TRAIN_1GPU,
     TRAIN_2GPU,
     TRAIN_2GPU_LARGER,
+    TRAIN_2GPU_REPLICATED,
     TRAIN_COMPRESSED,
     TRAIN_SHORT,
     Evidence,
@@ -32,8 +33,8 @@ from jobs.training_plan import TrainingPlan
 
 LADDER = Spec("capacity_ladder.yaml")
 SPECS = (
-    *(TRAIN, TRAIN_2GPU, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_COMPRESSED, TRAIN_SHORT, LADDER, PASSES, PROFILE),
-    *(BRANCHES, SCALING, MATRIX),
+    *(TRAIN, TRAIN_2GPU, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_2GPU_REPLICATED, TRAIN_COMPRESSED, TRAIN_SHORT),
+    *(LADDER, PASSES, PROFILE, BRANCHES, SCALING, MATRIX),
 )
 
 _BOTH = "forward+backward"
@@ -120,19 +121,20 @@ def _expected(e: Evidence) -> str:
 
 
 def _pair(e: Evidence) -> str:
-    """One GPU beside two with the same load of each."""
+    """One GPU beside two with the same load of each, both of one commit."""
     rows = []
-    for title, spec in (("1", TRAIN_1GPU), ("2, `ddp`", TRAIN_2GPU_LARGER)):
-        figures = [e.cell(spec, figure, **_NSA) for figure in (THROUGHPUT, TIME)]
-        told = commits([dict(run) for run in e.of(spec)[:1]])
-        rows.append([title, "2", *figures, e.mode(spec, **_NSA), told])
-    columns = ["GPUs", "sequences a GPU", "throughput", "time of a step", _WHERE, "commit"]
-    one, two = (e.value(spec, THROUGHPUT[0], **_NSA) for spec in (TRAIN_1GPU, TRAIN_2GPU_LARGER))
-    cards = {e.card(spec, **_NSA) for spec in (TRAIN_1GPU, TRAIN_2GPU_LARGER)}
-    told = table(columns, rows)
-    if one is None or two is None or len(cards) > 1:
-        return told
-    return noted(told, f"Two train {two / one:.2f} times as fast as one.")
+    for title, spec in (("2, `ddp`", TRAIN_2GPU_LARGER), ("2, `replicate`", TRAIN_2GPU_REPLICATED)):
+        runs = e.of(spec)[:1]
+        here = e.at_commit(runs[0]["git_commit"]) if runs else e
+        one, two = (here.value(each, THROUGHPUT[0], **_NSA) for each in (TRAIN_1GPU, spec))
+        gain = "" if one is None or two is None else f"{two / one:.2f}"
+        rows += [_row(here, TRAIN_1GPU, "1", ""), _row(here, spec, title, gain)]
+    return table(["GPUs", "sequences a GPU", "throughput", "time of a step", "of one", _WHERE, "commit"], rows)
+
+
+def _row(e: Evidence, spec: Spec, title: str, gain: str) -> list[str]:
+    figures = [e.cell(spec, figure, **_NSA) for figure in (THROUGHPUT, TIME)]
+    return [title, "2", *figures, gain, e.mode(spec, **_NSA), commits([dict(run) for run in e.of(spec)[:1]])]
 
 
 def _short(e: Evidence) -> str:
