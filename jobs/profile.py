@@ -26,7 +26,7 @@ BUSY_TIME = Quantity("busy_time", "ms", "Time in which the device computed", "bu
 SYNCHRONIZATIONS = Quantity(
     "synchronizations", "1", "Waits of the host for the device", "waits", Better.LOWER, Role.HEADLINE
 )
-RANGE_TIME = Quantity("range_*", "ms", "Time of branches, forward")
+RANGE_TIME = Quantity("range_*", "ms", "Time of branch or stage")
 QUANTITIES = (TIME, BUSY_TIME, SYNCHRONIZATIONS, RANGE_TIME, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 

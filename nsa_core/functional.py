@@ -287,7 +287,8 @@ def _compute(
 
 def _select(operands: Operands, config: NSAConfig, scale: float, backend: Backend) -> Tensor:
     k_cmp = compress(operands.keys[0], config) if operands.k_cmp is None else operands.k_cmp
-    return backend.select(operands.q, k_cmp, config, operands.offset, scale)
+    with profiled(("select",)):
+        return backend.select(operands.q, k_cmp, config, operands.offset, scale)
 
 
 def _block_means(x: Tensor, config: NSAConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""A record of the kernel that really computed each branch, and its range in a profile.
+"""A record of the kernel that really computed each branch, and the ranges of branches and stages in a profile.
 
 Every backend calls `note` where it does the work, so that a capture shows the kernels executed, not those requested.
 torch.compile calls it while it traces: a capture around the compiling call shows the kernels of every later call.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 
 from ._tracing import constant
 
@@ -56,3 +57,12 @@ def profiled(branches: tuple[Branch, ...]) -> AbstractContextManager[object]:
     if torch.compiler.is_compiling() or not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.profiler.record_function(RANGE + "_".join(branches))
+
+
+def profiled_stage(stage: str) -> AbstractContextManager[object]:
+    """A range of torch.profiler around one launch of a stage of the Triton kernels. For callers under a profiler.
+
+    It counts as an operation: the profiler gives a kernel's time to the innermost operation and all those around it,
+    and none to a record_function between the kernel and its operation, here autograd's function.
+    """
+    return _RecordFunctionFast(RANGE + stage)

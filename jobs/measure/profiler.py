@@ -27,7 +27,8 @@ class Profile:
 
     Attributes:
         busy_ms: time of one call in which the device computed; on a CPU the operations' own time.
-        ranges_ms: time of the operator's forward pass by the branches that are computed at once, e.g. "cmp_slc_win".
+        ranges_ms: time by range: the branches computed at once ("cmp_slc_win", "slc", "select"), forward, and the
+            stages of the Triton kernels within ("merge", "selected_backward"), forward and backward.
         synchronizations: waits for the device within the call, by the line of code; None on a CPU.
         files: tables, trace and, on a GPU, the allocator's snapshot, by file name.
     """
@@ -77,7 +78,10 @@ def busy_ms(rows: Sequence[Any], cuda: bool) -> float:
 
 
 def ranges_ms(rows: Sequence[Any], cuda: bool) -> dict[str, float]:
-    """Time of each of `routes.profiled`'s ranges: of the kernels launched in it, or on a CPU of its operations."""
+    """Time of each range of nsa_core.routes: of the kernels launched in it, or on a CPU of its operations.
+
+    A range within another counts in both.
+    """
     ranges = [row for row in rows if row.key.startswith(RANGE) and row.device_type == DeviceType.CPU]
     times = [row.device_time_total if cuda else row.cpu_time_total for row in ranges]
     return {row.key.removeprefix(RANGE): time / 1000 for row, time in zip(ranges, times, strict=True)}

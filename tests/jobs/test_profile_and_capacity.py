@@ -40,9 +40,9 @@ def _travelled(point: Point) -> dict[str, Any]:
     return json.loads(json.dumps(point.config))
 
 
-def _profile() -> Measurement:
+def _profile(implementation: str = "chunked") -> Measurement:
     timing = {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1}
-    data: dict[str, Any] = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
+    data: dict[str, Any] = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": [implementation]}
     spec = profile.Spec.model_validate(
         data | {"passes": ["forward+backward"], "lengths": [64], "timing": timing},
     )
@@ -60,11 +60,19 @@ def _column(table: str, title: str) -> list[float]:
     return [float(match[1]) * units[match[2]] for match in found if match]
 
 
+@pytest.mark.parametrize("implementation", ["gather", "naive", "packed", "reference"])
+def test_each_branch_has_its_range(implementation: str) -> None:
+    ranges = {name: ms for name, ms in _values(_profile(implementation)).items() if name.startswith("range_")}
+    assert ranges.keys() == {"range_cmp", "range_slc", "range_win", "range_select"}
+    assert 0 < ranges["range_select"] < ranges["range_slc"]  # which chooses its blocks
+    assert min(ranges.values()) > 0
+
+
 def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
     result = _profile()
     values = _values(result)
     assert values["busy_time"] > 0
-    assert {"range_cmp", "range_slc", "range_win"} <= set(values)
+    assert {"range_cmp", "range_slc", "range_win", "range_select"} <= set(values)
     assert "synchronizations" not in values  # of a CPU
     for name, title in (("by_time.txt", "Self CPU"), ("by_memory.txt", "Self CPU Mem")):
         column = _column(str(result.files[name]), title)
@@ -73,7 +81,7 @@ def test_a_profile_keeps_tables_and_a_trace_with_the_branches() -> None:
         assert column[0] > column[-1]
     trace = Path(result.files["trace.json.gz"])
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert {"nsa_core.cmp", "nsa_core.slc", "nsa_core.win"} <= names
+    assert {"nsa_core.cmp", "nsa_core.slc", "nsa_core.win", "nsa_core.select"} <= names
 
 
 def _event(name: str, start: int, end: int, device: DeviceType, *, is_range: bool = False) -> FunctionEvent:
@@ -93,6 +101,23 @@ def test_a_kernel_counts_once_though_a_profile_of_a_gpu_has_it_in_several_rows()
     rows = events.key_averages()
     assert profiler.busy_ms(rows, cuda=True) == pytest.approx(0.03)
     assert profiler.ranges_ms(rows, cuda=True) == {"win": pytest.approx(0.03)}
+
+
+def test_a_kernel_in_nested_ranges_counts_in_each_once() -> None:
+    """As the Triton kernels are seen: branches, autograd's function, the stages of two launches, one kernel each."""
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    branches, function = _event("nsa_core.cmp_win", 0, 100, cpu, is_range=True), _event("_Attend", 5, 95, cpu)
+    stages = [_event(f"nsa_core.{name}", start, start + 10, cpu) for name, start in (("window", 10), ("merge", 30))]
+    for stage, microseconds in zip(stages, (30, 12), strict=True):
+        stage.append_kernel("kernel", 0, microseconds)
+        function.append_cpu_child(stage)
+    branches.append_cpu_child(function)
+    kernels = [_event("kernel", 50, 80, cuda), _event("kernel", 80, 92, cuda)]
+    events = EventList([branches, function, *stages, *kernels], use_device="cuda")
+    events._tree_built = True
+    rows = events.key_averages()
+    assert profiler.ranges_ms(rows, cuda=True) == pytest.approx({"cmp_win": 0.042, "window": 0.03, "merge": 0.012})
+    assert profiler.busy_ms(rows, cuda=True) == pytest.approx(0.042)
 
 
 class _NoCard:

@@ -1,4 +1,4 @@
-"""Launches are observed on every thread, and each has a stage named as in metrics (docs/metrics.md)."""
+"""Launches are observed on every thread and seen in a profile, and each has a stage named as in metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nsa_core.kernels.runtime.launch import Started, launch, observe
 from nsa_core.kernels.runtime.tiles import Tile
@@ -44,6 +45,35 @@ def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> N
     _launch(kernel)
     assert seen == [Started("_merge", "merge", {"WAYS": 3})] * 2
     assert kernel.runs == 4
+
+
+def test_each_launch_is_a_range_of_a_profile() -> None:
+    kernel = Kernel()
+    with profile(activities=[ProfilerActivity.CPU]) as watch:
+        _launch(kernel)
+        _launch(kernel)
+        _launch(kernel, (0,))
+    _launch(kernel)
+    assert {row.key: row.count for row in watch.key_averages()}["nsa_core.merge"] == 2
+    assert kernel.runs == 3
+
+
+def test_a_range_of_a_stage_is_an_operation_as_a_kernel_on_a_gpu_needs_it() -> None:
+    """Of an annotation within autograd's function, which is an operation, the profiler would know no kernel."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watch:
+        _launch(Kernel())
+    (found,) = [event for event in watch.events() or () if event.name == "nsa_core.merge"]
+    assert not found.is_user_annotation
+
+
+def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(stage: str) -> None:
+        raise AssertionError(stage)
+
+    monkeypatch.setattr("nsa_core.kernels.runtime.launch.profiled_stage", refuse)
+    _launch(Kernel())
+    with pytest.raises(AssertionError, match="merge"), profile(activities=[ProfilerActivity.CPU]):
+        _launch(Kernel())
 
 
 EVERYWHERE = {

@@ -2,6 +2,7 @@
 """Launches: every kernel is started by `launch`, which can also record, omit or observe what it is asked for.
 
 So the ahead-of-time check compiles without a device, memory is predicted without kernels, and times are told by stage.
+Under torch.profiler each launch is a range named by its stage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
+from ...routes import profiled_stage
 from .tiles import Tile
 from .tma import Tiled
 
@@ -120,7 +123,15 @@ def launch(
 
 
 def start(asked: Launch) -> Compiled | None:
-    """Run a launch; the compiled kernel, or None in the interpreter.
+    """Run a launch, under a profiler within a range of its stage; the compiled kernel, or None in the interpreter."""
+    if profiler._is_profiler_enabled:
+        with profiled_stage(asked.stage):
+            return _start(asked)
+    return _start(asked)
+
+
+def _start(asked: Launch) -> Compiled | None:
+    """Run a launch as `start` does, without a range.
 
     Triton's own launch inspects every argument each time, which takes longer than many of these kernels. Compiled
     kernels are kept here by what Triton specializes on: names, constants, types, and whether pointers and sizes are
@@ -131,7 +142,7 @@ def start(asked: Launch) -> Compiled | None:
     device = (first.x if isinstance(first, Tiled) else first).get_device()
     if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
         with torch.cuda.device(device):
-            return start(asked)
+            return _start(asked)
     if _observer is not None:
         _observer(Started(kernel.__name__, asked.stage, constants))
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...routes import profiled_stage
 from .launch import Compiled, Launch, handed_to, is_watched, start
 from .tma import Tiled, placed
 
@@ -158,12 +160,14 @@ class _Start:
         values: its parameters, but for addresses.
         pointers: parameters that are addresses: (index in values, slot, bytes from the slot's start).
         tiled: parameters that are tensor descriptors: the same of the memory that they describe.
+        stage: the operator's stage, which names its range in a profile.
     """
 
     runner: Callable[..., None]
     values: list[Any]
     pointers: tuple[tuple[int, int, int], ...]
     tiled: tuple[tuple[int, int, int], ...]
+    stage: str
 
     def __call__(self, memory: _Memory) -> None:
         values, addresses = self.values.copy(), memory.addresses
@@ -171,7 +175,11 @@ class _Start:
             values[place] = addresses[slot] + offset
         for place, slot, offset in self.tiled:
             values[place] = placed(values[place], addresses[slot] + offset)
-        self.runner(*values, stream=memory.stream)
+        if profiler._is_profiler_enabled:
+            with profiled_stage(self.stage):
+                self.runner(*values, stream=memory.stream)
+        else:
+            self.runner(*values, stream=memory.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +326,7 @@ def _step(asked: Launch, arguments: dict[str, Any], compiled: Compiled | None) -
     tiled = [(place, x) for place, x in enumerate(values) if isinstance(x, _TiledView)]
     at = tuple((place, x.view.slot, x.view.bytes) for place, x in tiled)
     kept = [0 if isinstance(x, _View) else x.descriptor if isinstance(x, _TiledView) else x for x in values]
-    return _Start(compiled.runner(asked.grid), kept, pointers, at)
+    return _Start(compiled.runner(asked.grid), kept, pointers, at, asked.stage)
 
 
 def _tensors(result: object) -> Iterator[Tensor]:
