@@ -26,7 +26,8 @@ class MemoryEstimate:
         optimizer: the optimizer's state.
         inputs: tensors that the caller holds: the operator's and the output's gradient, or tokens and targets.
         gradients: gradients of parameters, or of the operator's tensors.
-        activations: outputs, and tensors kept for the backward pass.
+        activations: outputs, and tensors kept for the backward pass; among them the loss's gradients, which are made
+            with its value, until the backward pass scales them.
         workspace: temporary tensors within an operation.
     """
 

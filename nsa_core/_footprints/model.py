@@ -213,12 +213,15 @@ class Model:
         ledger.touch(2 * self._stream)
 
     def _loss_forward(self, ledger: Ledger, grad: bool) -> None:
-        """Account for the loss by chunks: logits, log-sum-exp, targets' places; with `grad` also the gradients."""
+        """Account for the loss by chunks: logits, log-sum-exp, targets' places; with `grad` holds its gradients.
+
+        They are activations until the backward scales them: kept by the forward, and no parameter's gradient yet.
+        """
         ledger.hold("workspace", self._cast_head)
         ledger.touch(9 * self._logits // 4)
         if grad:
             head = self.config.vocab_size * self.config.dim
-            ledger.hold("gradients", head * 4)
+            ledger.hold("activations", head * 4)
             ledger.touch(9 * self._logits // 4)
             ledger.touch(self._logits * self.sizes.element // 4 + head * self.sizes.element)
             ledger.hold("activations", self._rows)
@@ -235,8 +238,7 @@ class Model:
         head = self.config.vocab_size * self.config.dim
         ledger.hold("workspace", self._stream)
         ledger.hold("gradients", head * self.weight)
-        ledger.release("gradients", head * 4)
-        ledger.release("activations", self._rows)
+        ledger.release("activations", head * 4 + self._rows)
         ledger.release("workspace", self._stream)
 
     def _ffn_backward(self, ledger: Ledger) -> None:

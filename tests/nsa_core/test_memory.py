@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from jobs.measure.memory import measure_peak
+from jobs.measure.parts import measure_parts
 from nsa_core import NSAConfig, dense_attention, nsa_attention
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
@@ -147,6 +148,35 @@ def test_model_under_autocast(attention: str, changes: dict[str, object]) -> Non
     predicted = estimate_of(config, implementation, 2, seq_len, True, autocast=torch.bfloat16)
     assert predicted.extra == pytest.approx(measure_peak(call, CPU, 0).extra, rel=0.1)
     assert predicted.parameters == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "dense"])
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "autocast", "where"),
+    [(2, 120, False, "forward"), (2, 120, True, "forward"), (1, 8, False, "backward")],
+)
+def test_parts_at_the_peak_where_the_head_is_most_of_it(
+    implementation: str, batch: int, seq_len: int, autocast: bool, where: str
+) -> None:
+    """Within 2 % of the whole, for the small tensors that are not accounted for; the head's gradient is over 15 %."""
+    config = replace(MODEL, vocab_size=8192, layers=1)
+    model = NSATransformer(_as(config, implementation)).train()
+    tokens = torch.randint(config.vocab_size, (batch, seq_len))
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(tokens, tokens)
+
+    def gradients() -> list[Tensor]:
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    more = {"autocast": torch.bfloat16} if autocast else {}
+    predicted = estimate_of(config, implementation, batch, seq_len, True, **more)
+    allocated = asdict(measure_parts(forward, Tensor.backward, gradients, CPU))
+    assert (allocated["gradients"] > 0) == (where == "backward")
+    found = {part: getattr(predicted, part) for part in allocated}
+    assert found == pytest.approx(allocated, abs=0.02 * predicted.extra)
+    assert config.vocab_size * config.dim * 4 > 0.15 * predicted.extra
 
 
 def _as(config: ModelConfig, implementation: str) -> ModelConfig:
