@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter, at small sizes: values, gradients and selection against the oracle."""
 
+import math
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -206,6 +207,24 @@ def test_packed_sequences_are_separate_ones(make_case, config):
     assert torch.equal(packed, torch.cat(alone))
 
 
+@pytest.mark.parametrize("longest", [None, 40])
+def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest):
+    """In the longest and in the shorter one, whose row of a padded batch is filled up; a third has no block at all."""
+    config = NSAConfig(8, 4, 8, slc_count=4, local_blocks=1, window=12)  # from 32 tokens on there are blocks to choose
+    leaves = [x[0].detach() for x in make_case(82, 2, 1).leaves]
+    options = {"cu_seqlens": torch.tensor([0, 40, 78, 82, 82]), "max_seqlen": longest}
+    sound = run([x.clone().requires_grad_() for x in leaves], config, "triton", **options)
+    for value, start, end, token in ((math.nan, 0, 40, 5), (math.inf, 40, 78, 75)):
+        given = [x.clone() for x in leaves]
+        for x in given[:3]:
+            x[token] = value
+        got = run([x.requires_grad_() for x in given], config, "triton", **options)
+        for ours, want in zip(got, sound, strict=True):
+            assert not ours[start:end].isfinite().all()
+            assert torch.equal(ours[:start], want[:start])
+            assert torch.equal(ours[end:], want[end:])
+
+
 def test_equal_queries_of_a_group_select_and_attend_equally(make_case, config):
     """Two groups of equal queries over equal keys: one choice and one output."""
     case = make_case(100, 6, 2)
@@ -332,6 +351,29 @@ def test_gates_below_zero_are_refused_before_their_gradients_are_nan(make_case, 
         torch.testing.assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
     with pytest.raises(InputError, match=r"^gates: -0\.5: give gates of 0 or more, .* or use backend=\"chunked\""):
         nsa_attention(*case.leaves, config, backend=backend)
+
+
+@pytest.mark.parametrize("way", [0, 1, 2])
+def test_no_finite_gradient_is_wrong_for_a_gate_below_zero(make_case, config, way):
+    """Nor where the other gates are 0. Of the kernels alone: on a GPU nothing refuses such gates."""
+    from nsa_core.kernels import operators
+
+    case = make_case(80, 2, 1)
+    with torch.no_grad():
+        case.gates[0, 20, 0] = 0
+        case.gates[0, 20, 0, way] = case.gates[0, 75, 1, way] = -0.5
+    below = (case.gates < 0).any(-1)
+    call, pair = operators.Call(config, ("cmp", "slc", "win"), 0, 0.25, compresses=True), (case.k, case.v)
+    out = operators.attend(case.q, case.gates, None, [pair, pair], call)
+    towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)) * below[..., None]
+    got = torch.autograd.grad(out, case.leaves, towards)
+    exact = case.to(torch.float64)
+    want = nsa_attention(*exact.leaves, config, backend="reference")
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    for x, y in zip(got, torch.autograd.grad(want, exact.leaves, towards.double()), strict=True):
+        finite = x.isfinite()
+        torch.testing.assert_close(x[finite].double(), y[finite], rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[0].isnan(), below[..., None].expand_as(got[0]))
 
 
 def test_separate_keys_and_values_for_each_branch(make_case):

@@ -40,7 +40,8 @@ def _sort_keys(
     group = row // choosing
     place = (group // HKV * S + skip + row % choosing).to(tl.int64) * HKV + group % HKV
     block = tl.load(CHOSEN + place * COUNT + INIT + i % FREE, mask=i < total, other=0)
-    key = row // rows * keys + group * blocks + block
+    # A row whose scores are NaN may have chosen fewer blocks: -1 in place of one would be another sequence's.
+    key = row // rows * keys + group * blocks + tl.maximum(block, 0)
     tl.store(KEYS + i, (key - BIAS).to(KEYS.dtype.element_ty), mask=i < total)
 
 
