@@ -32,9 +32,11 @@ class CudaCall:
     def blocks(self, config: NSAConfig, backend: str = "triton") -> Tensor:
         return select_blocks(self.q, self.k, config, backend=backend)
 
-    def run(self, config: NSAConfig, backend: str = "triton", **options: object) -> list[Tensor]:
-        """Output and gradients; the call chooses the blocks itself."""
-        return self._gradients(nsa_attention(*self.leaves, config, backend=backend, **options))
+    def run(
+        self, config: NSAConfig, backend: str = "triton", towards: Tensor | None = None, **options: object
+    ) -> list[Tensor]:
+        """Output and gradients; the call chooses the blocks itself. `towards` is the output's gradient."""
+        return self._gradients(nsa_attention(*self.leaves, config, backend=backend, **options), towards)
 
     def with_blocks(
         self, blocks: Tensor, config: NSAConfig, backend: str, towards: Tensor | None = None

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, nsa_attention
+from nsa_core.errors import InputError
+from nsa_core.kernels.runtime.launch import observe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,6 +17,7 @@ PAPER = NSAConfig()
 FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER = {"_all_spans_forward", "_all_spans_backward_q", "_selected_forward_hopper", "_selected_backward_hopper"}
 
 
 def distance(got, want):
@@ -161,6 +164,40 @@ def test_gates_of_zero_and_one(make_case, heads, dim, dtype, config, bound):
         assert distance(got, want) < bound
 
 
+@pytest.mark.parametrize("way", [0, 1, 2])
+@pytest.mark.parametrize("select", ["triton", "chunked"], ids=["all at once", "one after the other"])
+def test_anomaly_detection_refuses_gates_below_zero(make_case, select, way):
+    case, backend = make_case(900), dict.fromkeys(("cmp", "slc", "win"), "triton") | {"select": select}
+    with torch.no_grad():
+        case.gates[0, 700, 3, way] = -0.5
+    nsa_attention(*case.leaves, FEW, backend=backend)  # a look at them would wait for the device
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with torch.no_grad():
+            nsa_attention(*case.leaves, FEW, backend=backend)
+        with pytest.raises(InputError, match=r"^gates: -0\.5: give gates of 0 or more"):
+            nsa_attention(*case.leaves, FEW, backend=backend)
+
+
+@pytest.mark.parametrize("way", [0, 1, 2])
+@pytest.mark.parametrize("separately", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [(12, 64), (8, 128)])  # the latter on Hopper: kernels of its own
+def test_no_finite_gradient_is_wrong_for_a_gate_below_zero(make_case, heads, dim, separately, way):
+    """Nor where the other gates are 0. Of q's gradient, only that row and head is NaN; the output is right."""
+    case = make_case(900, heads, 2, dim)
+    with torch.no_grad():
+        case.gates[0, 100, 5] = 0  # a row that selects every block
+        case.gates[0, 100, 5, way] = case.gates[0, 700, 3, way] = -0.5
+    below, blocks = (case.gates < 0).any(-1), case.blocks(FEW)
+    everywhere = torch.randn(case.q.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(BF16)
+    for towards in (everywhere, everywhere * below[..., None]):  # the latter: their share alone, however small it is
+        exact = case.to(torch.float64).with_blocks(blocks, FEW, "chunked", towards)
+        got = case.with_blocks(blocks, FEW, "triton", towards) if separately else case.run(FEW, towards=towards)
+        for x, want in zip(got, exact, strict=True):
+            assert (x - want)[x.isfinite()].norm() < 2e-2 * want.norm()
+        assert got[0].isfinite().all()
+        assert torch.equal(got[1].isnan(), below[..., None].expand_as(got[1]))
+
+
 def test_separate_keys_and_values_for_each_branch(make_case):
     def run(cases, backend):
         q, gates, keys, values = cases[0].q, cases[0].gates, [x.k for x in cases], [x.v for x in cases]
@@ -190,6 +227,39 @@ def test_packed_sequences_are_separate_ones(make_case, longest):
     for got, parts in zip(grads, zip(*alone, strict=True), strict=True):
         whole = torch.cat(parts, 1)
         assert torch.equal(got, whole) if longest is None else distance(got, whole) < 3e-3
+
+
+@pytest.mark.parametrize("longest", [None, 1500])
+@pytest.mark.parametrize(("heads", "dim"), [(12, 64), (8, 128)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest, heads, dim, value, bad):
+    """In the longest and in a shorter one. Others keep their bits: one that chooses, one without a block, an empty one.
+
+    On Hopper its own kernels run at head dim 128.
+    """
+    bounds = [0, 1500, 2200, 2204, 2204]
+    options = {"cu_seqlens": torch.tensor(bounds, device="cuda"), "max_seqlen": longest}
+    case, (start, end) = make_case(2204, heads, 2, dim), bounds[bad : bad + 2]
+
+    def run(token=None):
+        packed = [x[0].detach().clone() for x in case.leaves]
+        for x in packed[:3]:
+            if token is not None:
+                x[token] = value
+        with torch.no_grad():
+            alone = nsa_attention(*packed, FEW, backend="triton", **options)
+        return [alone, *type(case)(*(x.requires_grad_() for x in packed)).run(FEW, **options)]
+
+    with observe() as started:
+        sound = run()
+    hopper = dim == 128 and torch.cuda.get_device_capability()[0] == 9
+    assert HOPPER & {one.kernel for one in started} == (HOPPER if hopper else set())
+    for token in (start + 5, start + 600):  # among the first rows, and among those that choose
+        for got, want in zip(run(token), sound, strict=True):
+            assert not got[start:end].isfinite().all()
+            assert torch.equal(got[:start], want[:start])
+            assert torch.equal(got[end:], want[end:])
 
 
 def test_a_batch_is_its_sequences(make_case):
