@@ -50,6 +50,16 @@ def test_a_port_of_all_addresses_is_told(settings: Settings, listener: tuple[int
     assert found.fix == "nsa down; nsa up"
 
 
+@pytest.mark.parametrize("listener", [["0.0.0.0"]], indirect=True)
+def test_of_a_cluster_on_a_named_address_it_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings, listener: tuple[int, list[int]]
+) -> None:
+    """Starting it again would open the same ports."""
+    monkeypatch.setenv("NSA_RAY_HOST", "192.0.2.7")
+    (found,) = exposures(load_settings(), listener[0])
+    assert found.fix == "let only the cluster's hosts through a firewall"
+
+
 @pytest.mark.parametrize("listener", [["127.0.0.1", "127.0.0.2"]], indirect=True)
 def test_ports_of_loopback_are_not(settings: Settings, listener: tuple[int, list[int]]) -> None:
     pid, _ = listener
