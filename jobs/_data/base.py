@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,9 +80,9 @@ class DrawnBatches(Iterator[tuple[Tensor, Tensor]]):
         return {}
 
 
-def is_heldout(content: bytes, share: float) -> bool:
-    """Whether text is held out: its content alone decides, so that copies of it are on the same side."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") < share * 2**32
+def is_heldout(sha256: bytes, share: float) -> bool:
+    """Whether text is held out: the digest of all of it decides, so that copies of it are on the same side."""
+    return int.from_bytes(sha256[:4], "big") < share * 2**32
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from jobs._data.base import DataError, DrawnBatches, files_below, is_heldout, spread_windows, windows
 
 _MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
+_PIECE = 2**20  # bytes of the rest of a file to hash at once
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class ByteCorpus:
 def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     """Read all files below `path`, or the one file there; Python's standard library if it is None.
 
-    Files are held out by their contents alone, so that copies of a file are on the same side. If there is only one
-    file, its end is held out.
+    Files are held out by their contents alone, so that copies of a file are on the same side, also one that is cut at
+    the limit. If there is only one file, its end is held out.
 
     Args:
         heldout: share of the files (of the bytes of a single file) to hold out.
@@ -76,15 +77,14 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     files = files_below(root, "*.py" if path is None else "*")
     read = count = 0
     for file in files:
-        with file.open("rb") as stream:
-            content = stream.read(_MOST_BYTES - read) + b"\0"
+        content, sha256 = _beginning(file, _MOST_BYTES - read)
         read, count = read + len(content), count + 1
         if len(files) == 1:
             split = int(len(content) * (1 - heldout))
             parts[False] += content[:split]
             parts[True] += content[split:]
         else:
-            parts[is_heldout(content, heldout)] += content
+            parts[is_heldout(sha256, heldout)] += content
         if read >= _MOST_BYTES:
             break
     for held_out, content in parts.items():
@@ -97,3 +97,14 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     digest = hashlib.sha256(parts[False] + parts[True]).hexdigest()
     train, held = (torch.frombuffer(parts[key], dtype=torch.uint8) for key in (False, True))
     return ByteCorpus(train, held, count, digest)
+
+
+def _beginning(file: Path, most: int) -> tuple[bytes, bytes]:
+    """The first `most` bytes of a file, and the SHA-256 of all of it; both with a zero byte at the end."""
+    with file.open("rb") as stream:
+        content = stream.read(most)
+        digest = hashlib.sha256(content)
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    digest.update(b"\0")
+    return content + b"\0", digest.digest()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -195,6 +196,7 @@ def test_held_out_files_are_held_out_and_the_split_depends_on_contents_alone(tex
     lines = {line for line in heldout.split(b"\0") if line}
     assert not lines & set(train.split(b"\0"))
     assert load_corpus(text, 0.2, 48).sha256 == corpus.sha256
+    assert corpus.sha256.startswith("f04eca50c4e65ecc"), "checkpoints that are stored know the text by it"
 
 
 def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -> None:
@@ -205,6 +207,27 @@ def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -
     sides = [set(bytes(part.tolist()).split(b"\0")[:-1]) for part in (corpus.train, corpus.heldout)]
     assert corpus.files == 80
     assert not sides[0] & sides[1]
+
+
+def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs._data.byte_corpus._MOST_BYTES", 12_500)
+    monkeypatch.setattr("jobs._data.byte_corpus._PIECE", 100)
+    draw = Random(0)
+    for number in range(10):
+        (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))
+    sides = set()
+    for _ in range(10):
+        document = draw.randbytes(1500)
+        for name in ("copy 1", "copy 2"):
+            (tmp_path / name).write_bytes(document)
+        corpus = load_corpus(tmp_path, 0.5, 48)
+        counts = [bytes(part.tolist()).count(document[:900]) for part in (corpus.train, corpus.heldout)]
+        assert sorted(counts) == [0, 2], "both on one side"
+        assert len(corpus.train) + len(corpus.heldout) == 12_501
+        sides.add(counts[0])
+    assert sides == {0, 2}, "else this tests nothing"
 
 
 def test_a_copy_of_a_training_file_never_lands_in_the_held_out_part(text: Path, tmp_path: Path) -> None:
