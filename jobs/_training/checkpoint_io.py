@@ -83,17 +83,20 @@ class _Filesystem(FileSystemBase):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """A file's stream. A file that could not be written is removed, so that a full disk gets room again."""
+        if mode != "wb":
+            with self._fs.open(path, mode) as stream:
+                yield stream
+            return
+        hashing: _HashingStream | None = None
         try:
             with self._fs.open(path, mode) as stream:
-                if mode != "wb":
-                    yield stream
-                    return
                 hashing = _HashingStream(stream, self._wrote)
                 yield hashing
-        except BaseException:
-            if mode == "wb":
-                with contextlib.suppress(Exception):
-                    self.rm_file(path)
+        except BaseException as err:
+            with contextlib.suppress(Exception):
+                self.rm_file(path)
+            if isinstance(err, RuntimeError) and hashing is not None and hashing.failure is not None:
+                raise hashing.failure from None
             raise
         self.written[path.rpartition("/")[2]] = WrittenFile(hashing.size, hashing.digest.hexdigest())
 
@@ -123,19 +126,28 @@ class _Filesystem(FileSystemBase):
 
 
 class _HashingStream(io.RawIOBase):
-    """A stream that is only appended to; hashes its content."""
+    """A stream that is only appended to; hashes its content.
+
+    Attributes:
+        failure: the first error of writing; torch.save may end with an error of its own in its place.
+    """
 
     def __init__(self, stream: Any, wrote: Callable[[int], None]) -> None:
         self._stream = stream
         self._wrote = wrote
         self.digest = hashlib.sha256()
         self.size = 0
+        self.failure: Exception | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except Exception as err:
+            self.failure = self.failure or err
+            raise
         view = memoryview(data)
         self.digest.update(view)
         self.size += view.nbytes
