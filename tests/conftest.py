@@ -20,6 +20,9 @@ settings.register_profile("thorough", max_examples=2_500)  # make test-thorough:
 # The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
+# A thread that waits for others sleeps: by default it spins, which costs those others the core that they need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Children keep our modules as bytecode: without, each of hundreds compiles them anew, 8 % of a driver's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
