@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,30 @@ class Keeping:
 
     def keep(self, name: str, text: str) -> None:
         self.kept[name] = text
+
+
+class Watching(Keeping):
+    """A Reporter that keeps what it is told, and acts once when training has got to a step."""
+
+    def __init__(
+        self, folder: Path | None, *, key: str = "k", at: int = -1, act: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(folder, key)
+        self.trained: list[int] = []
+        self._at, self._act = at, act
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        if phase != "train":
+            return
+        self.trained.append(done)
+        if 0 <= self._at <= done:
+            self._at = -1
+            self._act()
+
+
+def interrupt() -> None:
+    """Ask a training in this process to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def by_name(result: Measurement) -> dict[str, Metric]:

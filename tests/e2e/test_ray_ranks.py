@@ -17,9 +17,14 @@ from typing import Any
 import psutil
 import pytest
 from ray_clusters import Cluster, point_processes, running_cluster, running_node
-from trainings import of_the_kill, write_text
+from torch.distributed.checkpoint.state_dict_loader import load
+from trainings import Watching, interrupt, of_the_kill, write_text
 from waiting import wait_for
 
+from jobs._training.checkpoint_folder import CheckpointFolder
+from jobs._training.checkpoint_io import Reader
+from jobs._training.errors import Suspended
+from jobs._training.state import unpacked
 from jobs.point import Machine
 from jobs.spec import load_spec
 from jobs.train import Spec, measure
@@ -267,6 +272,7 @@ def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_laun
     _nothing_is_left(cluster, left)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a checkpoint is read by one process
 def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoint(
     cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +296,31 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         assert len(run.outcomes()) == 1
         assert run.newest() > saved
         _nothing_is_left(cluster, left)
+    (kept,) = run.home.glob("artifacts/*/0000/checkpoints")
+    losses, (_, resumed) = _trained(kept)
+    expected = _uninterrupted(spec, changes, tmp_path / "uninterrupted", resumed + 5)
+    both = min(len(losses), len(expected))
+    assert both > resumed
+    assert losses[:both] == expected[:both], "bit by bit: sums of two ranks have one order"
+
+
+def _trained(checkpoints: Path) -> tuple[list[float], tuple[int, ...]]:
+    """The loss of each step up to the newest checkpoint, and the steps at which its training began and was resumed."""
+    folder = CheckpointFolder(f"file://{checkpoints}")
+    manifest = folder.complete()[0]
+    content: dict[str, Any] = {"progress": b""}
+    load(content, storage_reader=Reader(folder.at(manifest.name)), no_dist=True)
+    return unpacked(content["progress"])["losses"].tolist(), manifest.begun
+
+
+def _uninterrupted(spec: Path, changes: list[str], folder: Path, steps: int) -> list[float]:
+    """The loss of each step of the same training by the elastic launcher, stopped after `steps` or a few more."""
+    loaded = load_spec(spec, [*changes, "checkpoints={every: 100000}"])
+    assert isinstance(loaded, Spec)
+    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
+    with pytest.raises(Suspended):
+        measure(json.loads(json.dumps(config)), Watching(folder, at=steps, act=interrupt))
+    return _trained(folder)[0]
 
 
 def _grows(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import descendants
+from processes import descendants, is_alive
 from trainings import by_name, of_the_kill, write_text
 
 from jobs.point import Machine, Metric
@@ -123,6 +124,43 @@ def test_two_ranks_go_on_after_one_of_them_is_killed(spec: Path, tmp_path: Path)
     assert metrics["loss"].samples == pytest.approx(alone["loss"].samples, rel=1e-4), "but for the order of sums"
     assert metrics["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=1e-4)
     assert metrics["rank_compute_time"].value > 0
+
+
+def test_two_ranks_end_by_nan_and_by_sigterm_with_a_traceback_of_each(spec: Path, tmp_path: Path) -> None:
+    """Two runs at once, because each waits for the start of processes most of its time."""
+    two = ["--set", "ranks=2", "--set", "steps=100000", "--set", "resources.num_cpus=2"]
+    wild = "optimizer={warmup_steps: 0, learning_rate: 1.0e+30, grad_clip: 1.0e+30}"
+    diverged, stopped = tmp_path / "diverged", tmp_path / "stopped"
+    drivers = [_start(diverged, str(spec), *two, "--set", wild), _start(stopped, str(spec), *two)]
+    _until(lambda: _newest(stopped) >= 10, drivers[1])
+    ranks = descendants(psutil.Process(_worker(drivers[1]).pid), "spawn_main")
+    assert len(ranks) == 2
+    _worker(drivers[1]).terminate()
+    assert [driver.wait(120) for driver in drivers] == [1, 1]
+    assert not any(map(is_alive, ranks))
+    nan, sigterm = map(_only_outcome, (diverged, stopped))
+    assert nan.state == "error"
+    assert re.fullmatch(r"Diverged: loss (nan|inf) at step \d+; lower optimizer\.learning_rate", str(nan.reason))
+    assert sigterm.state == "cancelled"
+    step = _newest(stopped)
+    assert f"ended the training after step {step} of 100000; go on from the checkpoint of step {step}: " in str(
+        sigterm.reason
+    )
+    for home, name in ((diverged, "Diverged"), (stopped, "Suspended")):
+        (stderr,) = home.glob("artifacts/*/0000/1/stderr.txt")
+        for rank in (0, 1):
+            lines = [line for line in stderr.read_text().splitlines() if line.startswith(f"[rank {rank}]")]
+            assert any("Traceback" in line for line in lines)
+            assert any(f"errors.{name}: " in line for line in lines)
+
+
+def _only_outcome(home: Path) -> OutcomeRecord:
+    """The outcome of the only attempt in `home`, of which nothing was started again."""
+    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+    records = list(journal.read(path))
+    assert not [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
+    (outcome,) = [record for record in records if isinstance(record, OutcomeRecord)]
+    return outcome
 
 
 def _uninterrupted(spec: Path, *changes: str) -> dict[str, Metric]:

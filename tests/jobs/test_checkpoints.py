@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import torch
 from processes import descendants
 from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint.state_dict_loader import load
-from trainings import Keeping, by_name, of_the_kill, small, write_text
+from trainings import Watching, by_name, interrupt, of_the_kill, small, write_text
 
 from jobs._training.checkpoint_folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs._training.checkpoint_io import Reader
@@ -37,25 +36,6 @@ STEPS = 12
 
 def _data(text: Path, **changes: Any) -> dict[str, Any]:
     return small(text, steps=STEPS, checkpoints={"every": 4}) | changes
-
-
-class Watching(Keeping):
-    """A Reporter that keeps what it is told, and acts once when training has got to a step."""
-
-    def __init__(
-        self, folder: Path | None, *, key: str = "k", at: int = -1, act: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(folder, key)
-        self.trained: list[int] = []
-        self._at, self._act = at, act
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        if phase != "train":
-            return
-        self.trained.append(done)
-        if 0 <= self._at <= done:
-            self._at = -1
-            self._act()
 
 
 def _train(text: Path, watching: Watching, **changes: Any) -> Measurement:
@@ -80,19 +60,15 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return model
 
 
-def _interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16", "micro_batch": 2}, {"asynchronous": True}])
-def test_interrupted_and_resumed_is_uninterrupted_bit_by_bit(
+def testinterrupted_and_resumed_is_uninterrupted_bit_by_bit(
     text: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     asynchronous = changes.pop("asynchronous", False)
     changes["checkpoints"] = {"every": 4, "asynchronous": asynchronous}
     whole = _train(text, Watching(tmp_path / "whole"), **changes)
     with pytest.raises(Suspended) as caught:
-        _train(text, Watching(tmp_path / "parts", at=5, act=_interrupt), **changes)
+        _train(text, Watching(tmp_path / "parts", at=5, act=interrupt), **changes)
     assert str(caught.value) == (
         "SIGTERM ended the training after step 6 of 12; go on from the checkpoint of step 6: "
         "nsa submit SPEC --resume RUN"
@@ -121,7 +97,7 @@ def test_a_training_on_tokens_goes_on_with_the_documents_that_an_uninterrupted_o
     assert whole.environment["training"]["corpus"]["epochs"] > 1
     for at in (2, 13):
         with pytest.raises(Suspended):
-            _train(documents, Watching(tmp_path / "parts", at=at, act=_interrupt), **data)
+            _train(documents, Watching(tmp_path / "parts", at=at, act=interrupt), **data)
     resumed = _train(documents, Watching(tmp_path / "parts"), **data)
     assert _losses(resumed) == _losses(whole)
     assert resumed.environment["training"]["corpus"] == whole.environment["training"]["corpus"]
@@ -154,7 +130,7 @@ def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp_and_aft
     two = {"ranks": 2, "steps": 60}
     whole = _train(text, Watching(tmp_path / "whole"), **two, parallel="replicate", checkpoints={"every": 60})
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path / "parts", at=5, act=_interrupt), **two, parallel="ddp")
+        _train(text, Watching(tmp_path / "parts", at=5, act=interrupt), **two, parallel="ddp")
     (step, *_) = _steps(tmp_path / "parts")
     assert 5 < step < 60
     watching = Watching(tmp_path / "parts", at=step + 6, act=_kill_last_rank)  # a step or two after a checkpoint
@@ -177,7 +153,7 @@ def test_sigterm_ends_all_ranks_with_a_checkpoint_and_another_number_of_ranks_go
     """Two ranks with sharded weights; then one rank reads what both wrote."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Suspended, match=r"go on from the checkpoint of step (\d+): nsa submit SPEC --resume RUN"):
-        _train(text, Watching(tmp_path, at=5, act=_interrupt), ranks=2, parallel="fsdp", steps=60)
+        _train(text, Watching(tmp_path, at=5, act=interrupt), ranks=2, parallel="fsdp", steps=60)
     assert signal.getsignal(signal.SIGTERM) is before
     (step, *_) = _steps(tmp_path)
     alone = _train(text, Watching(tmp_path), steps=60, checkpoints={"every": 60})
@@ -248,7 +224,7 @@ def test_a_finished_training_is_not_repeated_and_other_code_begins_a_new_one(tex
 
 def test_steps_of_other_code_count_neither_for_times_nor_unseen(text: Path, tmp_path: Path) -> None:
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path, at=5, act=_interrupt))
+        _train(text, Watching(tmp_path, at=5, act=interrupt))
     result = _train(text, Watching(tmp_path, key="other code"))
     assert result.environment["training"]["steps_of_other_code"] == 6
     assert "6 of other code" in by_name(result)["throughput"].method
@@ -297,7 +273,7 @@ def test_a_process_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(t
 @pytest.mark.parametrize("harm", ["shorter", "changed", "gone"])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(text: Path, tmp_path: Path, harm: str) -> None:
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path, at=9, act=_interrupt))
+        _train(text, Watching(tmp_path, at=9, act=interrupt))
     (data,) = tmp_path.glob("*-step-10/*.distcp")
     if harm == "gone":
         data.unlink()
@@ -323,7 +299,7 @@ def test_a_checkpoint_without_a_good_manifest_is_reported_and_the_one_before_tak
     text: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None
 ) -> None:
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path, at=9, act=_interrupt))
+        _train(text, Watching(tmp_path, at=9, act=interrupt))
     newest = tmp_path / CheckpointFolder(f"file://{tmp_path}").complete()[0].name / MANIFEST
     content = newest.read_text()
     newest.write_text(json.dumps(change(json.loads(content))) if change else content[:40])
@@ -336,7 +312,7 @@ def test_a_checkpoint_without_a_good_manifest_is_reported_and_the_one_before_tak
 
 def test_another_text_is_refused_by_a_checkpoint(text: Path, tmp_path: Path) -> None:
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path / "kept", at=5, act=_interrupt))
+        _train(text, Watching(tmp_path / "kept", at=5, act=interrupt))
     other = write_text(tmp_path / "other")
     (other / "00.txt").write_text("a text that was not there before. " * 30)
     with pytest.raises(CheckpointError, match=r"^data: its text is not the one that the checkpoint of step 6 has lea"):
@@ -388,7 +364,7 @@ def test_a_training_that_could_save_none_says_so(text: Path, tmp_path: Path) -> 
         watching = Watching(tmp_path)
         found = by_name(_train(text, watching))
         with pytest.raises(Stopped, match=r"after step 6 of 12; it has no checkpoint to go on from$") as caught:
-            _train(text, Watching(tmp_path, at=5, act=_interrupt))
+            _train(text, Watching(tmp_path, at=5, act=interrupt))
     assert found["checkpoint_failures"].value == len(watching.warnings) == 3
     assert "checkpoint_size" not in found
     assert not isinstance(caught.value, Suspended)
