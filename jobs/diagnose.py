@@ -54,10 +54,10 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     Raises:
         As jobs.train.measure.
     """
-    if Layout.from_config(config).ranks > 1:
-        reports = run_ranks(config, beat)
-    else:
-        with noting_sigterm() as stop:
+    with noting_sigterm() as stop:
+        if Layout.from_config(config).ranks > 1:
+            reports = run_ranks(config, beat, stop)
+        else:
             reports = [train_rank(config, torch.device(config["device"]), 0, beat, stop)]
     result = measurement(config, reports)
     found = diagnosis(reports, result)

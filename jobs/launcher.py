@@ -66,14 +66,16 @@ class Launcher(Protocol):
         main: Callable[[Rank], T],
         note: Callable[[Any], None],
         tell: Callable[[str], None],
+        stop: threading.Event,
     ) -> list[T]:
-        """Run `main` as each rank, and return the results by rank. SIGTERM to this process asks the ranks to end.
+        """Run `main` as each rank, and return the results by rank.
 
         Args:
             device: "cpu" or "cuda".
             main: can be pickled.
             note: called with each message of a rank.
             tell: called about once a second, with the reason, while the ranks wait to be started.
+            stop: once set, the ranks are asked to end.
 
         Raises:
             RanksEnded: a rank raised an exception or died, or the ranks were to end before they had begun.

@@ -104,7 +104,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     restarts = 0
     with noting_sigterm() as stop:
         while True:
-            reports = run_ranks(pieces, beat)
+            reports = run_ranks(pieces, beat, stop)
             restarts += reports[0].environment["training"]["restarts"]
             history = reports[0].run.soak
             assert history is not None

@@ -301,7 +301,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         CheckpointError: the checkpoints of earlier attempts cannot be read.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    if Layout.from_config(config).ranks > 1:
-        return measurement(config, run_ranks(config, beat))
     with noting_sigterm() as stop:
+        if Layout.from_config(config).ranks > 1:
+            return measurement(config, run_ranks(config, beat, stop))
         return measurement(config, [train_rank(config, torch.device(config["device"]), 0, beat, stop)])

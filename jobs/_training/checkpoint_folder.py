@@ -84,6 +84,10 @@ class Manifest:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
 
+    def is_gone_on_from(self, key: str) -> bool:
+        """Whether the training of a point goes on from it: one that other code has finished begins anew."""
+        return self.step < self.steps or self.key == key
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 
@@ -134,6 +138,15 @@ class CheckpointFolder:
     def torn(self) -> list[str]:
         """Folders whose manifest is torn or not ours, newest first. Raises CheckpointError."""
         return [name for name, manifest in self._manifests() if manifest is None]
+
+    def step_to_go_on_from(self, key: str) -> int | None:
+        """Step of the newest complete checkpoint; None if the training of a point begins anew. Raises CheckpointError.
+
+        Args:
+            key: the point's (jobs.point.Surroundings).
+        """
+        newest = next(iter(self.complete()), None)
+        return newest.step if newest is not None and newest.is_gone_on_from(key) else None
 
     def damage(self, manifest: Manifest, name: str, sign: Callable[[], None]) -> str | None:
         """The difference of a file from the one that was written, in words; None if it is the same.

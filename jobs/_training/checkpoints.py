@@ -118,8 +118,8 @@ class Checkpoints:
             if not manifests or number_of(name) > manifests[0].number:
                 self._tell(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
         for manifest in manifests:
-            if manifest.step >= manifest.steps and manifest.key != self._key:
-                return None  # measured to the end by other code: this training is a new one
+            if not manifest.is_gone_on_from(self._key):
+                return None
             if (damage := self._damage(manifest)) is None:
                 self._check_text(manifest)
                 self._read(manifest, state, run)

@@ -11,18 +11,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from jobs._training import rank
-from jobs._training.rank_messages import Message, RankEnded, RankFailure, RankStarted
+from jobs._training.rank_messages import Message, RankEnded, RankFailure, RankStarted, RankStarting
 from jobs._training.rank_pipe import PipeReader
 from jobs.launcher import Rank, RanksEnded
 from jobs.point import FAILURE_FILES
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.1
 _GRACE_S = 5.0  # for the other ranks to end by themselves once one has failed
-_STOP_S = 60  # for ranks to end after SIGTERM
+_STOP_S = 60  # for ranks to end once asked to
 _TAIL = 40  # lines of a failed rank's stderr that its failure shows
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
@@ -48,50 +48,49 @@ class ElasticLauncher:
         main: Callable[[Rank], T],
         note: Callable[[Any], None],
         tell: Callable[[str], None],
+        stop: threading.Event,
     ) -> list[T]:
-        """As jobs.launcher.Launcher."""
+        """As jobs.launcher.Launcher. Ranks that do not end within a minute of `stop` are killed."""
         files = Path(tempfile.gettempdir()) / FAILURE_FILES
         shutil.rmtree(files, ignore_errors=True)  # of an earlier point of this process
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-            return _run(ranks, device, main, note, Path(folder), files)
+            watch = _Watch(PipeReader(Path(folder) / "pipe"), note, stop)
+            return _run(ranks, device, main, watch, Path(folder), files)
 
 
-def _run(
-    ranks: int, device: str, main: Callable[[Rank], T], note: Callable[[Any], None], folder: Path, files: Path
-) -> list[T]:
+def _run(ranks: int, device: str, main: Callable[[Rank], T], watch: _Watch, folder: Path, files: Path) -> list[T]:
     """As Launcher.run, with the pipe and the logs in `folder`, and what explains a failure in `files`."""
-    reader = PipeReader(pipe := folder / "pipe")
-    watch = _Watch(reader, note)
     kills = _oom_kills()
     watch.start()
     codes: dict[int, int] = {}
     try:
         with _launcher_confined():
             launch = elastic_launch(_launch_config(ranks, folder), rank.elastic_main)
-            results = launch(main, pipe, files, device, _fraction(device))
+            results = launch(main, folder / "pipe", files, device, _fraction(device))
         return [results[number] for number in sorted(results)]
     except ChildFailedError as err:
         codes = {number: failure.exitcode for number, failure in err.failures.items()}
-    except SignalException:
-        pass
     finally:
         watch.close()
-        reader.close()
-    raise _ended(codes, watch.gone, folder, killed_by_kernel=_oom_kills() > kills)
+    raise _ended(codes, watch.gone, watch.late, folder, killed_by_kernel=_oom_kills() > kills)
 
 
-def _ended(codes: Mapping[int, int], gone: list[int], folder: Path, *, killed_by_kernel: bool) -> RanksEnded:
+def _ended(
+    codes: Mapping[int, int], gone: Collection[int], late: Collection[int], folder: Path, *, killed_by_kernel: bool
+) -> RanksEnded:
     """The ends of the ranks.
 
     Args:
         codes: exit codes that the launcher noted, by rank (minus the signal's number).
         gone: ranks whose process was seen to be gone.
+        late: ranks that were killed because they did not end when asked to.
         folder: the ranks' folder, with their logs.
         killed_by_kernel: whether the kernel killed a process for memory meanwhile.
     """
     died = {number: _exit(codes.get(number)) for number in (*codes, *gone)}
+    died |= dict.fromkeys(late, "did not end in time")
     tails = {int(path.parent.name): _tail(path) for path in (folder / "logs").glob("**/stderr.log")}
-    killed = [number for number in died if codes.get(number) == -signal.SIGKILL]
+    killed = [number for number in died if codes.get(number) == -signal.SIGKILL and number not in late]
     return RanksEnded(died, tails, killed if killed_by_kernel else ())
 
 
@@ -109,22 +108,20 @@ def _launch_config(ranks: int, folder: Path) -> LaunchConfig:
         start_method="spawn",  # CUDA cannot be used in a forked process; and spawned ones stay in the point's group
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.ALL),
         log_line_prefix_template="[rank ${rank}] ",
-        signals_to_handle="SIGTERM",
+        signals_to_handle="",  # its own handler would replace the point's, and raise wherever it is
         **_patience(),
     )
 
 
 def _patience() -> dict[str, Any]:
-    """The launcher's time limit for ranks to end after SIGTERM, where it takes one: PyTorch 2.11 always gives 30 s."""
+    """The launcher's time limit for ranks to end once one has, where it takes one: PyTorch 2.11 always gives 30 s."""
     known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
     return {"shutdown_timeout": _STOP_S} if known else {}
 
 
 @contextlib.contextmanager
 def _launcher_confined() -> Iterator[None]:
-    """Undo what the launcher changes in this process: a handler, a variable; and keep its log to errors."""
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
+    """Undo what the launcher changes in this process, a variable; and keep its log to errors."""
     log = logging.getLogger("torch.distributed.elastic")
     level = log.level
     log.setLevel(logging.CRITICAL)  # failures are told by the exception
@@ -133,8 +130,6 @@ def _launcher_confined() -> Iterator[None]:
     finally:
         log.setLevel(level)
         os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-        if main:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _fraction(device: str) -> float | None:
@@ -146,18 +141,24 @@ def _fraction(device: str) -> float | None:
 
 
 class _Watch(threading.Thread):
-    """Reads the ranks' messages and passes them on; once one rank failed or died, ends all.
+    """Reads the ranks' messages and passes them on; ends all once one failed or died, or `stop` is set.
 
     Attributes:
         gone: ranks whose process ended before they had done their work, in the order noticed.
+        late: ranks that were killed because they did not end when asked to.
     """
 
-    def __init__(self, reader: PipeReader, note: Callable[[Any], None]) -> None:
+    def __init__(self, reader: PipeReader, note: Callable[[Any], None], stop: threading.Event) -> None:
         super().__init__(name="ranks", daemon=True)
         self.gone: list[int] = []
+        self.late: list[int] = []
         self._reader = reader
         self._pass_on = note
+        self._stop_asked = stop
+        self._asked: set[int] = set()  # ranks that got SIGTERM
+        self._asked_at: float | None = None
         self._pids: dict[int, int] = {}
+        self._joined: set[int] = set()
         self._ended: set[int] = set()  # ranks that have done their work
         self._failed_at: float | None = None
         self._closing = threading.Event()
@@ -167,22 +168,27 @@ class _Watch(threading.Thread):
             for message in self._reader.messages(_POLL_S):
                 self._note(message)
             self._look_for_the_dead()
+            if self._stop_asked.is_set():
+                self._ask_to_end()
             if self._failed_at is not None and time.monotonic() - self._failed_at > _GRACE_S:
                 self._kill()
 
     def close(self) -> None:
-        """End the thread and read the messages that are left."""
+        """End the thread, read the messages that are left, and close the pipe."""
         self._closing.set()
         if self.is_alive():
             self.join()
         while messages := self._reader.messages(0):
             for message in messages:
                 self._note(message)
+        self._reader.close()
 
     def _note(self, message: Message) -> None:
         match message:
-            case RankStarted(rank=number, pid=pid):
+            case RankStarting(rank=number, pid=pid):
                 self._pids[number] = pid
+            case RankStarted(rank=number):
+                self._joined.add(number)
             case RankEnded(rank=number):
                 self._ended.add(number)
             case RankFailure():
@@ -190,16 +196,31 @@ class _Watch(threading.Thread):
         self._pass_on(message)
 
     def _look_for_the_dead(self) -> None:
-        for number, pid in self._pids.items():
-            if number not in self._ended and number not in self.gone and not _runs(pid):
+        for number in self._joined - self._ended:
+            if number not in self.gone and not _runs(self._pids[number]):
                 self.gone.append(number)
                 self._failed_at = self._failed_at or time.monotonic()
 
+    def _ask_to_end(self) -> None:
+        """Send SIGTERM to each rank as soon as it is known, once; kill those that take too long."""
+        self._asked_at = self._asked_at or time.monotonic()
+        for number in self._pids.keys() - self._asked:
+            self._asked.add(number)
+            _send(self._pids[number], signal.SIGTERM)
+        if time.monotonic() - self._asked_at > _STOP_S:
+            self.late = self.late or [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
+            self._kill()
+
     def _kill(self) -> None:
-        for number, pid in self._pids.items():
-            if number not in self.gone:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to this child, if it still runs."""
+    if _runs(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _runs(pid: int) -> bool:

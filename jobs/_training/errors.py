@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Self
 
 from jobs.point import Interrupted
 
@@ -24,7 +25,12 @@ class Stopped(Exception):  # noqa: N818
 
 
 class Suspended(Stopped, Interrupted):
-    """A signal asked the training to end, and it left a checkpoint from which it can go on."""
+    """A signal asked the training to end, and nothing is lost: it left a checkpoint, or had not begun."""
+
+    @classmethod
+    def at(cls, step: int, text: str) -> Self:
+        """The exception of a training that ended as `text` says, and goes on from the checkpoint of `step`."""
+        return cls(f"{text}; go on from the checkpoint of step {step}: nsa submit SPEC --resume RUN")
 
 
 class MemoryLimit(Exception):  # noqa: N818

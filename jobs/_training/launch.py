@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,20 +11,20 @@ from typing import Any
 
 from jobs._data.base import DataError
 from jobs._training import rank
-from jobs._training.checkpoint_folder import CheckpointError
+from jobs._training.checkpoint_folder import CheckpointError, CheckpointFolder
 from jobs._training.elastic import ElasticLauncher
 from jobs._training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
 from jobs._training.rank_messages import CHECKPOINT, RankBeat, RankFailure, RankNoted, RankSample, RankWarned
 from jobs._training.report import RankReport
 from jobs.launcher import Launcher, RanksEnded
 from jobs.measure.check import WrongResult
-from jobs.point import WAITING, Beat, reporter
+from jobs.point import WAITING, Beat, Surroundings, reporter
 
 _ENDS = (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
 _KNOWN = {cls.__name__: cls for cls in _ENDS}
 
 
-def run_ranks(config: Mapping[str, Any], beat: Beat) -> list[RankReport]:
+def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> list[RankReport]:
     """Train with the point's configuration on its ranks; returns their reports, by rank.
 
     Ranks of which one died are started again together, as often as the configuration says, and go on from the last
@@ -31,36 +33,54 @@ def run_ranks(config: Mapping[str, Any], beat: Beat) -> list[RankReport]:
 
     Args:
         beat: gets the progress of the slowest rank.
+        stop: once set, the ranks are asked to end, and are not started again.
 
     Raises:
         RankFailed: a rank ended; the others were killed. Caused by a MemoryError if memory ran out.
-        DataError, WrongResult, Diverged, Stopped, Ineffective, MemoryLimit, CheckpointError: as train_rank, where a
-            rank raised it.
+        Stopped: `stop` was set before the end; Suspended if the training can go on.
+        DataError, WrongResult, Diverged, Ineffective, MemoryLimit, CheckpointError: as train_rank, where a rank raised
+            it.
     """
-    launcher = reporter(beat).surroundings.launcher or ElasticLauncher()
+    report = reporter(beat)
+    launcher = report.surroundings.launcher or ElasticLauncher()
     allowed = config.get("restarts", 0)
     restarts = 0
     while True:
         try:
-            return [_with(report, restarts=restarts) for report in _run_once(config, beat, launcher)]
+            return [_with(each, restarts=restarts) for each in _run_once(config, beat, launcher, stop)]
         except RankDied as err:
             if restarts == allowed or isinstance(err.__cause__, MemoryError):  # it would run out again
                 raise
             restarts += 1
             first, *_ = str(err).splitlines()
-            reporter(beat).warn(f"{first}; restart {restarts} of {allowed} of all ranks from the last checkpoint")
+            report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from the last checkpoint")
 
 
-def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher) -> list[RankReport]:
+def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
     ranks = config["ranks"]["ranks"]
     watch = RankWatch(ranks, beat)
     main = partial(rank.train, config, reporter(beat).surroundings.without_launcher())
     try:
-        reports = launcher.run(ranks, config["device"], main, watch.note, watch.waiting)
+        if stop.is_set():
+            raise RanksEnded({}, {})
+        reports = launcher.run(ranks, config["device"], main, watch.note, watch.waiting, stop)
         hosts = [report.environment["host"] for report in reports]
         return [_with(report, launcher=launcher.name, hosts=hosts) for report in reports]
-    except RanksEnded as ended:
-        raise watch.failure(ended) from None
+    except RanksEnded as err:
+        ended = err
+    failure = watch.failure(ended)  # raised out here, with its own cause
+    of_memory = isinstance(failure.__cause__, MemoryError)
+    if stop.is_set() and isinstance(failure, RankFailed) and not of_memory:
+        raise watch.interruption(ended, failure)
+    raise failure
+
+
+def _saved_step(there: Surroundings) -> int | None:
+    """Step of the checkpoint that the training goes on from; None if none can be found."""
+    if there.checkpoints is not None:
+        with contextlib.suppress(CheckpointError):
+            return CheckpointFolder(there.checkpoints).step_to_go_on_from(there.key)
+    return None
 
 
 def _with(report: RankReport, **found: Any) -> RankReport:
@@ -76,11 +96,13 @@ class RankWatch:
         self._ranks = ranks
         self._report = reporter(beat)
         self._beats: dict[int, RankBeat] = {}
+        self._begun = False
         self._sent = 0  # number of the last forwarded beat
         self._failures: dict[int, RankFailure] = {}  # in the order of arrival
 
     def note(self, message: Any) -> None:
         """Take a message of a rank (jobs._training.rank_messages)."""
+        self._begun = self._begun or isinstance(message, RankBeat)
         match message:
             case RankFailure(rank=number):
                 self._failures.setdefault(number, message)
@@ -102,8 +124,7 @@ class RankWatch:
 
     def failure(self, ended: RanksEnded) -> Exception:
         """The exception for the first failure: of ranks that died without a word, else of the earliest exception."""
-        silent = [number for number in ended.died if number not in self._failures]
-        if silent:
+        if silent := self._silent(ended):
             number = silent[0]
             text = f"rank {number} of {self._ranks} {ended.died[number]}{_tail(ended, number)}"
             memory = number in ended.out_of_memory
@@ -117,6 +138,25 @@ class RankWatch:
         text = f"rank {first.rank} of {self._ranks}: {first.type}: {first.text}{_tail(ended, first.rank)}"
         return _caused(RankFailed(text), MemoryError(first.text) if memory else None)
 
+    def interruption(self, ended: RanksEnded, failure: RankFailed) -> Stopped:
+        """The exception in place of `failure` where the ranks had been asked to end."""
+        text = "SIGTERM ended the training"
+        if not self._begun:
+            text += " before its ranks had begun"
+        elif silent := self._silent(ended):
+            text += f"; {_ends({number: ended.died[number] for number in sorted(silent)}, self._ranks)}"
+        else:
+            text += f"; {str(failure).splitlines()[0]}"
+        if (step := _saved_step(self._report.surroundings)) is not None:
+            return Suspended.at(step, text)
+        if not self._begun:
+            return Suspended(f"{text}: nsa submit SPEC --resume RUN")
+        return Stopped(f"{text}; it has no checkpoint to go on from")
+
+    def _silent(self, ended: RanksEnded) -> list[int]:
+        """Ranks that died without a word."""
+        return [number for number in ended.died if number not in self._failures]
+
     def _forward(self) -> None:
         """Report progress once every rank has made it: a stalled rank is not hidden by the others' beats."""
         if len(self._beats) < self._ranks:
@@ -125,6 +165,15 @@ class RankWatch:
         if slowest.number > self._sent:
             self._sent = slowest.number
             self._report(slowest.phase, slowest.done, slowest.total)
+
+
+def _ends(died: Mapping[int, str], ranks: int) -> str:
+    """The ends of ranks that died, in words: those of one end together."""
+    numbers: dict[str, list[str]] = {}
+    for number, end in died.items():
+        numbers.setdefault(end, []).append(str(number))
+    named = ((f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}", end) for end, those in numbers.items())
+    return "; ".join(f"{who} of {ranks} {end}" for who, end in named)
 
 
 def _tail(ended: RanksEnded, number: int) -> str:

@@ -217,9 +217,7 @@ class Trainer:
         checkpoints.close()
         if checkpoints.latest is None:
             return Stopped(f"{text}; it has no checkpoint to go on from")
-        return Suspended(
-            f"{text}; go on from the checkpoint of step {checkpoints.latest}: nsa submit SPEC --resume RUN"
-        )
+        return Suspended.at(checkpoints.latest, text)
 
     def _save(self, checkpoints: Checkpoints, run: Run, live: _Live, heldout: float | None) -> None:
         """Save a checkpoint. Raises Diverged instead if the weights are no numbers."""

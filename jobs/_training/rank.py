@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from jobs._training.errors import noting_sigterm
-from jobs._training.rank_messages import RankReporter, failure
+from jobs._training.rank_messages import RankReporter, RankStarting, failure
 from jobs._training.rank_pipe import PipeWriter
 from jobs._training.report import RankReport, train_rank
 from jobs.launcher import Rank
@@ -84,7 +84,8 @@ def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> 
 
 
 def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: str, memory_fraction: float | None) -> T:
-    """Run `main` as the rank that the elastic launcher's environment variables name.
+    """Run `main` as the rank that the elastic launcher's environment variables name. SIGTERM asks it to end; before all
+    ranks have formed a group it ends at once.
 
     Args:
         pipe: the pipe to the process that started the ranks.
@@ -94,13 +95,14 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     number, post = int(os.environ["RANK"]), PipeWriter(pipe)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    post(RankStarting(number, os.getpid()))
+    try:
+        own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
+    except BaseException as err:
+        traceback.print_exc()
+        post(failure(number, err))
+        raise
     with noting_sigterm() as stop:
-        try:
-            own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
-        except BaseException as err:
-            traceback.print_exc()
-            post(failure(number, err))
-            raise
         return main(Rank(number, str(own), post, stop, folder))
 
 

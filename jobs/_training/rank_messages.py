@@ -44,8 +44,16 @@ class RankSample:
 
 
 @dataclass(frozen=True)
+class RankStarting:
+    """The rank's process runs and has yet to form a group with the others."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
 class RankStarted:
-    """The rank's process runs."""
+    """The rank's process runs, and so do all others'."""
 
     rank: int
     pid: int
@@ -84,7 +92,7 @@ class RankNoted:
     text: str
 
 
-Message = RankBeat | RankSample | RankStarted | RankEnded | RankFailure | RankWarned | RankNoted
+Message = RankBeat | RankSample | RankStarting | RankStarted | RankEnded | RankFailure | RankWarned | RankNoted
 
 
 class RankReporter:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from jobs._training.errors import noting_sigterm
 from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
 from jobs.measure.telemetry import Sample, summarise_samples
@@ -81,13 +80,14 @@ class RayLauncher:
         main: Callable[[Rank], T],
         note: Callable[[Any], None],
         tell: Callable[[str], None],
+        stop: threading.Event,
     ) -> list[T]:
-        """As jobs.launcher.Launcher.
+        """As jobs.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
 
         Raises:
             RuntimeError: Ray Train could not start the ranks, or failed itself.
         """
-        with _driver(self._cluster), noting_sigterm() as stop:
+        with _driver(self._cluster, stop):
             import ray
 
             mailbox = _actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
@@ -278,8 +278,13 @@ def _samples(reading: Reading) -> protocol.Samples:
 
 
 @contextlib.contextmanager
-def _driver(cluster: protocol.Cluster) -> Iterator[None]:
-    """Be a driver of the cluster; all that it started there ends with the block."""
+def _driver(cluster: protocol.Cluster, stop: threading.Event) -> Iterator[None]:
+    """Be a driver of the cluster; all that it started there ends with the block.
+
+    Raises:
+        RanksEnded: SIGTERM came while Ray connected; sets `stop`.
+    """
+    main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     if cluster.address.startswith("127."):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -290,13 +295,19 @@ def _driver(cluster: protocol.Cluster) -> Iterator[None]:
     env = dict(cluster.runtime_env)
     # Ray's variables hide a node's own, which this process has.
     env["env_vars"] = {**missing_variables(), **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
-    ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
     try:
+        try:
+            ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
+        except SystemExit:  # of Ray's own handler
+            stop.set()
+            raise RanksEnded({}, {}) from None
+        if main:
+            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
         yield
     finally:
         ray.shutdown()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _watch_nodes(placed: Mapping[int, Placed], cores: float) -> list[Any]:

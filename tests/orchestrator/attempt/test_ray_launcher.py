@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -72,10 +74,36 @@ def test_process_group_variables_of_a_point_a_job_and_a_node_win_over_ours(monke
 
     def variables(node: dict[str, str], **cluster: Any) -> dict[str, str]:
         own = {key: value for key, value in os.environ.items() if key not in PROCESS_GROUP}
-        with patch.dict(os.environ, own | node, clear=True), _driver(protocol.Cluster(1, 1, **cluster)):
+        with patch.dict(os.environ, own | node, clear=True), _driver(protocol.Cluster(1, 1, **cluster), Event()):
             return environments[-1]
 
     assert PROCESS_GROUP.items() <= variables({}).items()
     assert name not in variables({name: "node"}), "the ranks inherit it"
     assert variables({name: "node"}, runtime_env=job)[name] == "job"
     assert variables({name: "node"}, runtime_env=job, env_vars={name: "point"})[name] == "point"
+
+
+def test_sigterm_while_ray_connects_ends_the_ranks_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_as_rays_handler(**_: Any) -> None:
+        raise SystemExit(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", exit_as_rays_handler)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    stop = Event()
+    with pytest.raises(RanksEnded), patch.dict(os.environ), _driver(protocol.Cluster(1, 1), stop):
+        pass
+    assert stop.is_set()
+
+
+def test_the_points_own_handler_of_sigterm_stays_once_ray_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, noted = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: noted.append(True))
+        with patch.dict(os.environ), _driver(protocol.Cluster(1, 1), Event()):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [True]

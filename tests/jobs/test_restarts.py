@@ -1,0 +1,200 @@
+"""Restarts of several ranks, and SIGTERM that comes before, between or instead of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import descendants
+from trainings import Keeping, small
+
+from jobs._training import elastic
+from jobs._training.checkpoint_folder import CheckpointFolder, Manifest, WrittenFile
+from jobs._training.errors import RankFailed, Stopped, Suspended
+from jobs._training.launch import run_ranks
+from jobs._training.rank_messages import RankBeat, RankFailure
+from jobs.launcher import Rank, RanksEnded
+from jobs.point import Machine, Surroundings
+from jobs.train import Spec, measure
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+
+
+def _config(text: Path, **changes: Any) -> dict[str, Any]:
+    data = small(text, ranks=2, **{"checkpoints": {"every": 4}, **changes})
+    return dict(Spec.model_validate(data).points(CPU)[0].config)
+
+
+class _Ends:
+    """A launcher whose ranks never end well: each start gets the next of `acts`, a message and an end."""
+
+    name = "ends"
+
+    def __init__(self, *acts: Callable[[Callable[[Any], None], threading.Event], RanksEnded]) -> None:
+        self._acts = list(acts)
+        self.stops: list[threading.Event] = []
+
+    def run(
+        self,
+        ranks: int,
+        device: str,
+        main: Callable[[Rank], Any],
+        note: Callable[[Any], None],
+        tell: Callable[[str], None],
+        stop: threading.Event,
+    ) -> list[Any]:
+        self.stops.append(stop)
+        raise self._acts.pop(0)(note, stop)
+
+
+class _Told(Keeping):
+    """A Reporter of a point with a launcher, which keeps the phases, too."""
+
+    def __init__(self, launcher: _Ends, folder: Path | None) -> None:
+        super().__init__()
+        self.surroundings = Surroundings(f"file://{folder}" if folder else None, "k", launcher)
+        self.phases: list[str] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.phases.append(phase)
+
+
+def _die(note: Callable[[Any], None], _stop: threading.Event) -> RanksEnded:
+    for rank in (0, 1):
+        note(RankBeat(rank, 1, "train", 3, 8))
+    return RanksEnded({1: "was killed by SIGKILL"}, {})
+
+
+def _die_when_asked(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    _die(note, stop)
+    return RanksEnded({1: "did not end in time", 0: "did not end in time"}, {})
+
+
+def _raise_when_asked(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    _die(note, stop)
+    note(RankFailure(1, "RuntimeError", "connection closed"))
+    return RanksEnded({}, {})
+
+
+def _never_begin(_note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    return RanksEnded({0: "was killed by SIGTERM"}, {})
+
+
+def _save(folder: Path, *, step: int, key: str = "k") -> None:
+    manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, {}, {"data": WrittenFile(1, "0" * 64)})
+    (folder / manifest.name).mkdir(parents=True)
+    CheckpointFolder(f"file://{folder}").complete_with(manifest)
+
+
+@pytest.mark.parametrize(
+    ("act", "saved", "error", "message"),
+    [
+        (
+            _die_when_asked,
+            4,
+            Suspended,
+            "SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step 4: "
+            "nsa submit SPEC --resume RUN",
+        ),
+        (
+            _die_when_asked,
+            None,
+            Stopped,
+            "SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; it has no checkpoint to go on from",
+        ),
+        (
+            _raise_when_asked,
+            4,
+            Suspended,
+            "SIGTERM ended the training; rank 1 of 2: RuntimeError: connection closed; go on from the checkpoint of "
+            "step 4: nsa submit SPEC --resume RUN",
+        ),
+        (
+            _never_begin,
+            None,
+            Suspended,
+            "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN",
+        ),
+        (
+            _never_begin,
+            4,
+            Suspended,
+            "SIGTERM ended the training before its ranks had begun; go on from the checkpoint of step 4: "
+            "nsa submit SPEC --resume RUN",
+        ),
+    ],
+)
+def test_ranks_that_were_asked_to_end_are_not_started_again(
+    text: Path, tmp_path: Path, act: Any, saved: int | None, error: type[Stopped], message: str
+) -> None:
+    if saved is not None:
+        _save(tmp_path, step=saved)
+    launcher = _Ends(act)
+    with pytest.raises(Stopped) as caught:
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+    assert type(caught.value) is error
+    assert str(caught.value) == message
+
+
+def test_ranks_are_not_started_after_sigterm(text: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    launcher = _Ends()
+    with pytest.raises(Suspended, match=r"before its ranks had begun"):
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), stop)
+    assert launcher.stops == []
+
+
+def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
+    launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert len(launcher.stops) == 1
+
+
+def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank is stopped, so that neither ends its step."""
+    monkeypatch.setattr(elastic, "_STOP_S", 1)
+    acted: list[psutil.Process] = []
+
+    class Acting(Keeping):
+        def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+            if phase == "train" and done >= 12 and not acted:
+                acted.extend(descendants(psutil.Process(), "spawn_main"))
+                acted[1].suspend()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    acting = Acting(tmp_path)
+    with pytest.raises(Suspended) as caught:
+        measure(_config(text, steps=100_000, checkpoints={"every": 5}, restarts=1), acting)
+    found = re.fullmatch(
+        r"SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step (\d+): "
+        r"nsa submit SPEC --resume RUN",
+        str(caught.value),
+    )
+    assert found is not None, str(caught.value)
+    assert int(found[1]) == CheckpointFolder(f"file://{tmp_path}").complete()[0].step
+    assert not any("restart" in warning for warning in acting.warnings)
+    assert not descendants(psutil.Process(), "spawn_main")
+
+
+def test_sigterm_while_ranks_start_ends_them_at_once(text: Path, tmp_path: Path) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(Suspended) as caught:
+        measure(_config(text, steps=100_000, restarts=1), Keeping(tmp_path))
+    assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
+    assert not descendants(psutil.Process(), "spawn_main")
