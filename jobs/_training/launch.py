@@ -53,7 +53,9 @@ def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> l
                 raise
             restarts += 1
             first, *_ = str(err).splitlines()
-            report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from the last checkpoint")
+            where = "the beginning" if _saved_step(report.surroundings) is None else "the last checkpoint"
+            report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from {where}")
+            report("start")  # in place of the dead ranks' progress
 
 
 def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:

@@ -17,7 +17,7 @@ from trainings import Keeping, small
 
 from jobs._training import elastic
 from jobs._training.checkpoint_folder import CheckpointFolder, Manifest, WrittenFile
-from jobs._training.errors import RankFailed, Stopped, Suspended
+from jobs._training.errors import RankDied, RankFailed, Stopped, Suspended
 from jobs._training.launch import run_ranks
 from jobs._training.rank_messages import RankBeat, RankFailure
 from jobs.launcher import Rank, RanksEnded
@@ -94,6 +94,32 @@ def _save(folder: Path, *, step: int, key: str = "k") -> None:
     manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, {}, {"data": WrittenFile(1, "0" * 64)})
     (folder / manifest.name).mkdir(parents=True)
     CheckpointFolder(f"file://{folder}").complete_with(manifest)
+
+
+def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path, tmp_path: Path) -> None:
+    def save_and_die(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+        _save(tmp_path, step=4)
+        return _die(note, stop)
+
+    launcher = _Ends(_die, save_and_die, _die)
+    told = _Told(launcher, tmp_path)
+    stop = threading.Event()
+    with pytest.raises(RankDied):
+        run_ranks(_config(text, restarts=2), told, stop)
+    assert told.warnings == [
+        "rank 1 of 2 was killed by SIGKILL; restart 1 of 2 of all ranks from the beginning",
+        "rank 1 of 2 was killed by SIGKILL; restart 2 of 2 of all ranks from the last checkpoint",
+    ]
+    assert told.phases == ["train", "start", "train", "start", "train"]
+    assert launcher.stops == [stop] * 3, "one event for all starts"
+
+
+def test_a_training_that_other_code_finished_begins_anew(text: Path, tmp_path: Path) -> None:
+    _save(tmp_path, step=8, key="other")
+    told = _Told(_Ends(_die, _die), tmp_path)
+    with pytest.raises(RankDied):
+        run_ranks(_config(text, restarts=1), told, threading.Event())
+    assert told.warnings[0].endswith("of all ranks from the beginning")
 
 
 @pytest.mark.parametrize(
