@@ -24,8 +24,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jobs._training.errors import noting_sigterm
 from jobs.kinds import kind_module
 from jobs.plain_text import shortened
 from jobs.point import NOWHERE, Interrupted, Measurement, Surroundings
@@ -131,16 +132,11 @@ def run_point(
     explanation = explanation or Explanation(events)
     explanation.launcher, explanation.folder = None, run.folder
     try:
-        kind = kind_module(run.kind)
-        declared, there, limit = Quantities(kind.QUANTITIES), run.surroundings, run.memory_bytes
-        if run.cluster is None:
-            events.send(protocol.Environment(described(run.device, run.settings)))
-        else:
-            from orchestrator.attempt.ray_launcher import RayLauncher
-
-            explanation.launcher = RayLauncher(run, run.cluster, events.send)
-            there, limit = replace(there, launcher=explanation.launcher), None  # the ranks' own
-        with memory_limit(run.device, limit), sampling(events, declared, there) as beat:
+        with contextlib.ExitStack() as block:
+            with noting_sigterm() as asked:  # imports take seconds
+                kind, declared, beat = _prepared(run, events, explanation, block)
+            if asked.is_set():
+                raise Interrupted("SIGTERM came before the measurement had begun: nsa submit SPEC --resume RUN")
             measurement = kind.measure(run.config, beat)
         if explanation.launcher is not None:
             measurement = explanation.launcher.metered(measurement)
@@ -148,6 +144,23 @@ def run_point(
         return protocol.Result(replace(measurement, files={}), leave(measurement.files, run.folder))
     except Exception as err:
         return _failure(err, run.folder)
+
+
+def _prepared(
+    run: protocol.Run, events: Events, explanation: Explanation, block: contextlib.ExitStack
+) -> tuple[Any, Quantities, SamplingReporter]:
+    """The point's kind, what it declares, and its reporter; `block` ends the reporter and the limit of the memory."""
+    kind = kind_module(run.kind)
+    declared, there, limit = Quantities(kind.QUANTITIES), run.surroundings, run.memory_bytes
+    if run.cluster is None:
+        events.send(protocol.Environment(described(run.device, run.settings)))
+    else:
+        from orchestrator.attempt.ray_launcher import RayLauncher
+
+        explanation.launcher = RayLauncher(run, run.cluster, events.send)
+        there, limit = replace(there, launcher=explanation.launcher), None  # the ranks' own
+    block.enter_context(memory_limit(run.device, limit))
+    return kind, declared, block.enter_context(sampling(events, declared, there))
 
 
 @contextlib.contextmanager

@@ -146,6 +146,25 @@ def test_an_exception_with_a_text_that_is_no_unicode_is_readable(pipe, snippet_k
     assert r"caf?" in Path(event.files[0].path).read_text()
 
 
+def test_sigterm_while_a_point_is_prepared_cancels_it(pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+
+    def imported(_name: str) -> SimpleNamespace:
+        signal.raise_signal(signal.SIGTERM)
+        return SimpleNamespace(QUANTITIES=(), measure=measured.append)
+
+    monkeypatch.setattr(worker, "kind_module", imported)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        event = run_point(snippet(""), pipe[1])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert isinstance(event, protocol.Failure)
+    assert event.state is PointState.CANCELLED
+    assert event.reason == ("Interrupted: SIGTERM came before the measurement had begun: nsa submit SPEC --resume RUN")
+    assert measured == []
+
+
 PARENT = """
     import sys, time
     from orchestrator.attempt import protocol
