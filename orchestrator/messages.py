@@ -90,7 +90,8 @@ class Requirements:
 class Progress:
     """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 if unknown.
 
-    `rate` is in steps a second, over the last minute of the phase; None where it is unknown.
+    `rate` is in steps a second, over the last minute of the phase or its later half, what interrupted it included; None
+    where it is unknown. A checkpoint has the steps and the rate of the training that it interrupts.
     """
 
     run_id: str

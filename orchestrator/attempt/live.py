@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -97,21 +98,57 @@ class LiveSeries:
 
 
 class Pace:
-    """Steps a second of a phase, over the last minute of it."""
+    """How far a point has got, and its steps a second on the wall clock, in which what interrupts a phase counts.
+
+    A phase without a total that interrupts one with a total (a checkpoint) tells of that one, as soon as it was seen to
+    go on.
+    """
 
     def __init__(self) -> None:
-        self._phase = ""
+        self._counts: dict[str, _Count] = {}  # by phase, the latest last
+        self._interrupted = ""
+        self._interrupting: set[str] = set()
+
+    def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
+        """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.
+
+        Returns steps done and in all, and steps a second; None where that is unknown.
+        """
+        clock = time.monotonic()
+        if not total and phase in self._interrupting:
+            count = self._counts[self._interrupted]
+            return count.done, count.total, count.rate(clock)
+        between = itertools.dropwhile(lambda other: other != phase, list(self._counts))
+        others = {other for other in between if not self._counts[other].total}
+        count = self._counts.pop(phase, None)
+        if count is None or done < count.done:  # it begins, or anew
+            count = _Count(clock)
+            self._interrupting = set() if phase == self._interrupted else self._interrupting
+        elif total and done > count.done and others:
+            self._interrupted, self._interrupting = phase, self._interrupting | others
+        self._counts[phase] = count
+        count.note(clock, done, total)
+        return done, total, count.rate(clock)
+
+
+class _Count:
+    """Steps of a phase, and when they were seen: over the last minute, or its later half if that is longer."""
+
+    def __init__(self, clock: float) -> None:
+        self.done = self.total = 0
+        self._begun = clock
         self._seen: deque[tuple[float, int]] = deque()
 
-    def rate(self, phase: str, done: int) -> float | None:
-        """Note that a phase has got to `done`. Returns its steps a second; None where it is unknown."""
-        clock = time.monotonic()
-        if phase != self._phase or (self._seen and done < self._seen[-1][1]):
-            self._phase, self._seen = phase, deque()
-        if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S:
+    def note(self, clock: float, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        window = max(_PACE_WINDOW_S, (clock - self._begun) / 2)
+        if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S * window / _PACE_WINDOW_S:
             self._seen.append((clock, done))
-        while len(self._seen) > 2 and clock - self._seen[0][0] > _PACE_WINDOW_S:
+        while len(self._seen) > 2 and clock - self._seen[0][0] > window:
             self._seen.popleft()
+
+    def rate(self, clock: float) -> float | None:
+        """Steps a second until now; None where it is unknown."""
         begun, first = self._seen[0]
-        seconds, steps = clock - begun, done - first
+        seconds, steps = clock - begun, self.done - first
         return steps / seconds if steps and seconds >= _PACE_STEP_S else None

@@ -151,8 +151,8 @@ class Watch:
             self._start += clock - self._last_sign  # the point's deadline does not run
         self._last_sign, self._phase = clock, beat.phase
         run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        rate = self._pace.rate(beat.phase, beat.done)
-        self._unsent = Progress(run_id, point_id, now(), beat.phase, beat.done, beat.total, rate)
+        done, total, rate = self._pace.note(beat.phase, beat.done, beat.total)
+        self._unsent = Progress(run_id, point_id, now(), beat.phase, done, total, rate)
 
     def _measured(self, measurement: Measurement, files: Sequence[protocol.File]) -> Ended:
         metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)

@@ -137,11 +137,11 @@ class Run:
     def outcomes(self) -> list[OutcomeRecord]:
         return [record for record in self.records() if isinstance(record, OutcomeRecord)]
 
-    def phase(self) -> str | None:
-        """Phase of the first point; None while there is none."""
+    def progress(self, name: str) -> Any:
+        """The `phase`, `done`, `total` or `rate` of the first point; None while there is none."""
         with suppress(StoreError), Store.open(f"sqlite:///{self.home / 'nsa.db'}", create=False) as store:
             found = [queries.points(store, record.run_id) for record in self.records() if isinstance(record, RunRecord)]
-            return next((points["phase"].iloc[0] for points in found if len(points)), None)
+            return next((points[name].iloc[0] for points in found if len(points)), None)
         return None
 
     def stored(self) -> dict[tuple[str, int], int]:
@@ -257,7 +257,7 @@ def test_two_runs_at_once_on_the_gpus_of_one_both_train_as_with_the_elastic_laun
     with _half_taken(cluster):
         runs = [_start(cluster, tmp_path / "home", spec, gpus), _submit(cluster, tmp_path / "submitted", spec, gpus)]
         for run in runs:
-            wait_for(lambda run=run: run.phase() == "waiting for room on the cluster", 200, pause=0.5)
+            wait_for(lambda run=run: run.progress("phase") == "waiting for room on the cluster", 200, pause=0.5)
     ends = [run.ended(0) for run in runs]
     loaded = load_spec(spec)
     assert isinstance(loaded, Spec)
@@ -334,6 +334,7 @@ def _grows(run: Run) -> None:
         lambda: f"{before}, {run.stored()}",
         pause=0.5,
     )
+    wait_for(lambda: all((run.progress(name) or 0) > 0 for name in ("done", "rate")), 60, pause=0.2)
 
 
 def _warnings(run: Run) -> list[str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,10 @@ from jobs.point import Machine, Metric
 from jobs.spec import load_spec
 from jobs.train import Spec, measure
 from orchestrator import journal
+from orchestrator.database_url import StoreError
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord
 from orchestrator.states import PointState
+from orchestrator.store import Store, queries
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)
@@ -69,6 +72,15 @@ def _newest(home: Path) -> int:
     return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
 
 
+def _has_an_end(home: Path) -> bool:
+    """Whether the database has steps and a rate of the running point, from which its end follows."""
+    with suppress(StoreError), Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
+        (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+        (point,) = queries.points(store, path.parent.name).to_dict("records")
+        return point["total"] == 300 and point["done"] > 10 and (point["rate"] or 0) > 0
+    return False
+
+
 def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
     return descendants(psutil.Process(driver.pid), "orchestrator.attempt.worker")[0]
 
@@ -80,6 +92,7 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     _worker(driver).kill()
     first = _newest(home)
     _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
+    _until(lambda: _has_an_end(home), driver)
     driver.kill()
     (path,) = home.glob(f"artifacts/*/{journal.NAME}")
     run_id = path.parent.name
