@@ -21,7 +21,10 @@ from orchestrator.store import Store
 
 _SHOWN = 400  # samples drawn of a series; the first and the last are always among them
 _HEIGHT = 180
-_FIRST = ("loss", "throughput", "gpu_utilization", "cpu_utilization", "training_memory", "gpu_memory_used")
+_FIRST = (
+    *("loss", "throughput", "mfu", "rank_imbalance", "gpu_utilization", "cpu_utilization"),
+    *("training_memory", "gpu_memory_used"),
+)
 _UTILIZATION = ("gpu_utilization", "cpu_utilization")
 _BUSY = 80.0  # percent that a processor should be busy at least
 _ESTIMATE = 1.1  # measured memory may be this much of the estimate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,25 +17,35 @@ LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.
 GRADIENT_NORM = Quantity("gradient_norm", "1", "Gradient norm before clipping", "gradient norm")
 LEARNING_RATE = Quantity("learning_rate", "1", "Learning rate")
 TRAINING_MEMORY = Quantity("training_memory", "MiB", "Memory of the training process", "memory")
+MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
 SERIES = (GRADIENT_NORM, LEARNING_RATE, TRAINING_MEMORY)
 
 _WINDOW_S = 1.0
 
 
 class LiveTraining:
-    """Reports a sample a step of loss, gradient norm, learning rate, throughput and memory.
+    """Reports a sample a step of loss, gradient norm, learning rate, throughput, MFU and memory.
 
     Args:
         beat: the measurement's; samples are dropped if it takes none.
         tokens: tokens of a step, of all ranks.
         rank: the rank that reports.
+        utilization: gives the MFU [%] at a throughput [tok/s]; None: no peak is known.
     """
 
-    def __init__(self, beat: Beat, tokens: int, device: torch.device, rank: int = 0) -> None:
+    def __init__(
+        self,
+        beat: Beat,
+        tokens: int,
+        device: torch.device,
+        rank: int = 0,
+        utilization: Callable[[float], float] | None = None,
+    ) -> None:
         self._report = reporter(beat)
         self._tokens = tokens
         self._device = device
         self._rank = rank
+        self._utilization = utilization
         self._begun = time.perf_counter()
         self._steps: deque[tuple[float, int]] = deque()  # end and number of the steps of the last second
         self._memory = 0.0  # MiB, as last looked at
@@ -51,13 +62,16 @@ class LiveTraining:
         while len(self._steps) > 2 and clock - self._steps[1][0] >= _WINDOW_S:
             self._steps.popleft()
         since, before = self._steps[0]
+        throughput = (step - before) * self._tokens / max(clock - since, 1e-9)
         values = {
             LOSS.name: loss,
             GRADIENT_NORM.name: gradient_norm,
             LEARNING_RATE.name: learning_rate,
-            THROUGHPUT.name: (step - before) * self._tokens / max(clock - since, 1e-9),
+            THROUGHPUT.name: throughput,
             TRAINING_MEMORY.name: self._memory,
         }
+        if self._utilization is not None:
+            values[MFU.name] = self._utilization(throughput)
         self._report.sample(step, values, self._rank)
 
 

@@ -19,7 +19,8 @@ from jobs._diagnosis.text import describe
 from jobs._training.errors import noting_sigterm
 from jobs._training.launch import run_ranks
 from jobs._training.layout import Layout
-from jobs._training.metrics import RANK_IMBALANCE, measurement
+from jobs._training.metrics import measurement
+from jobs._training.rank_metrics import RANK_IMBALANCE
 from jobs._training.report import RankReport, train_rank
 from jobs.axes import Axis
 from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter

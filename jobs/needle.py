@@ -20,7 +20,7 @@ from jobs._data.needle_corpus import NeedleCorpus
 from jobs._diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
 from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
-from jobs._live import LOSS, SERIES
+from jobs._live import LOSS, MFU, SERIES
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, model_axes, model_of_preset
 from jobs._training.errors import noting_sigterm
@@ -49,7 +49,7 @@ ANSWER_LOSS = replace(LOSS, unit="nat/answer")
 HELDOUT_ANSWER_LOSS = replace(HELDOUT_LOSS, unit="nat/answer")
 QUANTITIES = (
     *(RECALL, RECALL_WORST, CONVERGED, ANSWER_LOSS, HELDOUT_ANSWER_LOSS, RECALL_AT, CHANCE, LOSS_CHANGE, LEARNED_STEP),
-    *(TIME, THROUGHPUT, ENERGY, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, RANK_COMPUTE_TIME),
+    *(TIME, THROUGHPUT, ENERGY, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, MFU, RANK_COMPUTE_TIME),
 )
 
 _LEARNED = 0.1  # of the loss of a guess, below which the mean loss over a twentieth of the steps has to fall

@@ -15,6 +15,7 @@ from jobs._training.checkpoint_folder import CheckpointError, CheckpointFolder
 from jobs._training.elastic import ElasticLauncher
 from jobs._training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
 from jobs._training.rank_messages import CHECKPOINT, RankBeat, RankFailure, RankNoted, RankSample, RankWarned
+from jobs._training.rank_metrics import LiveImbalance
 from jobs._training.report import RankReport
 from jobs.launcher import Launcher, RanksEnded
 from jobs.measure.check import WrongResult
@@ -92,11 +93,12 @@ def _with(report: RankReport, **found: Any) -> RankReport:
 
 
 class RankWatch:
-    """Takes the ranks' messages: passes on samples and the slowest one's progress, and remembers failures."""
+    """Takes the ranks' messages: passes on samples, imbalance and the slowest one's progress, remembers failures."""
 
     def __init__(self, ranks: int, beat: Beat) -> None:
         self._ranks = ranks
         self._report = reporter(beat)
+        self._imbalance = LiveImbalance(ranks, self._report)
         self._beats: dict[int, RankBeat] = {}
         self._begun = False
         self._sent = 0  # number of the last forwarded beat
@@ -110,6 +112,7 @@ class RankWatch:
                 self._failures.setdefault(number, message)
             case RankSample(rank=number, step=step, values=values):
                 self._report.sample(step, values, number)
+                self._imbalance.take(message)
             case RankWarned(text=text):
                 self._report.warn(text)
             case RankNoted(name=name, text=text):

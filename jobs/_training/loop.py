@@ -19,10 +19,11 @@ from jobs._training.ahead import in_order, on_its_way
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.errors import Diverged, Stopped, Suspended
 from jobs._training.layout import Layout
+from jobs._training.model_flops import ModelFlops
 from jobs._training.optimizer import OptimizerSpec, learning_rate, new_optimizer
 from jobs._training.parallel import ParallelModel, clip_gradients, local
 from jobs._training.rank_messages import CHECKPOINT
-from jobs._training.results import Run, Step, is_steady
+from jobs._training.results import RESUME_WARM_UP, Run, Step, is_steady
 from jobs._training.soak_history import steps_of
 from jobs._training.soak_watch import SoakWatch
 from jobs._training.state import TrainingState
@@ -73,17 +74,19 @@ class Trainer:
         self.route: dict[str, str] = {}
         self.energy = EnergyMeter.of(device)  # of the steady steps, in tokens of all ranks
         self.size = (config["batch"], config["seq_len"])
+        self.gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._autocast = config["precision"] == "bfloat16"
         self._watch = watch
         self._notes = notes
         self._asked = False  # whether a rank was asked to stop
-        self._measuring = watch is not None  # whether the telemetry has been started: a soak's ranks need none
+        self._measuring = False  # whether the telemetry has been started
         torch.manual_seed(config["seed"])
         model = NSATransformer(ModelConfig(**shape)).to(device).train()
         if config["compile"]:
             torch.compiler.reset()  # graphs of an earlier point of this process
         how = {"compiled": config["compile"], "cuda_graphs": config.get("cuda_graphs", False)}
         self._parallel = ParallelModel(model, self.layout, rank, device, **how)
+        self.flops = ModelFlops.of(model.config, config, self.gpu)  # None where no peak is known
         batches = corpus.batches(*self.size, config["seed"])
         self.state = TrainingState(model, new_optimizer(model, self.spec, device), batches)
 
@@ -176,7 +179,7 @@ class Trainer:
         started = self._steps(until, beat, stop)
         for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
             before_it, ended = ended, time.perf_counter()
-            if not self._measuring and is_steady(len(run.losses), self.steps, run.begun):
+            if not self._measuring and self._warm(number, run):
                 self._measuring = True
                 telemetry.start()
             metered += self.energy.running
@@ -188,12 +191,18 @@ class Trainer:
                 self._notes.first_step(number, self.route, len(run.begun))
             self._asked = self._asked or step.stop
             if self._watch is not None:
-                self._watch.take(number, step.loss, ended - before_it, step.elapsed_s)
+                self._watch.take(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)
                 continue
             run.losses.append(step.loss)
             run.seconds.append(ended - before_it)
             run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
         self.energy.stop(metered * math.prod(self.size))
+
+    def _warm(self, number: int, run: Run) -> bool:
+        """Whether step `number`, from 1, is no warm-up; each process of a soak has its own."""
+        if self._watch is None:
+            return is_steady(number - 1, self.steps, run.begun)
+        return number > run.begun[-1] + RESUME_WARM_UP
 
     def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""
@@ -321,7 +330,9 @@ class _Live:
         self._trainer = trainer
         self._report = reporter(beat)
         tokens = math.prod(trainer.size)
-        self._training = LiveTraining(beat, tokens, trainer.device) if trainer.rank == 0 else None
+        mfu = None if trainer.flops is None else trainer.flops.utilization
+        first = trainer.rank == 0
+        self._training = LiveTraining(beat, tokens, trainer.device, utilization=mfu) if first else None
 
     def heldout(self, number: int, loss: float) -> None:
         """Report the held-out loss after step `number`."""

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from jobs._data.spec import DataSpec
-from jobs._live import LOSS, SERIES
+from jobs._live import LOSS, MFU, SERIES
 from jobs._training.checkpoint_report import (
     CHECKPOINT_FAILURES,
     CHECKPOINT_SIZE,
@@ -18,14 +18,13 @@ from jobs._training.checkpoint_report import (
     RESUMED_STEP,
 )
 from jobs._training.estimate import estimate
-from jobs._training.layout import Layout
 from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME
+from jobs._training.model_flops import ModelFlops
+from jobs._training.rank_metrics import RANK_IMBALANCE, RANK_STEP_TIME, RANK_UTILIZATION, compared
 from jobs._training.report import RankReport
 from jobs._training.results import RESUME_WARM_UP, Run, first_steady, steady_steps
 from jobs.measure.energy import Energy
-from jobs.measure.flops import training_flops_per_token
 from jobs.measure.stats import summarize
-from jobs.peaks import BF16_PEAKS
 from jobs.point import Measurement, Metric
 from jobs.quantities import (
     AGREEMENT,
@@ -41,16 +40,9 @@ from jobs.quantities import (
     Role,
 )
 from jobs.training_plan import TrainingPlan
-from nsa_core.model import ModelConfig
 
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
-MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
 PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
-RANK_UTILIZATION = Quantity(
-    "rank_utilization", "%", "Utilisation of the least busy rank", "least busy rank", Better.HIGHER, Role.HEADLINE
-)
-RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
-RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
 QUANTITIES = (
     *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
     *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
@@ -87,8 +79,8 @@ def speed(config: Mapping[str, Any], report: RankReport, steady: Sequence[float]
     method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
     throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
     metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
-    if report.gpu in BF16_PEAKS and config["precision"] == "bfloat16":
-        metrics.append(_mfu(report.model, config, throughput.value, BF16_PEAKS[report.gpu]))
+    if (flops := ModelFlops.of(report.model, config, report.gpu)) is not None:
+        metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=flops.method))
     if config["plan"] is not None:
         plan = TrainingPlan.model_validate(config["plan"])
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
@@ -109,32 +101,15 @@ def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
     return [Metric.of(ENERGY, sum(shares), shares, f"{method}; samples: ranks")]
 
 
-def _mfu(model: ModelConfig, config: Mapping[str, Any], throughput: float, peak: float) -> Metric:
-    """Share of the peak of all ranks' GPUs."""
-    ranks = Layout.from_config(config).ranks
-    per_token = training_flops_per_token(model, config["seq_len"])
-    gpus = f" on each of {ranks} GPUs" if ranks > 1 else ""
-    method = f"{per_token:.4g} FLOPs a token, {peak:.4g} a second{gpus}"
-    return Metric.of(MFU, 100 * throughput * per_token / (peak * ranks), method=method)
-
-
 def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
-    """Comparison of several ranks; samples are one a rank."""
-    if len(reports) == 1:
-        return []
-    chosen = steady_steps(reports[0].run)
+    """Comparison of several ranks."""
+    run = reports[0].run
+    chosen = steady_steps(run)
     steps = [1000 * median(report.run.seconds[step] for step in chosen) for report in reports]
-    each = f"median of each rank's steps, {_left_out(reports[0].run)}"
-    metrics = [Metric.of(RANK_STEP_TIME, max(steps), tuple(steps), f"{each}; value: the slowest rank's")]
     own = [[ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])] for ms in map(_compute, reports)]
-    if all(own):
-        metrics += _imbalance([fmean(ms) for ms in own])
-    busy = [report.utilization for report in reports if report.utilization is not None]
-    if len(busy) == len(reports):
-        shares = [fmean(metric.samples) for metric in busy]
-        method = "NVML utilisation of each rank's GPU in steady steps, checkpoints left out; value: the least busy's"
-        metrics.append(Metric.of(RANK_UTILIZATION, min(shares), tuple(shares), method))
-    return metrics
+    compute = [fmean(ms) if ms else None for ms in own]
+    each = f"median of each rank's steps, {_left_out(run)}"
+    return compared(reports, (steps, each), (compute, "the steady steps"), "steady steps")
 
 
 def _compute(report: RankReport) -> list[float]:
@@ -172,17 +147,6 @@ def history(report: RankReport) -> dict[str, Any]:
         return {}
     found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
     return {"checkpoints": found, "resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
-
-
-def _imbalance(compute: Sequence[float]) -> list[Metric]:
-    """Compute time and imbalance from each rank's own compute time of a step [ms]."""
-    until = "from a step's begin until its last gradients are ready to be summed: waits for no other rank"
-    share = 100 * (max(compute) - fmean(compute)) / fmean(compute)
-    method = f"slowest rank's own compute time over the ranks' mean, less 1; {until}; mean of the steady steps"
-    return [
-        Metric.of(RANK_COMPUTE_TIME, max(compute), tuple(compute), f"{until}; value: the slowest rank's"),
-        Metric.of(RANK_IMBALANCE, share, method=method),
-    ]
 
 
 def _quality(config: Mapping[str, Any], report: RankReport) -> list[Metric]:

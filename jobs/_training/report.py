@@ -41,6 +41,8 @@ from nsa_core.model import ModelConfig
 if TYPE_CHECKING:
     from jobs._training.checkpoints import Checkpoints
 
+_SOAK_SAMPLES = 100  # means over ever longer times, lest they be the growth of memory that the soak finds
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -50,7 +52,8 @@ class RankReport:
         run: losses and times; the losses are means over all ranks.
         peak: memory of one whole step on this rank.
         agreement: error of the attention against the oracle on this rank's device.
-        utilization: of this rank's GPU during the steady steps, sampled [%]; None without NVML and on a single rank.
+        utilization: of this rank's GPU during the steady steps, sampled [%]; of a soak's last process. None without
+            NVML and on a single rank.
         route, environment: as in Measurement.
         model: the model's shape.
         gpu: PyTorch's name of the rank's GPU; "" on a CPU.
@@ -100,7 +103,7 @@ def train_rank(
     beat("check")
     agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")
-    telemetry = _telemetry(device, trainer.layout.ranks)
+    telemetry = _telemetry(device, trainer.layout.ranks, soak=plan is not None)
     checkpoints = new_checkpoints(config, corpus, device, rank, beat)
     try:
         run = trainer.run(data.heldout_batches, beat, stop, telemetry, checkpoints)
@@ -122,7 +125,7 @@ def train_rank(
         route=trainer.route,
         environment=environment(device) | {"training": _about(trainer, config)},
         model=trainer.model.config,
-        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        gpu=trainer.gpu,
         state=state,
         energy=trainer.energy.energy,
         checkpoints=None if checkpoints is None else checkpoints.report,
@@ -183,8 +186,9 @@ def _about(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _telemetry(device: torch.device, ranks: int) -> Telemetry:
+def _telemetry(device: torch.device, ranks: int, *, soak: bool) -> Telemetry:
     """Samples of this rank's GPU; the supervisor samples that of a single rank."""
     if device.index is None or ranks == 1:
         return Telemetry([])
-    return Telemetry(nvml.visible_gpus()[device.index : device.index + 1])
+    gpus = nvml.visible_gpus()[device.index : device.index + 1]
+    return Telemetry(gpus, most=_SOAK_SAMPLES) if soak else Telemetry(gpus)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from jobs._live import LOSS
 from jobs._training import metrics as of_training
+from jobs._training.rank_metrics import compared
 from jobs._training.report import RankReport
+from jobs._training.results import RESUME_WARM_UP
 from jobs._training.soak_history import GB, Interval, SoakHistory, SoakPlan
 from jobs._training.soak_watch import HOST_MEMORY, MEMORY_HELD
 from jobs.measure import trend
@@ -55,6 +57,7 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], r
         *_memory(worst, plan),
         *_times(config, first, plan),
         *of_training.energy_per_token([report.energy for report in reports]),
+        *_ranks(reports, plan),
         *_counts(worst),
         Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
         *of_training.heldout_losses(config, first.run),
@@ -69,6 +72,11 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], r
 def _history(report: RankReport) -> SoakHistory:
     assert report.run.soak is not None
     return report.run.soak
+
+
+def _settled(report: RankReport, plan: SoakPlan) -> list[Interval]:
+    """The intervals that count for times; of a short soak the last one."""
+    return list(_history(report).settled(plan)) or _history(report).intervals[-1:]
 
 
 def _held(interval: Interval) -> float:
@@ -157,8 +165,7 @@ def _memory(report: RankReport, plan: SoakPlan) -> list[Metric]:
 
 def _times(config: Mapping[str, Any], report: RankReport, plan: SoakPlan) -> list[Metric]:
     """Step time, throughput and its drift, figures of the plan if any, and the loss."""
-    intervals = _history(report).intervals
-    settled = list(_history(report).settled(plan)) or intervals[-1:]
+    intervals, settled = _history(report).intervals, _settled(report, plan)
     tokens = config["batch"] * config["seq_len"]
     words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
     drift = _Slopes(settled).of(
@@ -177,6 +184,21 @@ def _times(config: Mapping[str, Any], report: RankReport, plan: SoakPlan) -> lis
         *drift,
         Metric.of(LOSS, fmean(last), losses, method),
     ]
+
+
+def _ranks(reports: Sequence[RankReport], plan: SoakPlan) -> list[Metric]:
+    """Comparison of several ranks."""
+    words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
+    settled = [_settled(report, plan) for report in reports]
+    steps = [median(1000 * i.seconds / i.steps for i in mine) for mine in settled]
+    compute = [_own_compute([i for i in mine if i.compute_ms]) for mine in settled]
+    last = f"the last process's steps but its first {RESUME_WARM_UP}"
+    return compared(reports, (steps, f"median of each rank's {words}"), (compute, f"all steps, by {words}"), last)
+
+
+def _own_compute(intervals: Sequence[Interval]) -> float | None:
+    """A rank's own compute time of a step [ms]; None where it is unknown."""
+    return sum(i.compute_ms for i in intervals) / sum(i.steps for i in intervals) if intervals else None
 
 
 def _counts(report: RankReport) -> list[Metric]:

@@ -59,7 +59,7 @@ class SoakWatch:
             self._look(last.end_step, last)
         self._after_checkpoint = True
 
-    def take(self, step: int, loss: float, seconds: float, agreed_s: float) -> None:
+    def take(self, step: int, loss: float, seconds: float, agreed_s: float, compute_ms: float | None = None) -> None:
         """Take in a step.
 
         Args:
@@ -67,6 +67,7 @@ class SoakWatch:
             loss: [nat/byte].
             seconds: its time.
             agreed_s: seconds of training up to it, equal on all ranks.
+            compute_ms: this rank's own compute time; None if unknown.
 
         Raises:
             MemoryLimit: this rank holds more than the plan allows.
@@ -81,6 +82,7 @@ class SoakWatch:
         last.steps += 1
         last.seconds += seconds
         last.loss += loss
+        last.compute_ms += compute_ms or 0.0
         last.end_s, last.end_step = history.elapsed_s, step
         full = last.seconds >= plan.interval_s
         if self.over or full or history.elapsed_s - self._looked_s >= _LOOK_S:

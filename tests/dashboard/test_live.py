@@ -96,9 +96,15 @@ def test_expected_stands_against_actual(database: str) -> None:
         piece("throughput", "tok/s", [100.0, 142.2]),
         *(piece("gpu_utilization", "%", [10.0, 96.0 - 30 * rank, 97.0 - 30 * rank], rank=rank) for rank in range(2)),
         piece("training_memory", "MiB", [50.0, 120.0]),
+        piece("rank_imbalance", "%", [3.0, 2.5]),
+        piece("mfu", "%", [41.0, 42.0]),
     ]
     training(database, *pieces, plan=PLAN, estimate=100 << 20, device="cuda")
-    said = text(show("runs", run=RUN, point=POINT))
+    app = show("runs", run=RUN, point=POINT)
+    said = text(app)
+    captions = [each.value.replace("\\", "") for each in app.caption]
+    first = captions.index("MFU: 42 %")
+    assert captions[first - 1 : first + 2] == ["Throughput: 142.2 tok/s", "MFU: 42 %", "Rank imbalance: 2.5 %"]
     assert "Throughput,≥ 284.4 tok/s,142.2 tok/s,✗ no" in said
     assert "Time of the planned run,≤ 1 h,2 h,✗ no" in said
     assert "Memory,100 MiB estimated,120 MiB,✗ no" in said

@@ -13,10 +13,13 @@ import torch
 from trainings import small
 
 from jobs._live import LiveTraining
+from jobs._training.model_flops import ModelFlops
 from jobs._training.optimizer import OptimizerSpec, learning_rate
+from jobs.peaks import BF16_PEAKS
 from jobs.point import Machine
 from jobs.quantities import Quantities
 from jobs.train import QUANTITIES, Spec, measure
+from orchestrator.attempt.protocol import Samples
 from orchestrator.attempt.sampling import SamplingReporter
 
 STEPS = 40
@@ -77,15 +80,19 @@ def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPat
     clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
     monkeypatch.setattr("jobs._live.time.perf_counter", lambda: next(clock))
     report = Report()
-    live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
+    flops = ModelFlops(per_token=6e6, peak=1.2e9, ranks=2)
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), utilization=flops.utilization)
     for step in range(done + 1, done + 25):
         live.step(step, 1.0, 1.0, 1.0)
     speeds = [values["throughput"] for _, values in report.samples]
     assert speeds[:8] == pytest.approx([400] * 8)
     assert speeds[-4:] == pytest.approx([800] * 4)
+    assert [values["mfu"] for _, values in report.samples[:8]] == pytest.approx([100] * 8), "400 tok/s x 6 MFLOPs"
 
 
-def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any]) -> None:
+def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BF16_PEAKS, "", 1e12)  # the name of no GPU
+    config["precision"] = "bfloat16"
     sent: list[Any] = []
     report = SamplingReporter(lambda phase, done=0, total=0: None, sent.append, Quantities(QUANTITIES))
     result = measure(config, report)
@@ -98,4 +105,10 @@ def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any]) ->
         costs.append(time.perf_counter() - begun)
     report.close()
     assert statistics.median(costs) < 0.01 * step_s
-    assert sent
+    samples = [dict(each.values) for each in sent if isinstance(each, Samples)]
+    known = [values for values in samples if {"mfu", "throughput"} <= values.keys()]
+    assert known
+    metrics = {metric.name: metric.value for metric in result.metrics}
+    for values in known:
+        share = values["mfu"] / metrics["mfu"]
+        assert share == pytest.approx(values["throughput"] / metrics["throughput"]), "as at the end"

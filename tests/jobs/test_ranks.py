@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import descendants, is_alive
-from trainings import by_name, small
+from trainings import Keeping, by_name, small
 
 import jobs
 from jobs._data.byte_corpus import load_corpus
@@ -280,9 +280,10 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
     assert ("loss", 1) not in series, "it is the same"
     if changes.get("parallel") == "fsdp":
         assert "estimate_error" not in found
+        assert {name for name, _ in series}.isdisjoint({"rank_compute_time", "rank_imbalance"})
         return
     assert abs(found["estimate_error"].value) < 10
-    assert series["rank_compute_time", 1][-1] == 8
+    assert series["rank_compute_time", 1][-1] == series["rank_imbalance", 0][-1] == 8
     compute = found["rank_compute_time"].samples
     assert len(compute) == 2
     assert max(compute) < 1.5 * found["rank_step_time"].value
@@ -410,6 +411,24 @@ def test_progress_is_that_of_the_slowest_rank() -> None:
     for step in range(20, 30):
         fast(f"phase {step}", step)
     assert seen == [("phase 0", 0), ("phase 1", 1)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: int) -> None:
+    told = Keeping()
+    watch = RankWatch(ranks, told)
+    assert "rank_imbalance" not in told.series
+    for step in range(1, 101):
+        for rank in range(ranks):
+            watch.note(
+                RankSample(rank, step - rank % 2, {"rank_compute_time": 10.0 if step <= 50 else 10.0 + 20 * rank})
+            )
+            watch.note(RankSample(rank, step - rank % 2, {"training_memory": 400.0}))
+    found = told.series.get("rank_imbalance", {})
+    assert list(found) == (list(range(1, 100)) if ranks > 1 else [])
+    if ranks == 2:
+        assert found[40] == 0
+        assert found[99] == pytest.approx(50), "30 ms over the mean, 20 ms"
 
 
 def test_ranks_that_were_stopped_without_a_checkpoint_say_so() -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,11 +19,14 @@ from trainings import Keeping, by_name, of_the_kill, small
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.errors import MemoryLimit
 from jobs._training.report import train_rank
+from jobs._training.results import Run
 from jobs._training.soak_history import INTERVALS, Interval, SoakHistory, SoakPlan
-from jobs._training.soak_metrics import HOST_MEMORY_SLOPE, _hours, _resident, _Slopes
+from jobs._training.soak_metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
 from jobs._training.soak_watch import SoakWatch
+from jobs.measure.telemetry import Telemetry
 from jobs.measure.trend import common_slope
-from jobs.point import Machine, Measurement
+from jobs.point import Machine, Measurement, Metric
+from jobs.quantities import GPU_UTILIZATION
 from jobs.soak import QUANTITIES, Spec, measure
 from jobs.spec import SpecError, parse_spec
 from jobs.train import Spec as TrainSpec
@@ -143,7 +147,7 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
         watch = _watch(plan, history)
         while not watch.over:
             step += 1
-            watch.take(step, 2.0, 0.1, history.elapsed_s)
+            watch.take(step, 2.0, 0.1, history.elapsed_s, 70.0)
         later = SoakHistory()
         later.take_over(history.shared(), history.own())
         assert later == history
@@ -153,6 +157,11 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
     assert INTERVALS * 0.9 < len(history.intervals) <= INTERVALS + 3
     assert sum(interval.steps for interval in history.intervals) == step
     assert sum(interval.loss for interval in history.intervals) == 2.0 * step
+    assert sum(interval.compute_ms for interval in history.intervals) == 70.0 * step
+    own = history.own()
+    own["intervals"] = own["intervals"][:, :-1]  # of an earlier version's checkpoint
+    history.take_over(history.shared(), own)
+    assert [(i.after_checkpoint, i.compute_ms) for i in history.intervals[-1:]] == [(False, 0)]
     assert history.intervals[-1].end_step == step
     warm = {interval.process: interval.end_s - interval.seconds for interval in reversed([*history.settled(plan)])}
     assert [warm[piece] - 1200 * piece for piece in range(3)] == pytest.approx([60, 60, 60], abs=plan.interval_s + 1)
@@ -204,6 +213,25 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
     held = 65.5
     with pytest.raises(MemoryLimit, match=r"^rank 0 holds 65\.5 GB, more than limit_gb: 65, after 10 min and 1,202 st"):
         again.take(1202, 2.0, 1.0, history.elapsed_s)
+
+
+def _report(compute_ms: float | None, busy: float | None) -> Any:
+    """What a rank's report has of its share: a settled interval of ten steps of 100 ms."""
+    interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0))
+    utilization = None if busy is None else Metric.of(GPU_UTILIZATION, busy, (busy - 10, busy + 10))
+    return SimpleNamespace(run=Run(soak=SoakHistory(intervals=[interval])), utilization=utilization)
+
+
+def test_the_ranks_of_a_soak_are_compared() -> None:
+    plan = SoakPlan(16, 16, 60, 65)
+    found = {m.name: m for m in _ranks([_report(50, 80), _report(70, 90)], plan)}
+    assert found["rank_imbalance"].value == pytest.approx(100 * (70 / 60 - 1))
+    assert found["rank_compute_time"].samples == (50, 70)
+    assert found["rank_step_time"].samples == (100, 100)
+    assert (found["rank_utilization"].value, found["rank_utilization"].samples) == (80, (80, 90))
+    unknown = _ranks([_report(None, 80), _report(None, None)], plan)  # FSDP2; a GPU without NVML
+    assert [metric.name for metric in unknown] == ["rank_step_time"]
+    assert _ranks([_report(50, 80)], plan) == []
 
 
 # Real processes
@@ -261,10 +289,17 @@ def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     found = by_name(result)
     assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
+    compute = found["rank_compute_time"].samples
+    assert len(compute) == len(found["rank_step_time"].samples) == 2
+    assert 0 < max(compute) < 1.5 * found["rank_step_time"].value
+    assert found["rank_imbalance"].value == pytest.approx(100 * (2 * max(compute) / sum(compute) - 1))
+    assert watching.series["rank_imbalance"]
+    assert "rank_utilization" not in found, "a CPU has no such counter"
     assert result.environment["training"]["restarts"] == 1
     assert found["resumed_step"].value >= 5
     rows = _rows(result)
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
+    assert all(row["compute_ms"] > 0 for row in rows)
     resumed = int(found["resumed_step"].value)
     _trains_the_same(text, tmp_path / "alone", watching.series["loss"], resumed, ranks=2)
 
@@ -314,7 +349,12 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
         raise OSError("full")
 
     monkeypatch.setattr("jobs._training.checkpoint_io.Writer.finish", full)
+    started: list[int] = []
     watching = Watching(tmp_path)
+    telemetry = Telemetry([])
+    monkeypatch.setattr(telemetry, "start", lambda: started.append(max(watching.series["loss"])))
+    monkeypatch.setattr("jobs._training.report._telemetry", lambda *_, **__: telemetry)
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
         train_rank(config, torch.device("cpu"), 0, watching, threading.Event())
     assert "was not saved: OSError: full" in watching.warnings[-1]
+    assert started == [3], "the rank's utilisation is sampled from its fourth step on"
