@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -209,6 +209,10 @@ class Reporter(Beat, Protocol):
         """
         ...
 
+    def ranks(self, pids: Sequence[int]) -> None:
+        """Tell that the point's ranks have been started: their processes by rank, to be watched each by itself."""
+        ...
+
 
 def reporter(beat: Beat) -> Reporter:
     """The Reporter that a job was passed; for a plain function one that drops samples and has no surroundings."""
@@ -231,6 +235,9 @@ class _Unsampled:
 
     def keep(self, name: str, text: str) -> None:
         """Drop the text."""
+
+    def ranks(self, pids: Sequence[int]) -> None:
+        """Drop the processes."""
 
 
 Measure = Callable[[Mapping[str, Any], Beat], Measurement]

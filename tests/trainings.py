@@ -56,6 +56,9 @@ class Keeping:
     def keep(self, name: str, text: str) -> None:
         self.kept[name] = text
 
+    def ranks(self, pids: Sequence[int]) -> None:
+        pass
+
 
 class Watching(Keeping):
     """A Reporter that keeps what it is told, and acts once when training has got to a step."""

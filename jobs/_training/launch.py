@@ -14,7 +14,15 @@ from jobs._training import rank
 from jobs._training.checkpoint_folder import CheckpointError, CheckpointFolder
 from jobs._training.elastic import ElasticLauncher
 from jobs._training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
-from jobs._training.rank_messages import CHECKPOINT, RankBeat, RankFailure, RankNoted, RankSample, RankWarned
+from jobs._training.rank_messages import (
+    CHECKPOINT,
+    RankBeat,
+    RankFailure,
+    RankNoted,
+    RankSample,
+    RankStarted,
+    RankWarned,
+)
 from jobs._training.rank_metrics import LiveImbalance
 from jobs._training.report import RankReport
 from jobs.launcher import Launcher, RanksEnded
@@ -99,6 +107,7 @@ class RankWatch:
         self._ranks = ranks
         self._report = reporter(beat)
         self._imbalance = LiveImbalance(ranks, self._report)
+        self._pids: dict[int, int] = {}
         self._beats: dict[int, RankBeat] = {}
         self._begun = False
         self._sent = 0  # number of the last forwarded beat
@@ -108,6 +117,10 @@ class RankWatch:
         """Take a message of a rank (jobs._training.rank_messages)."""
         self._begun = self._begun or isinstance(message, RankBeat)
         match message:
+            case RankStarted(rank=number, pid=pid):
+                self._pids[number] = pid
+                if len(self._pids) == self._ranks:
+                    self._report.ranks([self._pids[rank] for rank in range(self._ranks)])
             case RankFailure(rank=number):
                 self._failures.setdefault(number, message)
             case RankSample(rank=number, step=step, values=values):

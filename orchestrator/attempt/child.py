@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from jobs.measure.interpreter import variables_for_another
+from jobs.measure.process_usage import descent
 from orchestrator.artifacts import Source
 from orchestrator.attempt import protocol, temporary
 from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
@@ -141,11 +142,7 @@ class Child:
 
     def tree(self) -> list[psutil.Process]:
         """The worker and its descendants; empty once it is gone."""
-        try:
-            root = psutil.Process(self.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return descent(self.pid)()
 
     def _escaped(self) -> list[psutil.Process]:
         """Processes that the worker's have left behind in sessions of their own: they have its TMPDIR."""

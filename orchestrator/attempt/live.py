@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.process_usage import PointUsage
 from jobs.measure.telemetry import Telemetry
 from jobs.point import Reading
 from orchestrator.attempt import protocol
@@ -39,7 +39,7 @@ class LiveSeries:
         meter: the telemetry to read along; its readings are thinned as the measurement's samples are.
     """
 
-    def __init__(self, assignment: Assignment, meter: Telemetry | ProcessUsage) -> None:
+    def __init__(self, assignment: Assignment, meter: Telemetry | PointUsage) -> None:
         self._assignment = assignment
         self._meter = meter
         self._pieces: dict[tuple[int, str], _Piece] = {}
@@ -49,6 +49,12 @@ class LiveSeries:
         """Take in samples of the measurement."""
         for name, value in samples.values.items():
             self._add(samples.rank, name, samples.units[name], samples.step, samples.at, value)
+
+    def follow(self, pids: Sequence[int]) -> None:
+        """Read the usage of each of these processes, by rank, where it is that of processes that is read."""
+        if isinstance(self._meter, PointUsage):
+            self._note(self._meter.readings())
+            self._meter.follow(pids)
 
     def due(self) -> Series | None:
         """The samples since the last piece, once that is long enough ago; None until then, or without samples."""

@@ -4,7 +4,7 @@ Commands go to the worker's stdin, events come back on a pipe; stdout and stderr
 
     (start)  -> Ready
     Probe    -> Machine or Failure
-    Run      -> Environment, any number of Beats, Samples, Warned and Noted, then Result or Failure
+    Run      -> Environment, any number of Beats, Samples, Ranks, Warned and Noted, then Result or Failure
     Explain  -> Explained, also while a point is measured
     Exit     -> the worker ends
 
@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jobs import point
 from orchestrator.states import PointState
 
-VERSION = 6
+VERSION = 7
 
 
 class ProtocolError(ValueError):
@@ -211,6 +211,13 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The point's ranks have been started. `pids` are their processes, by rank, each on its own host."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something went wrong that does not end the point."""
 
@@ -226,7 +233,7 @@ class Noted:
 
 
 Command = Probe | Run | Explain | Exit
-Event = Ready | Beat | Environment | Machine | Result | Failure | Explained | Samples | Warned | Noted
+Event = Ready | Beat | Environment | Machine | Result | Failure | Explained | Samples | Ranks | Warned | Noted
 
 
 def encode(message: Command | Event) -> bytes:

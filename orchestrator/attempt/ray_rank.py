@@ -22,7 +22,7 @@ import psutil
 from jobs._training.rank_messages import failure
 from jobs.launcher import Rank
 from jobs.measure import nvml
-from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.process_usage import ProcessUsage, descent
 from jobs.measure.telemetry import Sample, Telemetry
 from jobs.point import Device, Reading
 from orchestrator.attempt import diagnostics, temporary
@@ -132,7 +132,7 @@ class NodeWatch:
     def __init__(self, ranks: Sequence[Placed], cores: float) -> None:
         self._ranks = ranks
         self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
-        self._usage = {p.rank: ProcessUsage(_tree(p.pid), cores) for p in ranks if p.gpu is None}
+        self._usage = {p.rank: ProcessUsage(descent(p.pid), cores) for p in ranks if p.gpu is None}
         for telemetry in self._gpus.values():
             telemetry.start()
 
@@ -252,14 +252,3 @@ def _check_card(gpu: str | None, planned: str | None) -> None:
     if card not in (planned, None):
         fix = "name one type in resources.accelerator_type"
         raise RuntimeError(f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}")
-
-
-def _tree(pid: int) -> Callable[[], list[psutil.Process]]:
-    def tree() -> list[psutil.Process]:
-        try:
-            root = psutil.Process(pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    return tree

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.point import NOWHERE, Beat, Surroundings
 from jobs.quantities import Quantities
-from orchestrator.attempt.protocol import Noted, Samples, Warned
+from orchestrator.attempt.protocol import Noted, Ranks, Samples, Warned
 
 LEAST_INTERVAL_S = 1.0
 MOST_SAMPLES = 2000
@@ -43,7 +43,8 @@ class SamplingReporter:
 
     Args:
         beat: takes the progress.
-        send: takes the samples, in a thread while the measurement runs and by `close`; and warnings and texts, at once.
+        send: takes the samples, in a thread while the measurement runs and by `close`; and warnings, texts and ranks,
+            at once.
         declared: the kind's quantities.
         surroundings: the point's.
     """
@@ -51,7 +52,7 @@ class SamplingReporter:
     def __init__(
         self,
         beat: Beat,
-        send: Callable[[Samples | Warned | Noted], None],
+        send: Callable[[Samples | Ranks | Warned | Noted], None],
         declared: Quantities,
         surroundings: Surroundings = NOWHERE,
     ) -> None:
@@ -92,6 +93,10 @@ class SamplingReporter:
     def keep(self, name: str, text: str) -> None:
         """As jobs.point.Reporter says."""
         self._send(Noted(name, text))
+
+    def ranks(self, pids: Sequence[int]) -> None:
+        """As jobs.point.Reporter says."""
+        self._send(Ranks(tuple(pids)))
 
     def close(self) -> None:
         """End the thread, and send the last sample of each series."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.process_usage import PointUsage
 from jobs.measure.telemetry import Telemetry, TelemetrySummary
 from jobs.point import Point
 from orchestrator.artifacts import Source
@@ -175,7 +175,7 @@ def _watch(
     """Follow one point to its end. Returns None if stopped before: then the point has had its grace."""
     telemetry = Telemetry(gpu_ids)
     here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
-    live = LiveSeries(assignment, ProcessUsage(child.tree, conditions.threads) if here else telemetry)
+    live = LiveSeries(assignment, PointUsage(child.tree, conditions.threads) if here else telemetry)
     watch = Watch(child, assignment, conditions, live, cluster)
     telemetry.start()
     ended: Ended | None = None

@@ -97,6 +97,8 @@ class Watch:
                     self._note(event)
                 case protocol.Samples():
                     self._live.take(event)
+                case protocol.Ranks(pids):
+                    self._live.follow(pids)
                 case protocol.Warned(text):
                     self._warnings.append(warning(self._assignment, text))
                 case protocol.Noted(name, text):

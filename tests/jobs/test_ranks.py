@@ -38,8 +38,8 @@ from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
 from jobs.train import QUANTITIES, Spec, measure
 from nsa_core.model import PRESETS, NSATransformer
 from orchestrator.attempt.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress
-from orchestrator.records import ArtifactRecord, OutcomeRecord
+from orchestrator.messages import Assignment, Conditions, Progress, Series
+from orchestrator.records import ArtifactRecord, OutcomeRecord, SeriesRecord
 from orchestrator.states import PointState
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -238,6 +238,7 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
     phases: list[str] = []
     series: dict[tuple[str, int], list[int]] = {}
     kept: dict[str, str] = {}
+    started: list[list[int]] = []
 
     class Reporter:
         surroundings = NOWHERE
@@ -255,9 +256,13 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
         def keep(self, name: str, text: str) -> None:
             kept[name] = text
 
+        def ranks(self, pids: list[int]) -> None:
+            started.append(pids)
+
     two = _train(_spec(text, ranks=2, **changes), Reporter())
     states = {name: RankState.from_json(content) for name, content in kept.items()}
     assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
+    assert started == [[state.pid for _, state in sorted(states.items()) if state]], "by rank"
     found, alone = by_name(two), by_name(_train(_spec(text)))
     assert found["loss"].samples == pytest.approx(alone["loss"].samples, rel=tolerance)
     assert found["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=tolerance)
@@ -369,13 +374,16 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
     seen: list[Any] = []
     recorded: list[str] = []
 
+    def series() -> list[SeriesRecord]:
+        return [record for update in list(seen) if isinstance(update, Series) for record in update.records]
+
     def stall() -> None:
         ranks = descendants(psutil.Process(), "spawn_main")
         ranks[1].suspend()
         time.sleep(3)
         ranks[1].resume()  # it was slow
         before = len(seen)
-        while len(seen) < before + 2:
+        while len(seen) < before + 2 or not any(record.name == "rank_imbalance" for record in series()):
             time.sleep(0.1)
         ranks[1].send_signal(signal.SIGUSR2)  # now it sleeps for ever
         while ranks[0].is_running():
@@ -393,6 +401,15 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
     assert outcome.state is PointState.HANG
     assert outcome.reason == "no progress for 12 s (last in phase 'train')"
     (path,) = [u.artifact.path for u in seen if isinstance(u, ArtifactRecord) and u.artifact.name == "stacks.txt"]
+    records = series()
+    for rank in (0, 1):
+        mine = {r.name: r.values for r in records if r.rank == rank}
+        assert 100 < mine["resident_memory"][-1] < 1000, "of one process"
+        assert {"training_memory", "rank_compute_time"} <= mine.keys()
+    assert mine["cpu_utilization"][-1] < 10, "the stalled rank"
+    assert {r.rank for r in records if r.name == "rank_imbalance"} == {0}
+    numbers = [step for r in records if (r.name, r.rank) == ("cpu_utilization", 0) for step in r.steps]
+    assert numbers == sorted(set(numbers)), "go on from the point's own"
     stacks = (tmp_path / "store" / path).read_text()
     assert '"rank 0"' in stacks
     assert '"rank 1"' in stacks

@@ -17,7 +17,7 @@ from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module
 from jobs.measure import nvml
 from jobs.measure.energy import Energy, EnergyMeter
-from jobs.measure.process_usage import ProcessUsage
+from jobs.measure.process_usage import PointUsage, ProcessUsage
 from jobs.measure.telemetry import Sample, Telemetry, energy, summarise_samples
 from jobs.quantities import (
     CPU_UTILIZATION,
@@ -219,6 +219,18 @@ def test_usage_of_a_process_tree_counts_its_children() -> None:
         most = 100 * (latest[1] - earliest[1]) / (ending[0] - begun[0]) / 2
         assert 0 < least <= reading.values[CPU_UTILIZATION] <= most + 2  # the parent used a little
         assert 5 < reading.values[RESIDENT_MEMORY] < 500
+        point = PointUsage(tree, cores=2)
+        time.sleep(0.3)
+        [whole] = point.readings()
+        point.follow([child.pid, tree()[1].pid])
+        time.sleep(0.3)
+        both, busy = point.readings()
+        assert [(r.rank, r.number) for r in (whole, both, busy)] == [(0, 1), (0, 2), (1, 2)]
+        assert both.values[RESIDENT_MEMORY] > busy.values[RESIDENT_MEMORY] > 0
+        for process in tree():
+            process.kill()
+        time.sleep(0.3)
+        assert point.readings() == [], "ended, and not reaped yet"
     finally:
         for process in tree():
             process.kill()

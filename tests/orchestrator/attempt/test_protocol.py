@@ -42,6 +42,7 @@ EVENTS = [
     protocol.Result(
         point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (protocol.File("stages.txt", "/tmp/file-1"),)
     ),
+    protocol.Ranks((41, 43)),
     protocol.Noted("rank0.json", '{"rank":0}\n'),
     protocol.Explained((protocol.File("stacks-rank0.txt", "/tmp/file-3"),)),
     protocol.Failure(
