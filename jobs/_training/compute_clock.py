@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
+
+_RECENT_S = 1.0
 
 
 class ComputeClock:
@@ -42,6 +46,21 @@ class ComputeClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class RecentMean:
+    """Mean of the values of the last second, at least of the last one."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque()
+
+    def add(self, value: float) -> float:
+        """Take in a value of now. Returns the mean."""
+        clock = time.perf_counter()
+        self._values.append((clock, value))
+        while clock - self._values[0][0] > _RECENT_S:
+            self._values.popleft()
+        return fmean(value for _, value in self._values)
 
 
 def _between(begun: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:

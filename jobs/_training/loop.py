@@ -17,6 +17,7 @@ from jobs._diagnosis.rank_state import Notes
 from jobs._live import TRAINING_MEMORY, LiveTraining, memory_mib
 from jobs._training.ahead import in_order, on_its_way
 from jobs._training.checkpoint_folder import CheckpointError
+from jobs._training.compute_clock import RecentMean
 from jobs._training.errors import Diverged, Stopped, Suspended
 from jobs._training.layout import Layout
 from jobs._training.model_flops import ModelFlops
@@ -332,6 +333,7 @@ class _Live:
         tokens = math.prod(trainer.size)
         mfu = None if trainer.flops is None else trainer.flops.utilization
         first = trainer.rank == 0
+        self._compute = RecentMean()  # a step by itself says little of how even the ranks are
         self._training = LiveTraining(beat, tokens, trainer.device, utilization=mfu) if first else None
 
     def heldout(self, number: int, loss: float) -> None:
@@ -349,7 +351,7 @@ class _Live:
         else:
             own[TRAINING_MEMORY.name] = memory_mib(trainer.device)
         if step.compute_ms is not None:
-            own[RANK_COMPUTE_TIME.name] = step.compute_ms
+            own[RANK_COMPUTE_TIME.name] = self._compute.add(step.compute_ms)
         if own:
             self._report.sample(number, own, trainer.rank)
 

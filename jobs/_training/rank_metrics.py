@@ -19,7 +19,7 @@ RANK_UTILIZATION = Quantity(
 RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
 RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
 
-_RECENT = 20  # samples of a rank: ten seconds, or as many steps where they are longer
+_RECENT = 20  # samples of a rank: ten seconds, or as many steps where those take longer
 
 
 class LiveImbalance:

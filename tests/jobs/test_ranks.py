@@ -23,7 +23,7 @@ from trainings import Keeping, by_name, small
 import jobs
 from jobs._data.byte_corpus import load_corpus
 from jobs._diagnosis.rank_state import RankState
-from jobs._training.compute_clock import ComputeClock
+from jobs._training.compute_clock import ComputeClock, RecentMean
 from jobs._training.errors import Diverged, RankFailed, Stopped
 from jobs._training.launch import RankWatch
 from jobs._training.layout import divided
@@ -446,6 +446,14 @@ def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: in
     if ranks == 2:
         assert found[40] == 0
         assert found[99] == pytest.approx(50), "30 ms over the mean, 20 ms"
+
+
+def test_a_live_compute_time_is_the_mean_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(0.25 * step for step in range(100))
+    monkeypatch.setattr("jobs._training.compute_clock.time.perf_counter", lambda: next(clock))
+    recent = RecentMean()
+    assert [recent.add(value) for value in (8.0, 4.0)] == [8, 6]
+    assert [recent.add(float(step)) for step in range(10)][-1] == 7, "of five steps"
 
 
 def test_ranks_that_were_stopped_without_a_checkpoint_say_so() -> None:
