@@ -325,7 +325,8 @@ def _uninterrupted(spec: Path, changes: list[str], folder: Path, steps: int) -> 
 
 def _grows(run: Run) -> None:
     """Wait until the database has more of each live series than now, of both ranks."""
-    live = {("loss", 0), ("throughput", 0), ("training_memory", 1), ("cpu_utilization", 0), ("cpu_utilization", 1)}
+    live = {("loss", 0), ("throughput", 0), ("rank_imbalance", 0), ("training_memory", 1)}
+    live |= {("rank_compute_time", rank) for rank in (0, 1)} | {("cpu_utilization", rank) for rank in (0, 1)}
     wait_for(lambda: live <= run.stored().keys(), 60, lambda: str(run.stored()), pause=0.5)
     before = run.stored()
     wait_for(
