@@ -93,7 +93,9 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     first = _newest(home)
     _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
     _until(lambda: _has_an_end(home), driver)
+    worker = _worker(driver)
     driver.kill()
+    assert psutil.wait_procs([worker], timeout=30)[1] == []  # until then it may save another checkpoint
     (path,) = home.glob(f"artifacts/*/{journal.NAME}")
     run_id = path.parent.name
     second = _newest(home)
