@@ -178,7 +178,7 @@ def _prepare(
         shifted = tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g)
         _store_stats(STATS, way * tl.cast(total, tl.int64) + i, shifted, delta, ok)
         if SHARED and way == WAYS - 1:
-            # Of a gate below 0 (NaN) and one of 0 (inf), NaN is the least: inf would mean that there is no gradient.
+            # NaN, of a gate below 0, wins over inf, of a gate of 0, which stands for no gradient.
             least = tl.minimum(shifted, shifted_before, propagate_nan=tl.PropagateNan.ALL)
             weight = tl.where(least < float("inf"), tl.exp2(least - shifted), 1.0)
             before = tl.where(least < float("inf"), tl.exp2(least - shifted_before), 1.0)

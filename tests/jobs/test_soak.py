@@ -216,7 +216,7 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
 
 
 def _report(compute_ms: float | None, busy: float | None) -> Any:
-    """What a rank's report has of its share: a settled interval of ten steps of 100 ms."""
+    """Report of a rank, with one settled interval of ten steps of 100 ms."""
     interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0))
     utilization = None if busy is None else Metric.of(GPU_UTILIZATION, busy, (busy - 10, busy + 10))
     return SimpleNamespace(run=Run(soak=SoakHistory(intervals=[interval])), utilization=utilization)

@@ -59,7 +59,7 @@ def test_each_launch_is_a_range_of_a_profile() -> None:
 
 
 def test_a_range_of_a_stage_is_an_operation_as_a_kernel_on_a_gpu_needs_it() -> None:
-    """Of an annotation within autograd's function, which is an operation, the profiler would know no kernel."""
+    """The profiler gives a kernel to the innermost operation: an annotation in autograd's function would get none."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watch:
         _launch(Kernel())
     (found,) = [event for event in watch.events() or () if event.name == "nsa_core.merge"]
