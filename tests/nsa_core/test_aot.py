@@ -99,6 +99,7 @@ def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.Mo
     assert text() == before
     monkeypatch.setattr(hopper, "ROWS", 128)
     assert text() != before
+    sources._sources.cache_clear()  # of what no other test may find
 
 
 def test_keys_stay_in_registers_on_hopper(usages: dict[str, Usage]) -> None:
