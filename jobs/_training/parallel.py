@@ -27,6 +27,10 @@ from nsa_core.model import NSATransformer
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# Inductor's. Otherwise it measures which shape of a reduction is fastest, anew or as another process has left it in the
+# cache, and as the shape decides the order of the sum, the same training has other bits.
+_OPTIONS: dict[str, Any] = {"deterministic": True}
+
 
 class ParallelModel:
     """A model, its training pass over the layout's ranks, and numbers averaged over them.
@@ -60,10 +64,10 @@ class ParallelModel:
             self._shard(device, compiled)
             self.loss_of: Callable[..., Tensor] = model
             return
-        mode: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs else {}
+        options = {**_OPTIONS, "triton.cudagraphs": cuda_graphs}
 
         def compile_if_asked(part: Any) -> Any:
-            return torch.compile(part, fullgraph=True, dynamic=False, **mode) if compiled else part
+            return torch.compile(part, fullgraph=True, dynamic=False, options=options) if compiled else part
 
         if layout.ranks > 1 and layout.parallel == "replicate":
             self._replica = self.loss_of = Replica(model, layout.ranks, self.clock, compile_if_asked)
@@ -135,7 +139,7 @@ class ParallelModel:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if compressed else None, cast_forward_inputs=False)
         for block in self.model.blocks:
             if compiled:  # gathering a block's weights is outside of its graph
-                block.compile(fullgraph=True, dynamic=False)
+                block.compile(fullgraph=True, dynamic=False, options=_OPTIONS)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
 

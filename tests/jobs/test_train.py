@@ -101,7 +101,8 @@ def test_cuda_graphs_that_were_not_captured_are_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
     model = NSATransformer(PRESETS["tiny"])
     parallel = ParallelModel(model, Layout(1), 0, torch.device("cpu"), compiled=True, cuda_graphs=True)
-    assert asked == [{"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}]
+    options = {"deterministic": True, "triton.cudagraphs": True}  # torch's mode "reduce-overhead", and repeated bits
+    assert asked == [{"fullgraph": True, "dynamic": False, "options": options}]
     monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=0, idle=0))
     with pytest.raises(Ineffective, match="cuda_graphs"):
         parallel.check_effective()
@@ -115,15 +116,15 @@ def test_a_compiled_training_is_one_graph_and_records_it(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def without_a_c_compiler(model: torch.nn.Module, **options: Any) -> Any:
+    def without_a_c_compiler(model: torch.nn.Module, *, options: dict[str, Any], **others: Any) -> Any:
         asked.append(options)
-        return compiled(model, backend="aot_eager", **options)
+        return compiled(model, backend="aot_eager", **others)
 
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", without_a_c_compiler)
     spec, eager = (_spec(text, steps=5, attention=[attention], compile=on) for on in (True, False))
     result, expected = _train(spec), _train(eager)
-    assert asked == [{"fullgraph": True, "dynamic": False}]
+    assert asked == [{"deterministic": True, "triton.cudagraphs": False}]
     assert result.environment["training"]["compile"] is True
     assert expected.environment["training"]["compile"] is False
     assert result.route == expected.route, "noted while tracing"
