@@ -24,7 +24,7 @@ from jobs._training.model_flops import ModelFlops
 from jobs._training.optimizer import OptimizerSpec, learning_rate, new_optimizer
 from jobs._training.parallel import ParallelModel, clip_gradients, local
 from jobs._training.rank_messages import CHECKPOINT
-from jobs._training.results import RESUME_WARM_UP, Run, Step, is_steady
+from jobs._training.results import Run, Step, is_steady
 from jobs._training.soak_history import steps_of
 from jobs._training.soak_watch import SoakWatch
 from jobs._training.state import TrainingState
@@ -180,7 +180,7 @@ class Trainer:
         started = self._steps(until, beat, stop)
         for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
             before_it, ended = ended, time.perf_counter()
-            if not self._measuring and self._warm(number, run):
+            if not self._measuring and is_steady(number - 1, self.steps, run.begun):
                 self._measuring = True
                 telemetry.start()
             metered += self.energy.running
@@ -198,12 +198,6 @@ class Trainer:
             run.seconds.append(ended - before_it)
             run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
         self.energy.stop(metered * math.prod(self.size))
-
-    def _warm(self, number: int, run: Run) -> bool:
-        """Whether step `number`, from 1, is no warm-up; each process of a soak has its own."""
-        if self._watch is None:
-            return is_steady(number - 1, self.steps, run.begun)
-        return number > run.begun[-1] + RESUME_WARM_UP
 
     def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""

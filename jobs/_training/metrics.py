@@ -109,7 +109,8 @@ def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
     own = [[ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])] for ms in map(_compute, reports)]
     compute = [fmean(ms) if ms else None for ms in own]
     each = f"median of each rank's steps, {_left_out(run)}"
-    return compared(reports, (steps, each), (compute, "the steady steps"), "steady steps")
+    busy = [None if (sampled := report.utilization) is None else fmean(sampled.samples) for report in reports]
+    return compared(reports, (steps, each), (compute, "the steady steps"), (busy, "steady steps"))
 
 
 def _compute(report: RankReport) -> list[float]:

@@ -54,14 +54,14 @@ def compared(
     reports: Sequence[RankReport],
     steps: tuple[Sequence[float], str],
     compute: tuple[Sequence[float | None], str],
-    busy: str,
+    busy: tuple[Sequence[float | None], str],
 ) -> list[Metric]:
     """Comparison of several ranks; samples are one a rank. None of a single rank.
 
     Args:
         steps: each rank's time of a step [ms], and what it is, in words.
         compute: each rank's own compute time of a step [ms], None if unknown, and what it is a mean of.
-        busy: the steps over which the utilisation was sampled.
+        busy: the mean utilisation of each rank's GPU [%], None if unknown, and the steps that it is of.
     """
     if len(reports) == 1:
         return []
@@ -70,10 +70,9 @@ def compared(
     own = {rank: ms for rank, ms in enumerate(compute[0]) if ms is not None}
     if len(own) == len(reports):
         metrics += _imbalance(own, compute[1])
-    sampled = [report.utilization for report in reports if report.utilization is not None]
-    if len(sampled) == len(reports):
-        shares = tuple(fmean(metric.samples) for metric in sampled)
-        method = f"NVML utilisation of each rank's GPU in {busy}, checkpoints left out; value: the least busy's"
+    shares = tuple(share for share in busy[0] if share is not None)
+    if len(shares) == len(reports):
+        method = f"NVML utilisation of each rank's GPU in {busy[1]}, checkpoints left out; value: the least busy's"
         metrics.append(Metric.of(RANK_UTILIZATION, min(shares), shares, method))
     return metrics
 

@@ -41,8 +41,6 @@ from nsa_core.model import ModelConfig
 if TYPE_CHECKING:
     from jobs._training.checkpoints import Checkpoints
 
-_SOAK_SAMPLES = 100  # means over ever longer times, lest they be the growth of memory that the soak finds
-
 
 @dataclass(frozen=True)
 class RankReport:
@@ -52,8 +50,8 @@ class RankReport:
         run: losses and times; the losses are means over all ranks.
         peak: memory of one whole step on this rank.
         agreement: error of the attention against the oracle on this rank's device.
-        utilization: of this rank's GPU during the steady steps, sampled [%]; of a soak's last process. None without
-            NVML and on a single rank.
+        utilization: of this rank's GPU during the steady steps, sampled [%]; None without NVML, on a single rank and of
+            a soak, whose history has it.
         route, environment: as in Measurement.
         model: the model's shape.
         gpu: PyTorch's name of the rank's GPU; "" on a CPU.
@@ -97,13 +95,16 @@ def train_rank(
     data = DataSpec.model_validate(config["data"])
     corpus = open_corpus(data, config, beat)
     notes.note(LOADER)
-    plan = SoakPlan.from_config(config)
-    watch = None if plan is None else SoakWatch(plan, SoakHistory(), device, rank, beat)
+    plan, gpu = SoakPlan.from_config(config), _gpu(device)
+    watch = None
+    if plan is not None:
+        watch = SoakWatch(plan, SoakHistory(), device, rank, beat, nvml.UtilizationMeter(gpu).now)
     trainer = Trainer(config, corpus, device, rank, watch, notes)
     beat("check")
     agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")
-    telemetry = _telemetry(device, trainer.layout.ranks, soak=plan is not None)
+    # The supervisor samples the GPU of a single rank, and a soak's watch looks itself.
+    telemetry = Telemetry([gpu] if gpu is not None and plan is None and trainer.layout.ranks > 1 else [])
     checkpoints = new_checkpoints(config, corpus, device, rank, beat)
     try:
         run = trainer.run(data.heldout_batches, beat, stop, telemetry, checkpoints)
@@ -186,9 +187,6 @@ def _about(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _telemetry(device: torch.device, ranks: int, *, soak: bool) -> Telemetry:
-    """Samples of this rank's GPU; the supervisor samples that of a single rank."""
-    if device.index is None or ranks == 1:
-        return Telemetry([])
-    gpus = nvml.visible_gpus()[device.index : device.index + 1]
-    return Telemetry(gpus, most=_SOAK_SAMPLES) if soak else Telemetry(gpus)
+def _gpu(device: torch.device) -> str | None:
+    """NVML's id of this rank's GPU; None on a CPU and without NVML."""
+    return None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)

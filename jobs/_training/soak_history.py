@@ -22,7 +22,7 @@ GB = 10**9
 _COLUMNS = (  # of the table
     *("process", "end_s", "end_step", "steps", "step_ms", "loss"),
     *("allocated_mib", "reserved_mib", "resident_mib", "warm_up", "after_checkpoint"),
-    "compute_ms",
+    *("compute_ms", "busy"),
 )
 
 
@@ -78,6 +78,7 @@ class Interval:
         warm: whether it begins after the warm-up of its process.
         after_checkpoint: whether its process had begun a checkpoint: the first one leaves buffers behind, saved or not.
         compute_ms: sum of the rank's own compute times; 0 where they are unknown.
+        busy: sum of the utilisation of its GPU in `looks` looks [%].
     """
 
     process: int
@@ -92,6 +93,8 @@ class Interval:
     warm: bool = False
     after_checkpoint: bool = False
     compute_ms: float = 0.0
+    busy: float = 0.0
+    looks: int = 0
 
     @property
     def memory_level(self) -> int:
@@ -143,13 +146,13 @@ class SoakHistory:
         return (i for i in self.intervals if i.warm and i.seconds >= plan.interval_s / 2)
 
     def to_csv(self) -> str:
-        """A table of all intervals: seconds, MiB, nat/byte, ms of a step."""
+        """A table of all intervals: seconds, MiB, nat/byte, ms of a step, %."""
         lines = [",".join(_COLUMNS)]
         for each in self.intervals:
             times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
             sizes = ",".join(f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.resident))
             flags = f"{int(not each.warm)},{int(each.after_checkpoint)}"
-            own = f"{each.compute_ms / each.steps:.4f}"
+            own = f"{each.compute_ms / each.steps:.4f},{each.busy / each.looks if each.looks else float('nan'):.1f}"
             lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags},{own}")
         return "\n".join(lines) + "\n"
 
@@ -157,6 +160,8 @@ class SoakHistory:
 def _interval(row: list[float]) -> Interval:
     process, end_s, end_step, steps, seconds, loss, *others = row
     allocated, reserved, resident, warm, after_checkpoint = map(int, others[:5])
-    compute_ms = sum(others[5:])  # earlier versions have none
+    compute_ms, busy, looks = [*others[5:], 0.0, 0.0, 0.0][:3]  # earlier versions have fewer
     times, sizes = (end_s, int(end_step), int(steps), seconds), (allocated, reserved, resident)
-    return Interval(int(process), *times, loss, *sizes, bool(warm), bool(after_checkpoint), compute_ms)
+    return Interval(
+        int(process), *times, loss, *sizes, bool(warm), bool(after_checkpoint), compute_ms, busy, int(looks)
+    )

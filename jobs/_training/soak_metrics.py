@@ -11,7 +11,6 @@ from jobs._live import LOSS
 from jobs._training import metrics as of_training
 from jobs._training.rank_metrics import compared
 from jobs._training.report import RankReport
-from jobs._training.results import RESUME_WARM_UP
 from jobs._training.soak_history import GB, Interval, SoakHistory, SoakPlan
 from jobs._training.soak_watch import HOST_MEMORY, MEMORY_HELD
 from jobs.measure import trend
@@ -192,13 +191,20 @@ def _ranks(reports: Sequence[RankReport], plan: SoakPlan) -> list[Metric]:
     settled = [_settled(report, plan) for report in reports]
     steps = [median(1000 * i.seconds / i.steps for i in mine) for mine in settled]
     compute = [_own_compute([i for i in mine if i.compute_ms]) for mine in settled]
-    last = f"the last process's steps but its first {RESUME_WARM_UP}"
-    return compared(reports, (steps, f"median of each rank's {words}"), (compute, f"all steps, by {words}"), last)
+    busy = [_busy(mine) for mine in settled]
+    own, looked = f"all steps, by {words}", f"looks once a second, {words}"
+    return compared(reports, (steps, f"median of each rank's {words}"), (compute, own), (busy, looked))
 
 
 def _own_compute(intervals: Sequence[Interval]) -> float | None:
     """A rank's own compute time of a step [ms]; None where it is unknown."""
     return sum(i.compute_ms for i in intervals) / sum(i.steps for i in intervals) if intervals else None
+
+
+def _busy(intervals: Sequence[Interval]) -> float | None:
+    """Mean utilisation of a rank's GPU [%]; None where it is unknown."""
+    looks = sum(i.looks for i in intervals)
+    return sum(i.busy for i in intervals) / looks if looks else None
 
 
 def _counts(report: RankReport) -> list[Metric]:

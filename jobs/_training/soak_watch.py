@@ -1,8 +1,9 @@
-"""The watch over a soak in one of its processes: memory, its alert and its limit, the end of the piece."""
+"""The watch over a soak in one of its processes: memory, its alert and its limit, utilisation, the piece's end."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,15 +26,25 @@ class SoakWatch:
         history: of the processes before; the watch goes on with it.
         device: of this rank, whose memory is watched: reserved by PyTorch's allocator on a GPU, else resident.
         beat: gets the alert and the live series MEMORY_HELD and HOST_MEMORY.
+        utilization: of this rank's GPU [%]; None if it is unknown.
     """
 
-    def __init__(self, plan: SoakPlan, history: SoakHistory, device: torch.device, rank: int, beat: Beat) -> None:
+    def __init__(
+        self,
+        plan: SoakPlan,
+        history: SoakHistory,
+        device: torch.device,
+        rank: int,
+        beat: Beat,
+        utilization: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.plan = plan
         self.history = history
         self.over = False
         """Whether the piece's time is over; equal on all ranks."""
         self._device = device
         self._rank = rank
+        self._utilization = utilization
         self._report = reporter(beat)
         self._process = 0
         self._after_checkpoint = False
@@ -99,11 +110,14 @@ class SoakWatch:
         return last
 
     def _look(self, step: int, last: Interval) -> None:
-        """Look at the memory since the last look."""
+        """Look at the memory since the last look, and at the GPU's utilisation."""
         since, self._looked_s = self._looked_s, self.history.elapsed_s
         allocated, reserved, resident = _memory(self._device)
         last.allocated, last.reserved = max(last.allocated, allocated), max(last.reserved, reserved)
         last.resident = max(last.resident, resident)
+        if (busy := self._utilization()) is not None:
+            last.busy += busy
+            last.looks += 1
         held = reserved or resident
         self._report.sample(step, {MEMORY_HELD.name: held / 2**20, HOST_MEMORY.name: resident / 2**20}, self._rank)
         if held > self.plan.limit_gb * GB:

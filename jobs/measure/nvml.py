@@ -108,6 +108,29 @@ def visible_gpus() -> list[str]:
         return []
 
 
+class UtilizationMeter:
+    """Utilisation of one GPU whenever it is asked for. NVML stays open with the process: opening it takes long."""
+
+    def __init__(self, gpu_id: str | None) -> None:
+        self._device: Any = None
+        if gpu_id is None:
+            return
+        try:
+            pynvml.nvmlInit()
+            self._device = handle(gpu_id)
+        except (NvmlError, pynvml.NVMLError):
+            pass  # `now` tells so
+
+    def now(self) -> float | None:
+        """Share of the driver's last interval in which a kernel ran [%]; None if NVML does not tell."""
+        if self._device is None:
+            return None
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu)
+        except pynvml.NVMLError:
+            return None
+
+
 def processes(gpu_ids: Sequence[str]) -> dict[str, list[int]]:
     """Ids of the processes with a compute context on each GPU; in a container, the host's ids.
 

@@ -64,16 +64,14 @@ class Telemetry:
 
     Args:
         gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty for a CPU point.
-        period_s: seconds between samples.
-        most: samples of a GPU to keep; more are merged in pairs, and the period is doubled.
+        period_s: seconds between samples; doubled whenever there are too many to keep.
 
     `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
 
-    def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2, most: int = _MOST) -> None:
+    def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
         self._gpu_ids = [str(gpu) for gpu in gpu_ids]
         self._period_s = period_s
-        self._most = most
         self._samples: list[Sample] = []
         self._read = -1  # number of the last look that `readings` has told of
         self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
@@ -133,7 +131,7 @@ class Telemetry:
                     now = time.monotonic() - begin
                     if not self._paused:
                         self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
-                    if len(self._samples) > self._most * len(devices):
+                    if len(self._samples) > _MOST * len(devices):
                         self._samples = _halved(self._samples)  # another list: `readings` may be reading the old one
                         self._period_s *= 2
                     if self._stop.wait(self._period_s):

@@ -23,10 +23,8 @@ from jobs._training.results import Run
 from jobs._training.soak_history import INTERVALS, Interval, SoakHistory, SoakPlan
 from jobs._training.soak_metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
 from jobs._training.soak_watch import SoakWatch
-from jobs.measure.telemetry import Telemetry
 from jobs.measure.trend import common_slope
-from jobs.point import Machine, Measurement, Metric
-from jobs.quantities import GPU_UTILIZATION
+from jobs.point import Machine, Measurement
 from jobs.soak import QUANTITIES, Spec, measure
 from jobs.spec import SpecError, parse_spec
 from jobs.train import Spec as TrainSpec
@@ -135,8 +133,13 @@ def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -
 # The history
 
 
-def _watch(plan: SoakPlan, history: SoakHistory, told: Any = lambda *_: None) -> SoakWatch:
-    watch = SoakWatch(plan, history, torch.device("cpu"), 0, told)
+def _watch(
+    plan: SoakPlan,
+    history: SoakHistory,
+    told: Any = lambda *_: None,
+    utilization: Callable[[], float | None] = lambda: None,
+) -> SoakWatch:
+    watch = SoakWatch(plan, history, torch.device("cpu"), 0, told, utilization)
     watch.begin(history.pieces)
     return watch
 
@@ -158,11 +161,13 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
     assert sum(interval.steps for interval in history.intervals) == step
     assert sum(interval.loss for interval in history.intervals) == 2.0 * step
     assert sum(interval.compute_ms for interval in history.intervals) == 70.0 * step
-    own = history.own()
-    own["intervals"] = own["intervals"][:, :-1]  # of an earlier version's checkpoint
-    history.take_over(history.shared(), own)
-    assert [(i.after_checkpoint, i.compute_ms) for i in history.intervals[-1:]] == [(False, 0)]
-    assert history.intervals[-1].end_step == step
+    for fewer, compute_ms in ((2, 70.0), (3, 0.0)):  # columns of earlier versions' checkpoints
+        own = history.own()
+        own["intervals"] = own["intervals"][:, :-fewer]
+        (earlier := SoakHistory()).take_over(history.shared(), own)
+        last = earlier.intervals[-1]
+        assert (last.after_checkpoint, last.busy, last.looks, last.end_step) == (False, 0, 0, step)
+        assert last.compute_ms == pytest.approx(compute_ms * last.steps)
     warm = {interval.process: interval.end_s - interval.seconds for interval in reversed([*history.settled(plan)])}
     assert [warm[piece] - 1200 * piece for piece in range(3)] == pytest.approx([60, 60, 60], abs=plan.interval_s + 1)
 
@@ -215,11 +220,29 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
         again.take(1202, 2.0, 1.0, history.elapsed_s)
 
 
+def test_a_gpu_that_was_busy_in_all_pieces_but_the_last_one_counts_as_busy() -> None:
+    """A short last piece is done before the driver's counter has seen it."""
+    plan, history, busy = SoakPlan(22, 10, 60, 65), SoakHistory(), (90.0, 90.0, 0.0, 0.0)
+    while not history.done:
+        watch = _watch(plan, history, utilization=lambda: busy[history.pieces] if history.elapsed_s > 5 else None)
+        while not watch.over:
+            watch.take(1, 2.0, 0.5, history.elapsed_s)
+    (found,) = [m.value for m in _ranks([_of(history)] * 2, plan) if m.name == "rank_utilization"]
+    assert 80 < found < 90
+    rows = [line.split(",")[-1] for line in history.to_csv().splitlines()]
+    assert rows[0] == "busy"
+    assert set(rows[1:]) == {"90.0", "0.0", "nan"}
+
+
+def _of(history: SoakHistory) -> Any:
+    return SimpleNamespace(run=Run(soak=history))
+
+
 def _report(compute_ms: float | None, busy: float | None) -> Any:
     """Report of a rank, with one settled interval of ten steps of 100 ms."""
-    interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0))
-    utilization = None if busy is None else Metric.of(GPU_UTILIZATION, busy, (busy - 10, busy + 10))
-    return SimpleNamespace(run=Run(soak=SoakHistory(intervals=[interval])), utilization=utilization)
+    looked = {} if busy is None else {"busy": 2 * busy, "looks": 2}
+    interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0), **looked)
+    return _of(SoakHistory(intervals=[interval]))
 
 
 def test_the_ranks_of_a_soak_are_compared() -> None:
@@ -349,12 +372,7 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
         raise OSError("full")
 
     monkeypatch.setattr("jobs._training.checkpoint_io.Writer.finish", full)
-    started: list[int] = []
     watching = Watching(tmp_path)
-    telemetry = Telemetry([])
-    monkeypatch.setattr(telemetry, "start", lambda: started.append(max(watching.series["loss"])))
-    monkeypatch.setattr("jobs._training.report._telemetry", lambda *_, **__: telemetry)
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
         train_rank(config, torch.device("cpu"), 0, watching, threading.Event())
     assert "was not saved: OSError: full" in watching.warnings[-1]
-    assert started == [3], "the rank's utilisation is sampled from its fourth step on"

@@ -63,6 +63,18 @@ def test_a_pause_takes_no_samples(driver: None) -> None:
     telemetry.stop()
 
 
+def test_a_meter_tells_the_utilisation_of_now_or_that_it_is_unknown(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nvml.UtilizationMeter("GPU-1234").now() == 80
+    assert nvml.UtilizationMeter(None).now() is None
+    later = nvml.UtilizationMeter("0")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", _refuse)
+    assert later.now() is None
+    monkeypatch.setattr(pynvml, "nvmlInit", _refuse)
+    assert nvml.UtilizationMeter("0").now() is None
+
+
 @pytest.mark.parametrize("gpu", ["0", "GPU-1234"])
 def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) -> None:
     telemetry = Telemetry([gpu], period_s=0.01)
@@ -125,7 +137,8 @@ def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkey
     memory = iter([5 * 2**30] + [2**30] * 10_000)
     used = lambda _: SimpleNamespace(used=next(memory))  # noqa: E731
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
-    telemetry = Telemetry(["0"], period_s=0.002, most=10)
+    monkeypatch.setattr("jobs.measure.telemetry._MOST", 10)
+    telemetry = Telemetry(["0"], period_s=0.002)
     telemetry.start()
     told = []
     for _ in range(20):
