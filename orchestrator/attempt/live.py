@@ -138,15 +138,22 @@ class Pace:
 
 
 class _Count:
-    """Steps of a phase, and when they were seen: over the last minute, or its later half if that is longer."""
+    """Steps of a phase, and when they were seen: over the last minute, or its later half if that is longer.
+
+    The first steps seen count until there are others: they have compilation, which others have not.
+    """
 
     def __init__(self, clock: float) -> None:
         self.done = self.total = 0
         self._begun = clock
+        self._alone: tuple[float, int] | None = None  # where the first steps began, once they have been seen
         self._seen: deque[tuple[float, int]] = deque()
 
     def note(self, clock: float, done: int, total: int) -> None:
         self.done, self.total = done, total
+        if self._alone is None and self._seen and done > self._seen[0][1]:
+            self._alone = self._seen[0]
+            self._seen.clear()
         window = max(_PACE_WINDOW_S, (clock - self._begun) / 2)
         if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S * window / _PACE_WINDOW_S:
             self._seen.append((clock, done))
@@ -155,6 +162,6 @@ class _Count:
 
     def rate(self, clock: float) -> float | None:
         """Steps a second until now; None where it is unknown."""
-        begun, first = self._seen[0]
+        begun, first = self._alone if self._alone is not None and len(self._seen) == 1 else self._seen[0]
         seconds, steps = clock - begun, self.done - first
         return steps / seconds if steps and seconds >= _PACE_STEP_S else None

@@ -110,7 +110,7 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
     found = Diagnosis(
         ranks=[_with_present(state, recent) for state in states],
-        utilization=_means(recent, "gpu_utilization"),
+        utilization=_means(_of_training(recent), "gpu_utilization"),
         imbalance=imbalance(_means(recent, "rank_compute_time")),
     )
     found, notes = _seen(found, seconds)
@@ -227,6 +227,12 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
             values = [f"{value:.5g}" for _, value in sorted(_last(mine).items())]
             lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
     return lines
+
+
+def _of_training(recent: pd.DataFrame) -> pd.DataFrame:
+    """The samples since the first of the training's steps among them: a GPU is idle while a process starts."""
+    steps = recent.loc[recent["name"] == "throughput", "at"]
+    return recent.iloc[:0] if steps.empty else recent.loc[recent["at"] > steps.min()]
 
 
 def _last(rows: pd.DataFrame) -> dict[int, float]:

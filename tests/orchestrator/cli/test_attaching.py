@@ -95,6 +95,29 @@ def test_a_live_run_is_seen_from_outside(half_finished: str, diagnose: Nsa, busy
     assert psutil.pid_exists(busy)
 
 
+def test_a_gpu_counts_as_busy_or_not_once_its_training_has_begun(half_finished: str, diagnose: Nsa, busy: int) -> None:
+    rank = replace(_state(0, busy, "another boot 1 2", "far-away"), device="cuda", gpu="GPU-1")
+    _store(half_finished, [rank])
+    shares = [(-30, 0.0), (-20, 0.0), (-5, 98.0), (-3, 100.0)]
+    told = {"gpu_utilization": ("%", shares), "throughput": ("tok/s", [(-9, 5e4)])}
+    for name in told:
+        _, out, _ = diagnose("--attach", HALF[:13])
+        assert "busy 0 %" not in out, "before its first step nobody can tell"
+        unit, samples = told[name]
+        now = datetime.now(UTC).timestamp()
+        with Store.open(half_finished) as store:
+            store.apply(
+                rec.SeriesRecord(
+                    run_id=HALF, point_id=POINT, attempt=1, rank=0, name=name, unit=unit,
+                    steps=tuple(range(len(samples))), times=tuple(now + at for at, _ in samples),
+                    values=tuple(value for _, value in samples),
+                )
+            )  # fmt: skip
+    _, out, _ = diagnose("--attach", HALF[:13])
+    assert "| 99 % |" in out
+    assert "busy" not in out.partition("## Warnings")[2].partition("##")[0]
+
+
 def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torn = (1, "Error: Failed to get stack traces\n")
     bare = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n')  # seen: a read between two frames
