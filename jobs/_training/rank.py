@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import signal
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from jobs import stacks
 from jobs._training.errors import noting_sigterm
 from jobs._training.rank_messages import RankReporter, RankStarting, failure
 from jobs._training.rank_pipe import PipeWriter
@@ -94,7 +94,7 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     """
     number, post = int(os.environ["RANK"]), PipeWriter(pipe)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.offer()
     post(RankStarting(number, os.getpid()))
     try:
         own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)

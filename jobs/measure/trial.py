@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from jobs import stacks
 from jobs.measure.exhaustion import ran_out_of_memory
 from jobs.measure.interpreter import variables_for_another
 from jobs.point import Beat
@@ -174,7 +175,7 @@ class _Process:
         return self._process.poll()
 
     def dump_stacks(self) -> None:
-        self._process.send_signal(signal.SIGUSR1)
+        stacks.ask(self._process.pid)
         time.sleep(_DUMP_S)
 
     def kill(self) -> None:
@@ -221,7 +222,7 @@ def main(argv: list[str]) -> None:
     pipe = int(argv[1])
     os.set_inheritable(pipe, False)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.offer()
 
     def send(*message: Any) -> None:
         data = memoryview(json.dumps(message).encode() + b"\n")

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from jobs import stacks
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _TOOL_TIMEOUT_S = 20
+_WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
 _READS = 4  # of a stack that changes while it is read: seen to fail once in two
 _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 
@@ -64,14 +67,13 @@ def _main_work(pid: int, dump: str) -> list[str]:
     return [line.strip() for line in named[0][1:]] if named else []
 
 
-def request_stacks(worker: psutil.Process) -> None:
-    """Make the worker write its Python stacks to its stderr (SIGUSR1, faulthandler).
+def request_stacks(tree: Sequence[psutil.Process]) -> None:
+    """Make the processes that offer it write their Python stacks to their stderr.
 
     Works where py-spy may not attach, and while the GIL is held.
     """
-    with contextlib.suppress(psutil.Error):
-        worker.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
+    if [process for process in tree if stacks.ask(process.pid)]:
+        time.sleep(_WRITING_S)
 
 
 def oom_kills() -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import os
 import queue
 import shutil
-import signal
 import socket
 import threading
 import traceback
@@ -19,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from jobs import stacks
 from jobs._training.rank_messages import failure
 from jobs.launcher import Rank
 from jobs.measure import nvml
@@ -160,7 +159,7 @@ class NodeWatch:
                 process = psutil.Process(placed.pid)
                 stack = diagnostics.snapshot([process])["stacks.txt"]
                 files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{stack}"
-                diagnostics.request_stacks(process)  # to its stderr, which Ray sends to the point's process
+                diagnostics.request_stacks([process])  # to its stderr, which Ray sends to the point's process
         return files
 
 
@@ -172,7 +171,7 @@ def rank_main(settings: Mapping[str, Work]) -> None:
     number = ray.train.get_context().get_world_rank()
     stop = threading.Event()
     post = _Post(work.mailbox, stop)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.offer()
     try:
         device = _device(work.device)
         with temporary.Folder(temporary.RANK) as folder:

@@ -187,8 +187,7 @@ class Watch:
     def _expired(self, state: PointState, reason: str) -> Ended:
         tree = self._child.tree()
         files = [Source(name, text) for name, text in diagnostics.snapshot(tree).items()]
-        if tree:
-            diagnostics.request_stacks(tree[0])
+        diagnostics.request_stacks(tree)
         if self._cluster is not None:
             files += self._explained()
         files += [Source(path.name, path) for path in sorted((self._child.temporary / FAILURE_FILES).glob("*.json"))]

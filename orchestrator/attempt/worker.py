@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jobs import stacks
 from jobs._training.errors import noting_sigterm
 from jobs.kinds import kind_module
 from jobs.plain_text import shortened
@@ -84,7 +85,7 @@ class Events:
 def main(argv: list[str]) -> None:
     events = Events(int(argv[1]))
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on stderr where py-spy may not attach
+    stacks.offer()  # for where py-spy may not attach
     explanation = Explanation(events)
     commands = _commands(explanation.send)
     events.send(protocol.Ready(os.getpid()))

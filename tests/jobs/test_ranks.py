@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -400,7 +401,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
     (outcome,) = [update for update in seen if isinstance(update, OutcomeRecord)]
     assert outcome.state is PointState.HANG
     assert outcome.reason == "no progress for 12 s (last in phase 'train')"
-    (path,) = [u.artifact.path for u in seen if isinstance(u, ArtifactRecord) and u.artifact.name == "stacks.txt"]
+    paths = {u.artifact.name: tmp_path / "store" / u.artifact.path for u in seen if isinstance(u, ArtifactRecord)}
     records = series()
     for rank in (0, 1):
         mine = {r.name: r.values for r in records if r.rank == rank}
@@ -410,9 +411,12 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
     assert {r.rank for r in records if r.name == "rank_imbalance"} == {0}
     numbers = [step for r in records if (r.name, r.rank) == ("cpu_utilization", 0) for step in r.steps]
     assert numbers == sorted(set(numbers)), "go on from the point's own"
-    stacks = (tmp_path / "store" / path).read_text()
+    stacks = paths["stacks.txt"].read_text()
     assert '"rank 0"' in stacks
     assert '"rank 1"' in stacks
+    written = paths["stderr.txt"].read_text()  # where py-spy may not attach
+    assert re.search(r"^\[rank 0\].*loop\.py", written, re.MULTILINE)
+    assert re.search(r"^\[rank 1\].*sitecustomize\.py", written, re.MULTILINE)
     assert "all_reduce" in recorded[0], "the collective that waits for the stalled rank"
 
 
