@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import median
 
 from jobs._diagnosis.advice import imbalance
 from jobs._training.loop import RANK_COMPUTE_TIME
@@ -23,7 +23,9 @@ _RECENT = 20  # samples of a rank: ten seconds, or as many steps where those tak
 
 
 class LiveImbalance:
-    """Reports the imbalance of the ranks, from the means of their latest own compute times.
+    """Reports the imbalance of the ranks, from their latest own compute times.
+
+    Medians, because a rank's first step compiles, and the one after a checkpoint waits: by chance one rank's longer.
 
     Args:
         ranks: their number; of one, and of ranks that tell no own compute time, nothing is reported.
@@ -46,7 +48,7 @@ class LiveImbalance:
         if len(self._steps) < self._ranks or step <= self._told:
             return
         self._told = step
-        if (share := imbalance({rank: fmean(times) for rank, times in self._times.items()})) is not None:
+        if (share := imbalance({rank: median(times) for rank, times in self._times.items()})) is not None:
             self._report.sample(step, {RANK_IMBALANCE.name: share})
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -110,8 +110,8 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
     found = Diagnosis(
         ranks=[_with_present(state, recent) for state in states],
-        utilization=_means(_of_training(recent), "gpu_utilization"),
-        imbalance=imbalance(_means(recent, "rank_compute_time")),
+        utilization={rank: fmean(shares) for rank, shares in _by_rank(_of_training(recent), "gpu_utilization").items()},
+        imbalance=imbalance({rank: median(times) for rank, times in _by_rank(recent, "rank_compute_time").items()}),
     )
     found, notes = _seen(found, seconds)
     advice = [*_silence(row), *advise(found)]
@@ -141,8 +141,8 @@ def _with_present(state: RankState, recent: pd.DataFrame) -> RankState:
     from jobs._diagnosis.rank_state import NOW, Memory
 
     gpu = bool(state.gpu)
-    held = _latest(recent, "training_memory", state.rank)
-    used = _latest(recent, "gpu_memory_used", state.rank)
+    held = _latest(recent, "training_memory").get(state.rank)
+    used = _latest(recent, "gpu_memory_used").get(state.rank)
     present = Memory(None, held, used) if gpu else Memory(held)
     return replace(state, memory={**state.memory, NOW: present})
 
@@ -224,7 +224,7 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
     for name in _SHOWN:
         mine = recent.loc[recent["name"] == name]
         if not mine.empty:
-            values = [f"{value:.5g}" for _, value in sorted(_last(mine).items())]
+            values = [f"{value:.5g}" for _, value in sorted(_latest(recent, name).items())]
             lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
     return lines
 
@@ -235,21 +235,14 @@ def _of_training(recent: pd.DataFrame) -> pd.DataFrame:
     return recent.iloc[:0] if steps.empty else recent.loc[recent["at"] > steps.min()]
 
 
-def _last(rows: pd.DataFrame) -> dict[int, float]:
-    """The latest value of one series by rank."""
-    return {rank: values[-1] for rank, values in _by_rank(rows).items()}
+def _latest(recent: pd.DataFrame, name: str) -> dict[int, float]:
+    """The latest value of a series by rank."""
+    return {rank: values[-1] for rank, values in _by_rank(recent, name).items()}
 
 
-def _latest(recent: pd.DataFrame, name: str, rank: int) -> float | None:
-    return _last(recent.loc[recent["name"] == name]).get(rank)
-
-
-def _means(recent: pd.DataFrame, name: str) -> dict[int, float]:
-    """Means of a series over the last minute, by rank."""
-    return {rank: fmean(values) for rank, values in _by_rank(recent.loc[recent["name"] == name]).items()}
-
-
-def _by_rank(rows: pd.DataFrame) -> dict[int, list[float]]:
+def _by_rank(recent: pd.DataFrame, name: str) -> dict[int, list[float]]:
+    """Values of a series by rank, in the order of time."""
+    rows = recent.loc[recent["name"] == name]
     found: dict[int, list[float]] = {}
     for rank, value in zip(rows["rank"], rows["value"], strict=True):
         found.setdefault(int(rank), []).append(float(value))

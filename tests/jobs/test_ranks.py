@@ -441,14 +441,14 @@ def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: in
     assert "rank_imbalance" not in told.series
     for step in range(1, 101):
         for rank in range(ranks):
-            watch.note(
-                RankSample(rank, step - rank % 2, {"rank_compute_time": 10.0 if step <= 50 else 10.0 + 20 * rank})
-            )
+            later = 17_000.0 if rank else 16_000.0  # the first step compiles
+            ms = later if step == 1 else 10.0 if step <= 50 else 10.0 + 20 * rank
+            watch.note(RankSample(rank, step - rank % 2, {"rank_compute_time": ms}))
             watch.note(RankSample(rank, step - rank % 2, {"training_memory": 400.0}))
     found = told.series.get("rank_imbalance", {})
     assert list(found) == (list(range(1, 100)) if ranks > 1 else [])
     if ranks == 2:
-        assert found[40] == 0
+        assert found[3] == found[40] == 0
         assert found[99] == pytest.approx(50), "30 ms over the mean, 20 ms"
 
 
