@@ -149,14 +149,16 @@ def smallest(e: Evidence) -> str:
 
 def search_note(e: Evidence) -> str:
     """A sentence on a search that ran beside other processes, with the memory that its failing size lacked."""
-    beside = e.beside(SEARCH, "they had less of its memory")
+    if not (beside := e.beside(SEARCH, "they had less of its memory", own=2)):  # the point's, and that of a size
+        return ""
     asked = r"Tried to allocate ([\d.]+ \w+)\..* of which ([\d.]+ \w+) is free"
     for text in e.warnings(SEARCH):
         if (found := re.search(asked, text)) and (others := re.findall(r"Process \d+ has ([\d.]+ \w+)", text)):
             lacking, held = _mib(found[1]) - _mib(found[2]), sum(map(_mib, others))
+            alone = "would" if lacking <= held else "would not"
             missed = (
                 f"The failing size asked for {found[1]} with {found[2]} free, {shown(lacking, 'MiB')} too little, when "
-                f"others held {shown(held, 'MiB')}: alone on the card it would have got that."
+                f"others held {shown(held, 'MiB')}: alone on the card it {alone} have got that."
             )
             return f"{beside} {missed}"
     return beside

@@ -164,15 +164,18 @@ class Evidence:
         name = self.environment(spec, **axes).get("gpu", {}).get("name")
         return str(name).removeprefix("NVIDIA ").split()[0] if name else "CPU"
 
-    def beside(self, spec: Spec, told: str = "times are of a shared card, memory is each one's own") -> str:
+    def beside(
+        self, spec: Spec, told: str = "times are of a shared card, memory is each one's own", own: int = 1
+    ) -> str:
         """A sentence on other processes on the card while a run's points were measured; "" if there were none.
 
         Args:
             told: what that means.
+            own: processes of a point's own on the card.
         """
         points = self.points(spec, env=ANY, python=ANY)
         counts = [self._values.get(row["point_id"], {}).get("gpu_processes", 1) for row in points]
-        shared = [count for count in counts if count > 1]
+        shared = [count for count in counts if count > own]
         if not shared:
             return ""
         return (

@@ -56,6 +56,27 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+@pytest.mark.parametrize(
+    ("processes", "held", "expected"),
+    [(2, "874.00 MiB", ""), (7, "874.00 MiB", "would not have got"), (7, "4.00 GiB", "would have got")],
+    ids=["its own alone", "others took too little", "others took it"],
+)
+def test_what_others_took_from_a_search_is_told(
+    pages: ModuleType, monkeypatch: pytest.MonkeyPatch, processes: int, held: str, expected: str
+) -> None:
+    from seed_backward import search_note  # pyright: ignore[reportMissingImports]
+    from seed_evidence import Evidence  # pyright: ignore[reportMissingImports]
+
+    message = f"Tried to allocate 3.00 GiB. GPU 0 has 79 GiB of which 322.56 MiB is free. Process 7 has {held} in use."
+    evidence = object.__new__(Evidence)
+    evidence._values = {"r/0": {"gpu_processes": processes}}
+    monkeypatch.setattr(evidence, "points", lambda *_, **__: [{"point_id": "r/0"}], raising=False)
+    monkeypatch.setattr(evidence, "warnings", lambda *_: [message], raising=False)
+    told = search_note(evidence)
+    assert expected in told
+    assert bool(told) is bool(expected)
+
+
 def filled(pages: ModuleType, url: str) -> dict[str, str]:
     texts = {name: (SEEDS / name).read_text() for name in pages.PAGES}
     with Store.open(url, readonly=True) as store:
