@@ -62,15 +62,15 @@ def stored(home: Path, run_id: str):
 
 
 def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) -> None:
-    """With the real drill, real torch, and two points at a time."""
-    settings = ["behaviours=[ok, crash, hang, oom, raise, timeout, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
+    """With the real drill, real torch, and two points at a time: the others run while the first runs out of time."""
+    settings = ["behaviours=[timeout, ok, crash, hang, oom, raise, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
     settings += ["deadlines={startup_s: 60, heartbeat_s: 3, point_s: 25}", "isolation=warm"]
     args = [item for setting in settings for item in ("--set", setting)]
     assert driver.main(["jobs/configs/drill.yaml", "--local", *args]) == 1
     told = capsys.readouterr().out
     run_row, points = stored(home, only_run(home))
     assert run_row["state"] == "done"
-    expected = ["ok", "crash", "hang", "oom", "error", "timeout", "ok", "skipped", "ok"]
+    expected = ["timeout", "ok", "crash", "hang", "oom", "error", "ok", "skipped", "ok"]
     assert list(points["state"]) == expected
     assert all(reason for state, reason in zip(points["state"], points["reason"], strict=True) if state != "ok")
     for state, count in Counter(expected).items():
@@ -82,7 +82,7 @@ def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) 
     [stacks] = [file for file in files if file.name == "stacks.txt"]
     assert "_hang" in str(stacks.content)
     assert (home / "artifacts" / stacks.path).read_text() == stacks.content
-    assert stacks.path.startswith(f"{only_run(home)}/0002/1/")
+    assert stacks.path.startswith(f"{only_run(home)}/0003/1/")
     assert all(o.environment["packages"]["torch"] for o in outcomes)  # also of points whose child died
     assert "run " + only_run(home) in told
 
