@@ -106,18 +106,20 @@ SMALL = {
     *("backward", "bench", "branches", "capacity", "decode", "diagnose", "estimate", "needle", "peers", "profile"),
     *("soak", "toolchain", "train"),
 }
-LESS = {  # of specs with many points alike, or many steps
-    "backward": ["cases=[{preset: tiny, layers: [2], lengths: [64], branches: [all, slc]}]"],
+LESS = {  # of specs with many points alike, many steps or long sequences: most of a point's time is its process's start
+    "backward": ["cases=[{preset: tiny, layers: [2], lengths: [64], branches: [all]}]"],
     "bench": ["implementations=[chunked]", "passes=[forward]"],
-    "branches": ["branches=[all]", "backends=[naive, chunked]", "passes=[forward]"],
-    "capacity": ["implementations=[dense]"],
+    "branches": ["branches=[all]", "backends=[chunked]", "passes=[forward]"],
+    "capacity": ["implementations=[dense]", "lengths=[128]"],
     "decode": ["implementations=[chunked]"],
-    "estimate": ["lengths=[256]", "implementations=[chunked]"],
+    "diagnose": ["seq_len=64", "batch=2", "steps=6"],
+    "estimate": ["lengths=[256]", "implementations=[chunked]", "passes=[train]"],
     "needle": ["implementations=[chunked]", "steps=40"],
     "peers": ["lengths=[128]", "passes=[forward]"],
-    "profile": ["implementations=[chunked]"],
-    "soak": ["minutes=0.1", "piece_minutes=0.05"],
-    "train": ["attention=[nsa]", "steps=20"],
+    "profile": ["implementations=[chunked]", "lengths=[128]"],
+    "soak": ["minutes=0.04", "piece_minutes=0.02"],
+    "toolchain": ["lengths=[64]", "passes=[forward]"],
+    "train": ["attention=[nsa]", "seq_len=32", "batch=2", "steps=20", "data.heldout_batches=2"],
 }
 AT_ONCE = 3  # runs: the cluster is never idle; the drivers of more would wait for it, and take the processor from it
 
