@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -182,7 +183,7 @@ class _Found:
             case Placed(rank=number):
                 self.placed[number] = message
             case Returned(rank=number, result=result):
-                self.results[number] = result
+                self.results[number] = pickle.loads(result)
             case Raised(rank=number, tail=tail):
                 self.tails[number] = tail
             case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import queue
 import shutil
 import socket
@@ -54,10 +55,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Returned:
-    """The result of a rank."""
+    """The result of a rank, pickled: the mailbox, which would import PyTorch to read it, passes it on unread."""
 
     rank: int
-    result: Any
+    result: bytes
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def rank_main(settings: Mapping[str, Work]) -> None:
             _check_card(placed.gpu, work.card)
             with memory_limit(work.device, work.memory_bytes):
                 result = work.main(Rank(number, device, post, stop, folder))
-        post(Returned(number, result))
+        post(Returned(number, pickle.dumps(result)))
     except BaseException as err:
         post(failure(number, err))
         post(Raised(number, "\n".join(traceback.format_exc().splitlines()[-_TAIL:])))
