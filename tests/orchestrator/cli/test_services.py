@@ -33,21 +33,9 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
 
 
 @pytest.mark.ray
-def test_up_answers_and_down_leaves_nothing(settings: Settings) -> None:
-    up = services.up(settings, num_cpus=1)
-    assert [s.healthy for s in up] == [True, True]
-    again = services.up(settings, num_cpus=1)
-    assert [s.pid for s in again] == [s.pid for s in up]  # a second `up` starts nothing
-    folder = ray_folder.folder_of_a_new_cluster(settings)
-    assert (folder / "ray_current_cluster").exists()
-    assert services.down(settings) == ["dashboard", "ray"]
-    assert not folder.parent.exists()
-    assert not any(s.healthy or s.pid for s in services.status(settings))
-    assert services.down(settings) == []
-
-
-@pytest.mark.ray
-def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray hands a job the address noted in its cluster's folder: two clusters need two folders."""
     short = tempfile.mkdtemp(prefix="nsa-ray-")  # Ray's socket paths must fit 107 characters
     monkeypatch.setenv("RAY_TMPDIR", short)
@@ -56,16 +44,31 @@ def test_jobs_stay_on_the_cluster_that_they_were_given_to(settings: Settings, mo
         update={"home": settings.home / "b", "ray_dashboard": f"http://127.0.0.1:{ray}", "dashboard_port": dashboard}
     )
     try:
-        services.up(settings, num_cpus=1)
+        up = services.up(settings, num_cpus=1)
+        assert [s.healthy for s in up] == [True, True]
+        again = services.up(settings, num_cpus=1)
+        assert [s.pid for s in again] == [s.pid for s in up]  # a second `up` starts nothing
         services.up(second, num_cpus=1)
         first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
         assert first_address != second_address
         assert ray_folder.local_address(settings) == first_address  # for a driver that is no job
         assert ray_folder.local_address(second) == second_address
+        _down_leaves_nothing(second)
+        assert [s.healthy for s in services.status(settings)] == [True, True]
+        _down_leaves_nothing(settings)
     finally:
         services.down(second)
         services.down(settings)
         shutil.rmtree(short, ignore_errors=True)
+
+
+def _down_leaves_nothing(settings: Settings) -> None:
+    folder = ray_folder.folder_of_a_new_cluster(settings)
+    assert (folder / "ray_current_cluster").exists()
+    assert services.down(settings) == ["dashboard", "ray"]
+    assert not folder.parent.exists()
+    assert not any(s.healthy or s.pid for s in services.status(settings))
+    assert services.down(settings) == []
 
 
 def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
