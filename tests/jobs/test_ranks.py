@@ -224,6 +224,12 @@ def test_a_position_in_the_data_can_be_taken_up_again(text: Path) -> None:
         assert torch.equal(tokens, expected)
 
 
+@pytest.fixture(scope="module")
+def one_rank(text: Path) -> Measurement:
+    """The training of `_spec(text)` on one rank."""
+    return _train(_spec(text))
+
+
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
@@ -235,7 +241,9 @@ def test_a_position_in_the_data_can_be_taken_up_again(text: Path) -> None:
     ],
     ids=["ddp", "ddp-compressed", "replicate", "fsdp", "fsdp-compressed"],
 )
-def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolerance: float) -> None:
+def test_two_ranks_train_as_one_does(
+    text: Path, one_rank: Measurement, changes: dict[str, Any], tolerance: float
+) -> None:
     phases: list[str] = []
     series: dict[tuple[str, int], list[int]] = {}
     kept: dict[str, str] = {}
@@ -264,7 +272,7 @@ def test_two_ranks_train_as_one_does(text: Path, changes: dict[str, Any], tolera
     states = {name: RankState.from_json(content) for name, content in kept.items()}
     assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
     assert started == [[state.pid for _, state in sorted(states.items()) if state]], "by rank"
-    found, alone = by_name(two), by_name(_train(_spec(text)))
+    found, alone = by_name(two), by_name(one_rank)
     assert found["loss"].samples == pytest.approx(alone["loss"].samples, rel=tolerance)
     assert found["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=tolerance)
     exact = found["loss"].samples == pytest.approx(alone["loss"].samples, rel=1e-5)
