@@ -329,12 +329,12 @@ def _grows(run: Run) -> None:
     live |= {("rank_compute_time", rank) for rank in (0, 1)} | {("cpu_utilization", rank) for rank in (0, 1)}
     wait_for(lambda: live <= run.stored().keys(), 60, lambda: str(run.stored()), pause=0.5)
     before = run.stored()
-    wait_for(
-        lambda: all(run.stored()[each] > before[each] for each in live),
-        60,
-        lambda: f"{before}, {run.stored()}",
-        pause=0.5,
-    )
+
+    def all_grew() -> bool:
+        now = run.stored()  # asked once: it takes the processor from the ranks
+        return all(now[each] > before[each] for each in live)
+
+    wait_for(all_grew, 60, lambda: f"{before}, {run.stored()}", pause=0.5)
     wait_for(lambda: all((run.progress(name) or 0) > 0 for name in ("done", "rate")), 60, pause=0.2)
 
 
