@@ -64,6 +64,17 @@ def shell() -> Shell:
     return Shell(home, clean | {"RAY_TMPDIR": str(home)})
 
 
+def end(user: Shell) -> None:
+    """Kill what `nsa up` started, and remove the home: `nsa down` waits for Ray, and tests/e2e/test_nsa.py has it."""
+    started = [psutil.Process(service.pid) for service in services.status(user.settings) if service.pid]
+    family = [process for one in started for process in (*one.children(recursive=True), one)]
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=20)  # else one may still write to the folder that is removed next
+    shutil.rmtree(user.home, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def user() -> Iterator[Shell]:
     """A user who has run `nsa up` for the first time, and has set nothing."""
@@ -75,8 +86,7 @@ def user() -> Iterator[Shell]:
         assert f"token: {made.home}/.ray/auth_token; " in up.stdout
         yield made
     finally:
-        made.nsa("down")
-        shutil.rmtree(made.home, ignore_errors=True)
+        end(made)
 
 
 def test_the_token_and_the_folder_are_the_owners_alone(user: Shell) -> None:
@@ -231,5 +241,4 @@ def test_a_cluster_without_a_token_is_reached_and_said_to_be_open() -> None:
         assert re.search(r"^warning: the cluster at \S+ asks for no token", done.stderr, re.MULTILINE)
         assert "without a token" in " ".join(user.nsa("doctor", COLUMNS="300").stdout.split())
     finally:
-        user.nsa("down")
-        shutil.rmtree(user.home, ignore_errors=True)
+        end(user)
