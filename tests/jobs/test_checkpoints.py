@@ -61,7 +61,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16", "micro_batch": 2}, {"asynchronous": True}])
-def testinterrupted_and_resumed_is_uninterrupted_bit_by_bit(
+def test_interrupted_and_resumed_is_uninterrupted_bit_by_bit(
     text: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     asynchronous = changes.pop("asynchronous", False)
