@@ -1,24 +1,18 @@
 """The decoding kernels in Triton's interpreter, at small sizes: steps against prefill, choices against the oracle."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
 import torch
+from kernel_interpreter import MARKS
 
 from nsa_core import NSAConfig, select_blocks
 from nsa_core.cache import DenseCache, NSACache
 from nsa_core.layer import DenseAttention, NativeSparseAttention
 from nsa_core.routes import capture
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy about log2(0) and exp2 of masked scores
-]
+pytestmark = MARKS
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
 # Three strides in a compressed token, six in a block, block sizes that are not powers of two.
 ODD = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=24, slc_count=5, init_blocks=2, local_blocks=1, window=21)

@@ -1,16 +1,10 @@
 """The merge of slots and branches alone, in Triton's interpreter: sums, with slots packed and unpacked."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
+from kernel_interpreter import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu"
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -14,7 +14,7 @@ import torch
 HERE = Path(__file__).parent
 FILES = sorted({file.name for file in HERE.glob("*_interpreted.py")} - {Path(__file__).name})
 # Files that would keep one of two workers busy alone are run in shares of about a minute each.
-SHARES = {"kernels_interpreted.py": 3}
+SHARES = {"kernels_interpreted.py": 2}
 ALL_SHARES = [(name, f"{i + 1}/{SHARES.get(name, 1)}") for name in FILES for i in range(SHARES.get(name, 1))]
 
 

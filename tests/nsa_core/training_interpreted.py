@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
+from kernel_interpreter import MARKS
 from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, layer, loss, model
 from nsa_core.kernels.runtime.launch import Started, observe
 from nsa_core.model import SwiGLU
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the interpreter is for machines without a GPU: see tests/gpu"
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)

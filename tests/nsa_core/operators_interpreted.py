@@ -1,0 +1,97 @@
+"""The kernels as PyTorch's operators, in Triton's interpreter: schemas, compiled calls, gradients of some inputs."""
+
+import pytest
+import torch
+from kernel_interpreter import MARKS, config, interpreted, run
+
+from nsa_core import nsa_attention
+from nsa_core.functional import compress
+
+__all__ = ["config", "interpreted"]  # fixtures
+
+pytestmark = MARKS
+
+
+def operator_calls(case, config):
+    """Every operator with arguments as the model gives them, call included: (operator, arguments)."""
+    from nsa_core.kernels import operators
+
+    sizes = operators._sizes(config)
+    q, k, v, gates = (x.detach() for x in case.leaves)
+    k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
+    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, config.slots, 0, 0.25, True, False, True)
+    out, *saved = operators._attend_operator(q, gates, None, pairs, *call)
+    chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
+    leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
+    return [
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *call)),
+        (
+            torch.ops.nsa_core.attend,
+            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *call[1:5], False, False, True),
+        ),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *call[:6], True, True)),
+        (torch.ops.nsa_core.attend, (q, gates, None, pairs, *call[:-1], False)),
+        (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *call)),
+        (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
+        (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
+        (torch.ops.nsa_core.select, (q, k_cmp, sizes, 0, 0.25)),
+    ]
+
+
+def test_operators_are_what_their_schemas_and_fake_implementations_say(make_case, config):
+    """Shapes, dtypes, strides and gradients, traced and not, of rows with and without a choice of blocks."""
+    for operator, arguments in operator_calls(make_case(70, 4, 2), config):
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+
+
+def test_a_compiled_call_is_one_graph_with_the_same_bits(make_case, config):
+    def call(*leaves):
+        return nsa_attention(*leaves, config, backend="triton")
+
+    case = make_case(70, 4, 2)
+    torch.compiler.reset()
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    got = [out, *torch.autograd.grad(out, case.leaves, weights)]
+    for ours, eager in zip(got, run(case.leaves, config, "triton"), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(make_case, config):
+    """Compressed keys and values are given, as by the layer."""
+
+    def call(q, k, v, gates):
+        keys, values, made = (k, 2 * k, 3 * k), (v, 2 * v, 3 * v), [compress(x, config) for x in (k, v)]
+        return nsa_attention(q, keys, values, gates, config, k_cmp=made[0], v_cmp=made[1], backend="triton")
+
+    case = make_case(70, 4, 2)
+    torch.compiler.reset()
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(*case.leaves)
+    assert torch.equal(out, call(*case.leaves))
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2, 3)], ids=["q", "k", "v and gates"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_some_inputs_alone(make_case, config, wanted, compiled):
+    case = make_case(70, 2, 1)
+    expected = [run(case.leaves, config, "triton")[1 + i] for i in wanted]
+    given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(case.leaves)]
+
+    def call(*leaves):
+        return nsa_attention(*leaves, config, backend="triton")
+
+    torch.compiler.reset()
+    out = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(*given)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    for ours, want in zip(torch.autograd.grad(out, [given[i] for i in wanted], weights), expected, strict=True):
+        assert torch.equal(ours, want)
+
+
+def test_a_second_derivative_is_refused(make_case, config):
+    case = make_case(40, 2, 1)
+    (dq,) = torch.autograd.grad(
+        nsa_attention(*case.leaves, config, backend="triton").square().sum(), case.leaves[0], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
