@@ -72,6 +72,7 @@ def _run(ranks: int, device: str, main: Callable[[Rank], T], watch: _Watch, fold
         codes = {number: failure.exitcode for number, failure in err.failures.items()}
     finally:
         watch.close()
+    codes = {number: code for number, code in codes.items() if number not in watch.killed}
     raise _ended(codes, watch.gone, watch.late, folder, killed_by_kernel=_oom_kills() > kills)
 
 
@@ -81,7 +82,7 @@ def _ended(
     """The ends of the ranks.
 
     Args:
-        codes: exit codes that the launcher noted, by rank (minus the signal's number).
+        codes: exit codes that the launcher noted, by rank (minus the signal's number), without those killed from here.
         gone: ranks whose process was seen to be gone.
         late: ranks that were killed because they did not end when asked to.
         folder: the ranks' folder, with their logs.
@@ -146,12 +147,14 @@ class _Watch(threading.Thread):
     Attributes:
         gone: ranks whose process ended before they had done their work, in the order noticed.
         late: ranks that were killed because they did not end when asked to.
+        killed: ranks that were killed, these and those that went on after another had failed.
     """
 
     def __init__(self, reader: PipeReader, note: Callable[[Any], None], stop: threading.Event) -> None:
         super().__init__(name="ranks", daemon=True)
         self.gone: list[int] = []
         self.late: list[int] = []
+        self.killed: set[int] = set()
         self._reader = reader
         self._pass_on = note
         self._stop_asked = stop
@@ -196,7 +199,7 @@ class _Watch(threading.Thread):
         self._pass_on(message)
 
     def _look_for_the_dead(self) -> None:
-        for number in self._joined - self._ended:
+        for number in self._joined - self._ended - self.killed:
             if number not in self.gone and not _runs(self._pids[number]):
                 self.gone.append(number)
                 self._failed_at = self._failed_at or time.monotonic()
@@ -212,8 +215,10 @@ class _Watch(threading.Thread):
             self._kill()
 
     def _kill(self) -> None:
-        for pid in self._pids.values():
-            _send(pid, signal.SIGKILL)
+        for number, pid in self._pids.items():
+            if _runs(pid):
+                self.killed.add(number)
+                _send(pid, signal.SIGKILL)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -78,8 +78,8 @@ def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> 
         report.ended()
         return found
     except BaseException as err:
-        traceback.print_exc()
         report.failed(err)
+        _print_traceback()
         raise
 
 
@@ -99,11 +99,16 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     try:
         own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
     except BaseException as err:
-        traceback.print_exc()
         post(failure(number, err))
+        _print_traceback()
         raise
     with noting_sigterm() as stop:
         return main(Rank(number, str(own), post, stop, folder))
+
+
+def _print_traceback() -> None:
+    with contextlib.suppress(OSError):  # stderr is a file, whose disk may be full
+        traceback.print_exc()
 
 
 def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.device:

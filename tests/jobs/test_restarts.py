@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from trainings import Keeping, small
 from jobs._training import elastic
 from jobs._training.checkpoint_folder import CheckpointFolder, Manifest, WrittenFile
 from jobs._training.errors import RankDied, RankFailed, Stopped, Suspended
-from jobs._training.launch import run_ranks
+from jobs._training.launch import RankWatch, run_ranks
 from jobs._training.rank_messages import RankBeat, RankFailure
 from jobs.launcher import Rank, RanksEnded
 from jobs.point import Machine, Surroundings
@@ -224,3 +225,35 @@ def test_sigterm_while_ranks_start_ends_them_at_once(text: Path, tmp_path: Path)
         measure(_config(text, steps=100_000, restarts=1), Keeping(tmp_path))
     assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
     assert not descendants(psutil.Process(), "spawn_main")
+
+
+RANKS = """
+import os, time
+from jobs._training.rank_messages import RankStarted, failure
+
+def main(rank):
+    rank.post(RankStarted(rank.number, os.getpid()))
+    if rank.number == 1:
+        time.sleep(1)
+        rank.post(failure(1, RuntimeError("on purpose")))
+        raise RuntimeError("on purpose")
+    rank.stop.wait(60)  # asked by the launcher's SIGTERM
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_raised_is_named_and_not_the_one_that_was_killed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the others wait for it on a GPU, and SIGTERM does not reach them."""
+    monkeypatch.setattr(elastic, "_GRACE_S", 1.0)
+    (tmp_path / "one_raises.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    main = importlib.import_module("one_raises").main
+    watch = RankWatch(2, Keeping(tmp_path))
+    with pytest.raises(RanksEnded) as ended:
+        elastic.ElasticLauncher().run(2, "cpu", main, watch.note, lambda _: None, threading.Event())
+    found = watch.failure(ended.value)
+    assert type(found) is RankFailed, "a rank that died would be started again"
+    assert str(found).startswith("rank 1 of 2: RuntimeError: on purpose")
