@@ -204,7 +204,7 @@ class Reporter(Beat, Protocol):
         """Keep a short text with the point at once, as one of its files, for those who look at it while it runs.
 
         Args:
-            name: of the file, as in Measurement.files; new in each call of an attempt.
+            name: of the file, as in Measurement.files; a further one of an attempt is numbered: NAME-2.json.
             text: of at most SHORT characters, ASCII.
         """
         ...

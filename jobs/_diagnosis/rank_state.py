@@ -91,9 +91,9 @@ class RankState:
 _STATE = TypeAdapter(RankState)
 
 
-def file_name(rank: int, process: int) -> str:
-    """Name of the file with a rank's state; `process` counts the processes of an attempt that go on from each other."""
-    return f"rank{rank}.json" if process == 1 else f"rank{rank}-{process}.json"
+def file_name(rank: int) -> str:
+    """Name of the file with a rank's state; those of an attempt's further processes are numbered by Reporter.keep."""
+    return f"rank{rank}.json"
 
 
 def identity(pid: int) -> str | None:
@@ -139,14 +139,10 @@ class Notes:
         allocated, reserved = memory_mib(self._device), torch.cuda.memory_reserved(self._device) / 2**20
         self._memory[phase] = Memory(resident, allocated, reserved)
 
-    def first_step(self, step: int, route: Mapping[str, str], process: int) -> None:
-        """Note the memory at the first step of this process, and keep its state with the point.
-
-        Args:
-            process: number of this process among those of the training, from 1.
-        """
+    def first_step(self, step: int, route: Mapping[str, str]) -> None:
+        """Note the memory at the first step of this process, and keep its state with the point."""
         self.note(FIRST_STEP)
-        self._report.keep(file_name(self._rank, process), self.state(step, route).to_json())
+        self._report.keep(file_name(self._rank), self.state(step, route).to_json())
 
     def state(self, step: int, route: Mapping[str, str]) -> RankState:
         """The state of this rank."""

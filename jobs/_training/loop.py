@@ -189,7 +189,7 @@ class Trainer:
             _check_finite(step.loss, f"at step {number}")
             live.step(number, step)
             if self._notes is not None and number == run.begun[-1] + 1:
-                self._notes.first_step(number, self.route, len(run.begun))
+                self._notes.first_step(number, self.route)
             self._asked = self._asked or step.stop
             if self._watch is not None:
                 self._watch.take(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)

@@ -27,7 +27,7 @@ _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent b
 def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
     """Stacks of the process tree, its processes, host memory and GPUs: artifact name -> text."""
     files = {
-        "stacks.txt": "\n".join(_stack(process) for process in tree),
+        "stacks.txt": "\n".join(map(stack, tree)),
         "processes.txt": "\n".join(_describe(process) for process in tree) + "\n",
         "memory.txt": _host_memory(),
     }
@@ -120,7 +120,8 @@ def _oom_kills(path: Path) -> Iterator[int]:
                 yield int(value)
 
 
-def _stack(process: psutil.Process) -> str:
+def stack(process: psutil.Process) -> str:
+    """Stacks of a process's threads by py-spy, under a title; else what the kernel knows."""
     title = f"=== pid {process.pid}: {_command(process)}"
     code, text = _tool([_py_spy(), "dump", "--pid", str(process.pid)])
     if code:  # not Python, or gone: the kernel may still know where it waits

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ class RayLauncher:
         tell: takes the point's environment, as its first rank finds it, and samples of the ranks' hardware.
 
     Attributes:
-        samples: all samples of the ranks' GPUs, once they have ended well; [] on CPUs.
+        samples: all samples of the ranks' GPUs, of all that this launcher has started; [] on CPUs.
     """
 
     name = "ray-train"
@@ -72,7 +72,9 @@ class RayLauncher:
         self._run = run
         self._cluster = cluster
         self._tell = tell
-        self._watches: list[Any] = []  # handles of NodeWatch, by node
+        self._watches: dict[str, Any] = {}  # handles of NodeWatch, by node
+        self._begun = self._watched_at = time.monotonic()
+        self._read = -1  # number of the last reading
 
     def run(
         self,
@@ -98,10 +100,10 @@ class RayLauncher:
             found = _Found(ranks, note)
             fit.start()
             self._follow(fit, found, mailbox, stop, tell)
+            silent = self._take_samples()
             if len(found.results) == ranks:
-                self.samples = self._all_samples()
                 return [found.results[number] for number in range(ranks)]
-            raise _ended(fit.error, found)
+            raise _ended(fit.error, found, silent)
 
     def metered(self, measurement: Measurement) -> Measurement:
         """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
@@ -115,14 +117,9 @@ class RayLauncher:
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
-        import ray
-        from ray.exceptions import RayError
-
         files: dict[str, str] = {}
-        answers = [watch.explain.remote() for watch in self._watches]
-        for answer in ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_S)[0] if answers else ():
-            with contextlib.suppress(RayError):
-                files |= ray.get(answer)
+        for answer in _answers({node: watch.explain.remote() for node, watch in self._watches.items()}).values():
+            files |= answer
         return files
 
     def _follow(
@@ -132,8 +129,8 @@ class RayLauncher:
         import ray
 
         asked, looked = False, 0.0
-        meter = _Meter(self._tell)
-        self._watches = []
+        meter = _Meter(self._tell_reading)
+        self._watches = {}
         running = True
         while running:
             running = fit.is_alive()  # asked before reading: the last messages are read, too
@@ -142,7 +139,9 @@ class RayLauncher:
                 if isinstance(message, Placed) and message.environment:
                     self._tell(protocol.Environment(message.environment))
             if found.all_placed and not self._watches:
-                self._watches = meter.watches = _watch_nodes(found.placed, self._cluster.cpus)
+                self._watched_at = time.monotonic()
+                self._watches = _watch_nodes(found.placed, self._cluster.cpus, self._read)
+                meter.watches = list(self._watches.values())
             meter.read()
             if stop.is_set() and not found.placed:
                 raise RanksEnded({}, {})
@@ -154,14 +153,34 @@ class RayLauncher:
                 if _waiting_for_room():
                     tell("room on the cluster")
 
-    def _all_samples(self) -> list[Sample]:
-        import ray
-        from ray.exceptions import RayError
+    def _tell_reading(self, reading: Reading) -> None:
+        self._read = max(self._read, reading.number)
+        self._tell(_samples(reading))
 
+    def _take_samples(self) -> set[str]:
+        """Take in the samples of ranks that have ended, in this launcher's time. Returns the nodes that are silent."""
+        later, after = self._watched_at - self._begun, 1 + max((sample.number for sample in self.samples), default=-1)
+        found = _answers({node: watch.samples.remote() for node, watch in self._watches.items()})
+        self.samples += [
+            replace(sample, seconds=later + sample.seconds, number=after + sample.number)
+            for samples in found.values()
+            for sample in samples
+        ]
+        return self._watches.keys() - found.keys()
+
+
+def _answers(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers of actors by node; without those that do not answer in time."""
+    import ray
+    from ray.exceptions import RayError
+
+    in_time = set(ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S)[0]) if asked else set()
+    found = {}
+    for node, answer in asked.items():
         with contextlib.suppress(RayError):
-            answers = [watch.samples.remote() for watch in self._watches]
-            return [sample for samples in ray.get(answers, timeout=_ANSWER_S) for sample in samples]
-        return []
+            if answer in in_time:
+                found[node] = ray.get(answer)
+    return found
 
 
 class _Found:
@@ -249,7 +268,7 @@ def _trainer_class() -> Any:
 class _Meter:
     """Passes on the readings of the nodes' watches, about once a second and then less often."""
 
-    def __init__(self, tell: Callable[[protocol.Samples], None]) -> None:
+    def __init__(self, tell: Callable[[Reading], None]) -> None:
         self.watches: list[Any] = []
         self._tell = tell
         self._asked: list[Any] = []
@@ -266,7 +285,7 @@ class _Meter:
             for answer in done:
                 with contextlib.suppress(RayError):  # a node went away
                     for reading in ray.get(answer):
-                        self._tell(_samples(reading))
+                        self._tell(reading)
         elif clock - self._read >= interval(clock - self._begun):
             self._read = clock
             self._asked = [watch.readings.remote() for watch in self.watches]
@@ -311,11 +330,11 @@ def _driver(cluster: protocol.Cluster, stop: threading.Event) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _watch_nodes(placed: Mapping[int, Placed], cores: float) -> list[Any]:
+def _watch_nodes(placed: Mapping[int, Placed], cores: float, after: int) -> dict[str, Any]:
     nodes: dict[str, list[Placed]] = {}
     for number in sorted(placed):
         nodes.setdefault(placed[number].node, []).append(placed[number])
-    return [_actor(NodeWatch, node).remote(here, cores) for node, here in nodes.items()]
+    return {node: _actor(NodeWatch, node).remote(here, cores, after) for node, here in nodes.items()}
 
 
 def _actor(cls: type, node: str) -> Any:
@@ -337,8 +356,13 @@ def _waiting_for_room() -> bool:
     return any(group["state"] == "PENDING" for name, group in groups.items() if name.endswith(job))
 
 
-def _ended(error: Exception | None, found: _Found) -> Exception:
-    """The exception for ranks that did not all return a result."""
+def _ended(error: Exception | None, found: _Found, silent: Collection[str] = ()) -> Exception:
+    """The exception for ranks that did not all return a result.
+
+    Args:
+        silent: nodes that do not answer. Ray Train tells nothing of their ranks where a rank elsewhere has raised
+            first, because its connection to them was closed.
+    """
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, ControllerError):
@@ -347,6 +371,8 @@ def _ended(error: Exception | None, found: _Found) -> Exception:
         return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
     died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
     texts = {number: f"died on node {_host(found, number)}: {_in_words(err)}" for number, err in died.items()}
+    lost = [number for number, at in found.placed.items() if at.node in silent and number not in found.tails | texts]
+    texts |= {number: f"was lost with node {_host(found, number)}, which does not answer" for number in lost}
     memory = [number for number, err in died.items() if "running low on memory" in str(err)]
     return RanksEnded(texts, found.tails, memory)
 

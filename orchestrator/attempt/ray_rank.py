@@ -10,6 +10,7 @@ import queue
 import shutil
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,10 +128,12 @@ class NodeWatch:
     Args:
         ranks: the ranks of this node.
         cores: processor cores of each.
+        after: number of the last reading of the ranks that were started before.
     """
 
-    def __init__(self, ranks: Sequence[Placed], cores: float) -> None:
+    def __init__(self, ranks: Sequence[Placed], cores: float, after: int) -> None:
         self._ranks = ranks
+        self._after = after
         self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
         self._usage = {p.rank: ProcessUsage(descent(p.pid), cores) for p in ranks if p.gpu is None}
         for telemetry in self._gpus.values():
@@ -139,7 +142,8 @@ class NodeWatch:
     def readings(self) -> list[Reading]:
         """Readings of each rank's GPU, or on a CPU of its processes, since the last call."""
         meters = {**self._gpus, **self._usage}
-        return [replace(reading, rank=rank) for rank, meter in meters.items() for reading in meter.readings()]
+        found = [(rank, reading) for rank, meter in meters.items() for reading in meter.readings()]
+        return [replace(reading, rank=rank, number=self._after + 1 + reading.number) for rank, reading in found]
 
     def samples(self) -> list[Sample]:
         """All samples of the GPUs, which are named by host and NVML's id. Ends the sampling."""
@@ -151,16 +155,15 @@ class NodeWatch:
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks, and what they have written themselves: text by file name."""
-        files = {}
+        files, processes = {}, []
         for placed in self._ranks:
             for path in Path(placed.folder).glob("*.json"):
                 files[path.name] = path.read_text(errors="replace")
             shutil.rmtree(placed.folder, ignore_errors=True)
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(placed.pid)
-                stack = diagnostics.snapshot([process])["stacks.txt"]
-                files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{stack}"
-                diagnostics.request_stacks([process])  # to its stderr, which Ray sends to the point's process
+                processes.append(process := psutil.Process(placed.pid))
+                files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{diagnostics.stack(process)}"
+        diagnostics.request_stacks(processes)  # to their stderr, which Ray sends to the point's process
         return files
 
 
@@ -211,16 +214,21 @@ class _Post:
 
     def _run(self) -> None:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
+        messages: list[Any] = []
         while True:
             last = self._closing.wait(_SEND_S)
-            messages = [self._queue.get() for _ in range(self._queue.qsize())]
+            messages += [self._queue.get() for _ in range(self._queue.qsize())]
             try:
                 if ray.get(self._mailbox.post.remote(messages)):
                     self._stop.set()
+            except ActorUnavailableError:  # a fault of the network, which may pass
+                time.sleep(_SEND_S)
+                continue
             except RayError:  # the point's process is gone, and Ray ends this one
                 return
+            messages = []
             if last:
                 return
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class SamplingReporter:
         self._begun = 0.0  # monotonic time of the first sample
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._kept: Counter[str] = Counter()  # by the name that was asked for
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
         self._beat(phase, done, total)
@@ -92,6 +94,10 @@ class SamplingReporter:
 
     def keep(self, name: str, text: str) -> None:
         """As jobs.point.Reporter says."""
+        self._kept[name] += 1
+        if (count := self._kept[name]) > 1:
+            stem, dot, ending = name.rpartition(".")
+            name = f"{stem}-{count}{dot}{ending}" if dot else f"{name}-{count}"
         self._send(Noted(name, text))
 
     def ranks(self, pids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -110,8 +110,8 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
     found = Diagnosis(
         ranks=[_with_present(state, recent) for state in states],
-        utilization={rank: fmean(shares) for rank, shares in _by_rank(_of_training(recent), "gpu_utilization").items()},
-        imbalance=imbalance({rank: median(times) for rank, times in _by_rank(recent, "rank_compute_time").items()}),
+        utilization=_medians(_of_training(recent), "gpu_utilization"),
+        imbalance=imbalance(_medians(recent, "rank_compute_time")),
     )
     found, notes = _seen(found, seconds)
     advice = [*_silence(row), *advise(found)]
@@ -238,6 +238,11 @@ def _of_training(recent: pd.DataFrame) -> pd.DataFrame:
 def _latest(recent: pd.DataFrame, name: str) -> dict[int, float]:
     """The latest value of a series by rank."""
     return {rank: values[-1] for rank, values in _by_rank(recent, name).items()}
+
+
+def _medians(recent: pd.DataFrame, name: str) -> dict[int, float]:
+    """Medians of a series by rank: what a start or a checkpoint takes up is the lesser part of a minute."""
+    return {rank: median(values) for rank, values in _by_rank(recent, name).items()}
 
 
 def _by_rank(recent: pd.DataFrame, name: str) -> dict[int, list[float]]:

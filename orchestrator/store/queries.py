@@ -158,13 +158,13 @@ def series(
     if since is not None:
         query = query.where(Series.at >= since)
     if most is not None:
-        place = func.row_number().over(partition_by=one, order_by=Series.step).label("place")
+        place = func.row_number().over(partition_by=one, order_by=(Series.at, Series.step)).label("place")
         rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()
         stride = (rows.c.of + most - 1) // most
         query = select(*(rows.c[column.key] for column in _SAMPLE))
         query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
     shown = query.selected_columns
-    return frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.step))
+    return frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.at, shown.step))
 
 
 def series_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:

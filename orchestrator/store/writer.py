@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from itertools import groupby, islice
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, insert, inspect, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -267,11 +267,17 @@ def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData)
 
 
 def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
-    """Store the samples that are not stored."""
+    """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     for record in {(record.run_id, record.point_id): record for record in records}.values():
         _existing(session, record)
     if samples := [sample for record in records for sample in _samples(record)]:
-        session.execute(_dialect(session).insert(Series).on_conflict_do_nothing(), samples)
+        insertion = _dialect(session).insert(Series)
+        newer = {"at": insertion.excluded.at, "value": insertion.excluded.value}
+        key = inspect(Series).primary_key
+        session.execute(
+            insertion.on_conflict_do_update(index_elements=key, set_=newer, where=insertion.excluded.at > Series.at),
+            samples,
+        )
 
 
 def _samples(record: SeriesRecord) -> Iterator[dict[str, Any]]:

@@ -286,6 +286,7 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         wait_for(lambda: bool(_warnings(run)), 60)
         run.until_checkpoint(after=run.newest())
         assert len({process.ppid() for process in run.until_trained(cluster)}) == 2, "a raylet each"
+        _grows(run)
         point_processes(cluster)[0].send_signal(signal.SIGTERM)
         end = run.ended(1)
         assert end.state == "cancelled"

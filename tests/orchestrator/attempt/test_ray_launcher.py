@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
+from waiting import wait_for
 
 from jobs._training.rank import PROCESS_GROUP
 from jobs.launcher import RanksEnded
-from jobs.measure.telemetry import Sample
+from jobs.measure.telemetry import Sample, energy
 from jobs.point import Measurement, Metric
 from jobs.quantities import GPU_POWER, GPU_UTILIZATION
 from orchestrator.attempt import protocol
 from orchestrator.attempt.ray_launcher import RayLauncher, _driver, _ended, _Found
-from orchestrator.attempt.ray_rank import Placed, Raised, RankRaised
+from orchestrator.attempt.ray_rank import NodeWatch, Placed, Raised, RankRaised, _Post
 
 
 @pytest.fixture
@@ -41,6 +44,15 @@ def test_a_rank_that_died_is_told_from_one_that_raised(found: _Found) -> None:
     assert end.died[1].startswith("died on node b: ")
     assert list(end.out_of_memory) == [1]
     assert end.tails == {0: "Traceback ..."}
+
+
+def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(found: _Found) -> None:
+    found.note(Raised(1, "Traceback ..."))
+    error = WorkerGroupError("1 failed", {1: RankRaised("RuntimeError: Connection closed by peer")})
+    assert dict(_ended(error, found).died) == {}
+    end = _ended(error, found, {"id-a"})
+    assert dict(end.died) == {0: "was lost with node a, which does not answer"}
+    assert dict(_ended(error, found, {"id-b"}).died) == {}, "rank 1 has told its end"
 
 
 def test_ranks_that_could_not_be_started_are_told_with_the_reason(found: _Found) -> None:
@@ -64,6 +76,53 @@ def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
     assert values[GPU_POWER.name] == pytest.approx(200.0)
     assert "GPU a:0" in str(metered.files["telemetry.txt"])
     assert "GPU b:0" in str(metered.files["telemetry.txt"])
+
+
+def test_samples_of_ranks_that_were_started_again_follow_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soak's pieces and restarts: energy is that of all."""
+    launcher = RayLauncher(protocol.Run("soak", {}, "cuda", None), protocol.Cluster(1, 1), lambda _: None)
+    each = [Sample("a:0", number, float(number), 90.0, 1000.0, 100.0, 1500.0, 40.0, 0, (1,)) for number in range(3)]
+    monkeypatch.setattr("orchestrator.attempt.ray_launcher._answers", lambda asked: {"id-a": each})
+    for begun in (0, 10):
+        launcher._watched_at = launcher._begun + begun
+        launcher._take_samples()
+    assert [sample.seconds for sample in launcher.samples] == [0, 1, 2, 10, 11, 12]
+    assert [sample.number for sample in launcher.samples] == list(range(6))
+    assert energy(launcher.samples) == pytest.approx(1200)
+
+
+def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -> None:
+    """The store keeps one sample of a number."""
+    numbers: list[int] = []
+    for _ in range(2):
+        here = [Placed(rank, "id", "here", os.getpid(), None, "/tmp/none", {}) for rank in (0, 1)]
+        watch = NodeWatch(here, 1, max(numbers, default=-1))
+        until = len(numbers) + 2
+        while len(numbers) < until:
+            numbers += [reading.number for reading in watch.readings() if reading.rank == 0]
+            time.sleep(0.05)
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 4
+
+
+def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[Any] = []
+    faults = [ActorUnavailableError("away", b"0" * 16)] * 3
+
+    def get(messages: list[Any]) -> bool:
+        if messages and faults:
+            raise faults.pop()
+        arrived.extend(messages)
+        return False
+
+    monkeypatch.setattr(ray, "get", get)
+    mailbox = SimpleNamespace(post=SimpleNamespace(remote=lambda messages: messages))
+    post = _Post(mailbox, Event())
+    post("first")
+    wait_for(lambda: len(faults) < 3, 20)
+    post("second")
+    post.close()
+    assert arrived == ["first", "second"]
 
 
 def test_process_group_variables_of_a_point_a_job_and_a_node_win_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,12 +349,12 @@ def test_probing_for_a_missing_gpu_is_an_error() -> None:
 def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
     kept = str(tmp_path / "store" / "r" / "0000" / "1" / "rank0.json")
     wait = f"while not os.path.exists({kept!r}): time.sleep(0.01)"
-    updates = measure(f"import time\nbeat.keep('rank0.json', '{{}}')\n{wait}\nbeat.keep('last.txt', 'late')")
+    updates = measure(f"import time\nbeat.keep('rank0.json', '{{}}')\n{wait}\nbeat.keep('rank0.json', 'late')")
     places = [place for place, update in enumerate(updates) if isinstance(update, ArtifactRecord)]
     (end,) = [place for place, update in enumerate(updates) if isinstance(update, Ended)]
     assert places[0] < end
     assert updates[places[0]].artifact.content == "{}"
-    assert updates[end].files == {"rank0.json": "{}", "last.txt": "late"}
+    assert updates[end].files == {"rank0.json": "{}", "rank0-2.json": "late"}
 
 
 def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(measure, monkeypatch) -> None:

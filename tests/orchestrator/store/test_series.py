@@ -55,6 +55,18 @@ def test_a_replay_adds_nothing_and_a_failed_point_keeps_its_series(failed: Store
         assert session.execute(text("SELECT state FROM v_points WHERE point_id = :p"), {"p": FAILED}).scalar() == "hang"
 
 
+def test_steps_that_are_done_again_have_their_latest_samples_which_come_last(failed: Store) -> None:
+    """After a restart from a checkpoint: they are live, and the steps that are still ahead are the past."""
+    before = piece(0, 8)
+    again = piece(3, 2, times=(T0.timestamp() + 60, T0.timestamp() + 61), values=(7.0, 8.0))
+    for told in ([before, again, before], [again]):  # a replay brings nothing back
+        failed.apply_many(told)
+        found = queries.series(failed, FAILED, attempt=1)
+        assert found["step"].tolist() == [0, 1, 2, 5, 6, 7, 3, 4]
+        assert found["value"].tolist()[-2:] == [7.0, 8.0]
+    assert queries.series(failed, FAILED, attempt=1, most=3)["step"].tolist()[-1] == 4
+
+
 def test_a_later_attempt_has_series_of_its_own(failed: Store) -> None:
     later = T0 + timedelta(days=1)
     failed.apply_many(
