@@ -64,7 +64,7 @@ class ParallelModel:
             self._shard(device, compiled)
             self.loss_of: Callable[..., Tensor] = model
             return
-        options = {**_OPTIONS, "triton.cudagraphs": cuda_graphs}
+        options = _OPTIONS | ({"triton.cudagraphs": True} if cuda_graphs else {})
 
         def compile_if_asked(part: Any) -> Any:
             return torch.compile(part, fullgraph=True, dynamic=False, options=options) if compiled else part
