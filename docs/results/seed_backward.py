@@ -132,7 +132,7 @@ def _causes(e: Evidence) -> str:
 
 
 def smallest(e: Evidence) -> str:
-    """The smallest size that fails, by implementation."""
+    """The smallest size that fails, by implementation, with how it failed and on which card."""
     told = {}
     for way in ("triton", "chunked", "naive"):
         at = {"preset": "m7c_125m", "implementation": way}
@@ -143,8 +143,16 @@ def smallest(e: Evidence) -> str:
         elif layers is None or length is None:
             told[way] = "none, the largest size passed"
         else:
-            told[way] = f"{layers:,.0f} layers at {length:,.0f} ({tried:.0f} sizes tried)"
+            how = f"{_failure(e, layers, length)}on {e.card(SEARCH, **at)}, {tried:.0f} sizes tried"
+            told[way] = f"{layers:,.0f} layers at {length:,.0f} ({how})"
     return together(told)
+
+
+def _failure(e: Evidence, layers: float, length: float) -> str:
+    """How the smallest size failed, in words with a comma behind; "" if no message tells."""
+    wanted = rf"fails: {layers:.0f} layers?, S={length:.0f} \((\w+):"
+    found = next((found[1] for text in e.warnings(SEARCH) if (found := re.search(wanted, text))), "")
+    return f"{ {'oom': 'out of memory'}.get(found, found) }, " if found else ""
 
 
 def search_note(e: Evidence) -> str:

@@ -172,6 +172,7 @@ def _soaked(e: Evidence, spec: Spec) -> dict[str, str]:
         "warnings": for_file("; ".join(e.warnings(spec))),
         "memory held by a rank, at most": e.cell(spec, ("memory_held", "MiB")),
         "growth of memory": e.cell(spec, ("memory_growth", "%/1000 steps")),
+        "growth of the host's memory": e.cell(spec, ("host_memory_slope", "MiB/h")),
         "drift of the throughput": e.cell(spec, ("throughput_drift", "%/h")),
         "throughput": e.cell(spec, THROUGHPUT),
     }
@@ -212,13 +213,17 @@ def _worst(e: Evidence) -> str:
 
 def _viability(e: Evidence) -> str:
     at = {"implementation": "triton", "layers": 12, "seq_len": 2048}
+    cases = (
+        ("forward", "50.48 GB", ESTIMATE, (PEAK,), {"pass_": "forward"}),
+        ("forward+backward", "151.23 GB", ESTIMATE, (PEAK,), {"pass_": _BOTH}),
+        ("training step, no checkpointing, batch 1", "", ESTIMATE, (PEAK,), {"pass_": "train"}),
+        ("training with checkpointing, batch 2", "60 to 70 GB", TRAIN, (PEAK, RESERVED), {"batch": 2}),
+    )
     rows = [
-        ["forward", e.cell(ESTIMATE, PEAK, **at, pass_="forward")],
-        ["forward+backward", e.cell(ESTIMATE, PEAK, **at, pass_=_BOTH)],
-        ["training step, no checkpointing, batch 1", e.cell(ESTIMATE, PEAK, **at, pass_="train")],
-        ["training with checkpointing, batch 2", e.cell(TRAIN, PEAK, RESERVED, **at, batch=2)],
+        [title, then, e.cell(spec, *figures, **at, **more), e.mode(spec, **at, **more)]
+        for title, then, spec, figures, more in cases
     ]
-    return table(["12 layers, dim 768, S=2,048", "memory"], rows)
+    return table(["12 layers, dim 768, S=2,048", "the report expected", "allocated, reserved", "card, mode"], rows)
 
 
 def _findings(e: Evidence) -> str:

@@ -294,6 +294,7 @@ def _stability(e: Evidence) -> str:
             "a soak: growth of memory, most held",
             e.cell(SOAK, ("memory_growth", "%/1000 steps"), ("memory_held", "MiB")),
         ],
+        ["the same: growth of the host's memory", e.cell(SOAK, ("host_memory_slope", "MiB/h"))],
         ["a soak: drift of the throughput, training", e.cell(SOAK, ("throughput_drift", "%/h"), ("soak_time", "h"))],
         ["the short training ended", e.states(TRAIN)],
         ["loss fell", _loss(e)],

@@ -191,7 +191,8 @@ def _selection(e: Evidence) -> str:
         ]
         rows.append([branch, *cells])
     columns = [f"{pass_}, {seq_len:,}" for seq_len in (2048, 65536) for pass_ in ("forward", _BOTH)]
-    return noted(table(["branch, our kernels", *columns], rows), _on(e, BRANCHES))
+    shares = "A branch alone that takes longer than all at once is no share of theirs: [stages](../bench.md) are."
+    return noted(table(["branch, our kernels", *columns], rows), f"{_on(e, BRANCHES)} {shares}".strip())
 
 
 def _on(e: Evidence, spec: Spec) -> str:
@@ -274,9 +275,10 @@ def _timeline(e: Evidence) -> str:
     then = e.seed("003", THROUGHPUT, "train 12 layers dim 768 S=512").removesuffix(" tok/s")
     dense = {"implementation": "dense"}
     rows = [
-        ["the report's throughput", f"{shown(_PLAN.hours_at(float(then)), 'h')}", ""],
+        [f"the report's {then} tok/s at 512 tokens", f"{shown(_PLAN.hours_at(float(then)), 'h')}", ""],
         ["one GPU", e.cell(TRAIN, _HOURS, **_NSA), e.mode(TRAIN, **_NSA)],
         ["one GPU, dense attention", e.cell(TRAIN, _HOURS, **dense), e.mode(TRAIN, **dense)],
         ["two GPUs", e.cell(TRAIN_2GPU, _HOURS, **_NSA), e.mode(TRAIN_2GPU, **_NSA)],
     ]
-    return table(["at", "50,000 steps of 4,096 tokens take", _WHERE], rows)
+    days = "The report: about 21 days, with steps of its 512 tokens."
+    return noted(table(["at", "50,000 steps of 4,096 tokens take", _WHERE], rows), days)

@@ -304,10 +304,11 @@ def _ranks(store: Store, runs: Sequence[dict[str, Any]]) -> str:
                 "" if busy is None else f"{busy:.1f} %",
                 "" if uneven is None else f"{uneven:.2f} %",
                 f"{1000 * values['energy_per_token']:.3g}",
+                str(run["git_commit"])[:7],
             ]
         )
     columns = ["GPUs", "parallel", "sequences a GPU", "step, ms", "tok/s", "least busy GPU", "imbalance", "mJ/tok"]
-    return table(columns, rows)
+    return table([*columns, "commit"], rows)
 
 
 def _averaging(spec: Mapping[str, Any]) -> str:
