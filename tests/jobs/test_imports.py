@@ -16,21 +16,7 @@ long = ("scipy", "sympy", "torch.distributed.checkpoint", "torch.distributed.fsd
 print([name for name in long if name in sys.modules])
 """
 
-DRILL = """
-import sys
-from jobs.point import Machine
-from jobs.spec import load_spec
-load_spec("jobs/configs/drill.yaml").points(Machine("cpu", "any", 2**30))
-print("torch" in sys.modules)
-"""
-
 
 def test_jobs_import_none_of_the_packages_above_them_nor_what_few_runs_need() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]", "[]"]
-
-
-def test_a_drill_is_planned_without_pytorch() -> None:
-    """A drill of one point takes 0.71 of the processor's time so."""
-    done = subprocess.run([sys.executable, "-c", DRILL], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
