@@ -187,6 +187,12 @@ class OutcomeRecord(_Record):
     environment: dict[str, Any] = {}
     artifacts: tuple[ArtifactData, ...] = ()  # of version 0.1.0 only; since then each has a record of its own
     resumed: Small | None = None  # before the first attempt: of the beginning whose plan it ends
+    final: bool = True  # False: the point is handed out again, and its outcome will be that of a later attempt
+
+    @property
+    def settles(self) -> bool:
+        """Whether this end takes the place of an earlier outcome."""
+        return self.final and self.state.settles
 
 
 class ArtifactRecord(_Record):

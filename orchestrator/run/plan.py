@@ -82,8 +82,9 @@ class PointHistory:
             if self.state.settles and record.state is PointState.PENDING:
                 return replace(self, attempt=attempt, again=Remeasured(record.key, record.state))
             return PointHistory(record.key, record.label, record.state, attempt)
-        state = PointState.RUNNING if isinstance(record, StartRecord) else record.state
-        if self.again and not state.settles:
+        started = isinstance(record, StartRecord)
+        state = PointState.RUNNING if started else record.state
+        if self.again and (started or not record.settles):
             return replace(self, attempt=record.attempt, again=replace(self.again, state=state))
         return replace(self, key=(self.again or self).key, state=state, attempt=record.attempt, again=None)
 

@@ -20,7 +20,7 @@ from orchestrator.records import (
     StartRecord,
     keepable,
 )
-from orchestrator.run.executor import BatchEnded, Executor
+from orchestrator.run.executor import BatchEnded, Executor, ExecutorGone
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState, RunState
 
@@ -177,14 +177,17 @@ class Scheduler:
         verb = "got lost" if state is PointState.LOST else "crashed"
         message = f"{assignment.point.label}: attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again"
         event = EventRecord(run_id=outcome.run_id, point_id=point_id, level="warning", message=message)
-        self._recorder.write([outcome, event])
+        self._recorder.write([outcome.model_copy(update={"final": False}), event])
         self._watcher.tell(f"{event.level}: {message}")
         self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
 
     def _cancel(self, run_id: str, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
         left = self._end(run_id, RunState.CANCELLED, PointState.CANCELLED, reason)
-        self._executor.cancel()
+        try:
+            self._executor.cancel()
+        except ExecutorGone as gone:  # the run is cancelled all the same
+            self._watcher.tell(f"warning: its processes may still run: {gone}")
         self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
     def _end(self, run_id: str, run: RunState, point: PointState, reason: str) -> int:

@@ -221,7 +221,7 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
     _artifacts(session, record)
     if not newer:
         return
-    if again is not None and not record.state.settles:
+    if again is not None and not record.settles:
         rows.end_without_outcome(again, record)
         return
     _forget(session, point, again)

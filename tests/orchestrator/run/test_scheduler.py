@@ -15,7 +15,7 @@ from orchestrator import journal
 from orchestrator.journal import Journal
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, StartRecord
-from orchestrator.run.executor import BatchEnded
+from orchestrator.run.executor import BatchEnded, ExecutorGone
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.states import PointState, RunState
@@ -130,6 +130,8 @@ def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
     assert states == {PointState.OK: 1, PointState.CRASH: 1, PointState.ERROR: 1}
     of_first = [(attempt, state) for point, attempt, state in outcomes(records) if point == "r/0"]
     assert of_first == [(1, "crash"), (2, "lost"), (3, "lost"), (4, "crash"), (5, "ok")]
+    final = [(r.point_id, r.attempt) for r in records if isinstance(r, OutcomeRecord) and r.final]
+    assert sorted(final) == [("r/0", 5), ("r/1", 3), ("r/2", 1)], "the others take no earlier outcome's place"
     assert [outcome for outcome in outcomes(records) if outcome[0] == "r/1"][-1] == ("r/1", 3, "crash")
     events = [r.message for r in records if isinstance(r, EventRecord)]
     assert events[0] == "p0: attempt 1 crashed (None); handed out again"
@@ -187,6 +189,17 @@ def test_cancelling_ends_the_remaining_points_and_the_executor(run) -> None:
     assert states == {PointState.OK: 1, PointState.CANCELLED: 3}
     assert [(p, s) for p, _, s in outcomes(records)][1:] == [(f"r/{i}", "cancelled") for i in (1, 2, 3)]
     assert (records[-1].type, records[-1].state, records[-1].reason) == ("run_end", "cancelled", "SIGTERM")
+
+
+def test_a_cluster_that_is_gone_when_a_run_is_cancelled_leaves_it_cancelled(run) -> None:
+    class Gone(Script):
+        def cancel(self) -> None:
+            raise ExecutorGone("the cluster went away")
+
+    executor = Gone({"r/0": ["silent"]})
+    state, states, records = run(executor, 2, stopped=lambda: "SIGTERM" if executor.batches else None)
+    assert (state, states) == (RunState.CANCELLED, {PointState.CANCELLED: 2})
+    assert records[-1].state == "cancelled"
 
 
 def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> None:

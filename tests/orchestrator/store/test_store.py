@@ -162,7 +162,9 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
         (("pending", 1), again[1]),
         (("running", 2), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2, node="node-2")),
         (("lost", 2), outcome(late, attempt=2, state=PointState.LOST, reason="node gone")),
-        (("running", 3), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=3, node="node-3")),
+        (("running", 3), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=3, node="node-2")),
+        (("crash", 3), outcome(late, attempt=3, state=PointState.CRASH).model_copy(update={"final": False})),
+        (("running", 4), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=4, node="node-3")),
     ]:
         store.apply(record)
         point = point_of(store)
@@ -176,10 +178,10 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
     store.beat(RUN, f"{RUN}/0", late, "time", 3, 10)
     [row, *_] = queries.points(store, RUN).to_dict("records")
     assert (row["state"], row["phase"], row["done"], row["latest_node"]) == ("ok", "time", 3, "node-3")
-    store.apply(outcome(late + timedelta(seconds=9), attempt=3, time=7.0))
+    store.apply(outcome(late + timedelta(seconds=9), attempt=4, time=7.0))
     store.apply_many([*records, *again])
     point = point_of(store)
-    assert (point.state, point.key, point.attempt, point.node) == (PointState.OK, "other code", 3, "node-3")
+    assert (point.state, point.key, point.attempt, point.node) == (PointState.OK, "other code", 4, "node-3")
     assert (metrics_of(store), point.resumed) == ({"time": 7.0}, 1)
     assert contents(store)["remeasurement"] == []
 
