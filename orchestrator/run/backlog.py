@@ -109,6 +109,8 @@ class Backlog:
             return
         stored, rest = self._memory[: self._stored_of_memory], self._memory[self._stored_of_memory :]
         stored, kept = _without_series(stored), _without_series(rest)
+        if len(stored) + len(kept) == len(self._memory):  # no series are left: a batch under way keeps its place
+            return
         self._memory, self._stored_of_memory = stored + kept, len(stored)
         self.left_out += len(rest) - len(kept)
         self._waiting -= len(rest) - len(kept)

@@ -239,6 +239,19 @@ def test_a_run_that_cannot_be_journalled_does_not_begin(recorder, flaky, path) -
     assert flaky.kept == []
 
 
+def test_a_full_disk_with_more_results_than_fit_the_memory_loses_none(recorder, flaky, path, monkeypatch) -> None:
+    """Results are kept beyond it: the limit is for samples."""
+    monkeypatch.setattr(backlog, "_MOST_IN_MEMORY", 10)
+    store = flaky.apply_many
+    monkeypatch.setattr(flaky, "apply_many", lambda records: (time.sleep(0.05), store(records))[1])
+    with full_disk(path):
+        for number in range(100):
+            recorder.write([note(f"{number}")])
+        wait_for(lambda: stored(recorder), 30)
+        recorder.close(patience_s=1)
+    assert {f"{number}" for number in range(100)} <= set(texts(flaky.kept))
+
+
 def test_memory_is_bounded_by_leaving_out_samples(recorder, flaky, path, monkeypatch) -> None:
     monkeypatch.setattr(backlog, "_MOST_IN_MEMORY", 10)
     flaky.error = AWAY
