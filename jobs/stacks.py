@@ -9,8 +9,8 @@ import re
 import signal
 from pathlib import Path
 
-# A real-time signal, because LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself.
-_SIGNAL = signal.SIGRTMIN + 5
+# A real-time signal, which macOS has not, because LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself.
+_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
 def offer() -> None:

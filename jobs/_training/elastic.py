@@ -33,6 +33,7 @@ _POLL_S = 0.1
 _GRACE_S = 5.0  # for the other ranks to end by themselves once one has failed
 _STOP_S = 60  # for ranks to end once asked to
 _TAIL = 40  # lines of a failed rank's stderr that its failure shows
+_TAIL_BYTES = 1 << 16  # that they are looked for in
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
@@ -243,8 +244,10 @@ def _exit(code: int | None) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    """The last lines of a log, which may have gigabytes."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL:])
 
 
 def _oom_kills() -> int:

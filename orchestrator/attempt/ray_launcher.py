@@ -103,7 +103,7 @@ class RayLauncher:
             silent = self._take_samples()
             if len(found.results) == ranks:
                 return [found.results[number] for number in range(ranks)]
-            raise _ended(fit.error, found, silent)
+            raise _ended(fit.error, found, _dead(silent))
 
     def metered(self, measurement: Measurement) -> Measurement:
         """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
@@ -125,8 +125,9 @@ class RayLauncher:
     def _follow(
         self, fit: _Fit, found: _Found, mailbox: Any, stop: threading.Event, tell: Callable[[str], None]
     ) -> None:
-        """Take the ranks' messages until Ray Train has ended; pass on the word to stop."""
+        """Take the ranks' messages until Ray Train has ended; pass on the word to stop. Raises RanksEnded."""
         import ray
+        from ray.exceptions import RayError
 
         asked, looked = False, 0.0
         meter = _Meter(self._tell_reading)
@@ -134,7 +135,13 @@ class RayLauncher:
         running = True
         while running:
             running = fit.is_alive()  # asked before reading: the last messages are read, too
-            for message in ray.get(mailbox.taken.remote(_POLL_S if running else 0.0)):
+            try:
+                messages = ray.get(mailbox.taken.remote(_POLL_S if running else 0.0))
+            except RayError as err:  # with its actor the messages are lost, not the training
+                raise RanksEnded(
+                    dict.fromkeys(found.placed, f"lost its mailbox: {_in_words(err)}"), found.tails
+                ) from None
+            for message in messages:
                 found.note(message)
                 if isinstance(message, Placed) and message.environment:
                     self._tell(protocol.Environment(message.environment))
@@ -167,6 +174,18 @@ class RayLauncher:
             for sample in samples
         ]
         return self._watches.keys() - found.keys()
+
+
+def _dead(silent: Collection[str]) -> set[str]:
+    """The nodes that have left the cluster, of those that are silent; it takes some time until Ray says so."""
+    import ray
+
+    deadline = time.monotonic() + _ANSWER_S * bool(silent)
+    while True:
+        living = {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+        if time.monotonic() >= deadline or living.isdisjoint(silent):
+            return set(silent) - living
+        time.sleep(_POLL_S)
 
 
 def _answers(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,11 +375,11 @@ def _waiting_for_room() -> bool:
     return any(group["state"] == "PENDING" for name, group in groups.items() if name.endswith(job))
 
 
-def _ended(error: Exception | None, found: _Found, silent: Collection[str] = ()) -> Exception:
+def _ended(error: Exception | None, found: _Found, lost: Collection[str] = ()) -> Exception:
     """The exception for ranks that did not all return a result.
 
     Args:
-        silent: nodes that do not answer. Ray Train tells nothing of their ranks where a rank elsewhere has raised
+        lost: nodes that have left the cluster. Ray Train tells nothing of their ranks where a rank elsewhere has raised
             first, because its connection to them was closed.
     """
     from ray.train import ControllerError, WorkerGroupError
@@ -371,8 +390,8 @@ def _ended(error: Exception | None, found: _Found, silent: Collection[str] = ())
         return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
     died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
     texts = {number: f"died on node {_host(found, number)}: {_in_words(err)}" for number, err in died.items()}
-    lost = [number for number, at in found.placed.items() if at.node in silent and number not in found.tails | texts]
-    texts |= {number: f"was lost with node {_host(found, number)}, which does not answer" for number in lost}
+    unheard = [number for number, at in found.placed.items() if at.node in lost and number not in found.tails | texts]
+    texts |= {number: f"was lost with node {_host(found, number)}" for number in unheard}
     memory = [number for number, err in died.items() if "running low on memory" in str(err)]
     return RanksEnded(texts, found.tails, memory)
 

@@ -64,6 +64,7 @@ class SamplingReporter:
         self._latest: dict[tuple[int, str], _Latest] = {}
         self._lock = threading.Lock()
         self._begun = 0.0  # monotonic time of the first sample
+        self._at = 0.0  # time of the latest sample
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._kept: Counter[str] = Counter()  # by the name that was asked for
@@ -77,8 +78,8 @@ class SamplingReporter:
             raise ValueError(f"series {unknown[0]}: is not declared by this name; mend the kind's QUANTITIES")
         if step < 0 or rank < 0:
             raise ValueError(f"series at step {step} of rank {rank}: must both be 0 or more")
-        at = time.time()
         with self._lock:
+            at = self._at = max(self._at, time.time())  # of two samples of a step the later one counts
             for name, value in values.items():
                 if math.isfinite(value):
                     self._latest[rank, name] = _Latest(int(step), at, float(value))

@@ -214,6 +214,9 @@ def _with_telemetry(ended: Ended, sampled: TelemetrySummary) -> Ended:
 
 def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:
     """End of a point whose child could not be started: lost, so measured again, where the host had no room for it."""
+    if err.errno is not None and err.filename is None:  # no folder at all, pipe or process
+        reason = f"the host has no room for the point's process ({err.strerror}); make room"
+        return _not_measured(assignment, reason, PointState.LOST)
     if temporary.POINT in str(err.filename):  # in the child's folder: the host's disk, not the interpreter
         reason = f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
         return _not_measured(assignment, reason, PointState.LOST)

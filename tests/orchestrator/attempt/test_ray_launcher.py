@@ -51,7 +51,7 @@ def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(found: 
     error = WorkerGroupError("1 failed", {1: RankRaised("RuntimeError: Connection closed by peer")})
     assert dict(_ended(error, found).died) == {}
     end = _ended(error, found, {"id-a"})
-    assert dict(end.died) == {0: "was lost with node a, which does not answer"}
+    assert dict(end.died) == {0: "was lost with node a"}
     assert dict(_ended(error, found, {"id-b"}).died) == {}, "rank 1 has told its end"
 
 

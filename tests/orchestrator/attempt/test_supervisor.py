@@ -369,6 +369,19 @@ def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(m
     )
 
 
+def test_a_host_without_any_temporary_folder_loses_the_point_and_blames_no_interpreter(measure, monkeypatch) -> None:
+    def none(*_: object, **__: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    [_, end] = measure("pass")
+    assert end.outcome.state is PointState.LOST
+    assert end.outcome.reason == (
+        "the host has no room for the point's process (No usable temporary directory found in ['/tmp']); make room"
+    )
+
+
 def test_a_point_whose_guard_cannot_be_started_leaves_no_process(measure, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(child, "_GUARD", "exit 3")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
