@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from jobs.point import Machine
 from jobs.spec import JobSpec
+from orchestrator import provenance
 from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
@@ -24,6 +27,7 @@ from orchestrator.states import PointState
 from orchestrator.terminal import warn
 
 _CANCEL_S = 1.5
+_STOP_S = 3.0  # that a driver needs to end, and that Ray gives it where nothing is set
 _PATIENCE_S = 15.0
 _PROBES = 3
 _CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
@@ -52,6 +56,7 @@ class RayExecutor:
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
+        self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         self._watch = ClusterWatch(_head(), lambda: check_resources(spec, list(_nodes().values())))
 
@@ -123,6 +128,7 @@ class RayExecutor:
         return max(1, min(room, asked.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        self._grace_s = conditions.grace_s
         with _gone():
             self._live[self._task.remote(assignments, conditions, self._gpus, self._cluster)] = batch
 
@@ -139,16 +145,17 @@ class RayExecutor:
 
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
-        cancelled = Aside(self._cancel_tasks)
-        if cancelled.done(_CANCEL_S):  # a frozen node gives no task's end
+        patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
+        cancelled = Aside(lambda: self._cancel_tasks(patience_s))
+        if cancelled.done(patience_s):  # a frozen node gives no task's end
             cancelled.result()
 
-    def _cancel_tasks(self) -> None:
+    def _cancel_tasks(self, patience_s: float) -> None:
         import ray
 
         for stream in self._live:
             ray.cancel(stream)
-        deadline = time.monotonic() + _CANCEL_S
+        deadline = time.monotonic() + patience_s
         while self._live and time.monotonic() < deadline:
             for batch, update in self.poll(0.1):
                 if isinstance(update, BatchEnded):
@@ -170,6 +177,15 @@ class RayExecutor:
     def _share(self, gpus: float) -> Share:
         """Resources of a point, or of one of its ranks."""
         return Share.of(self._spec, gpus, self._type)
+
+
+def _time_to_stop() -> float:
+    """Seconds that this process may take to end beyond what it needs itself: Ray kills a stopped job's after some."""
+    if provenance.submission_id() is None:
+        return math.inf
+    with suppress(ValueError):
+        return max(0.0, float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")) - _STOP_S)
+    return 0.0
 
 
 def _placement(share: Share) -> dict[str, Any]:
