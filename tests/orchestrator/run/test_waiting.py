@@ -27,7 +27,7 @@ from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
 from orchestrator.run import driver, ray_cluster, ray_folder, waiting
 from orchestrator.run.aside import Aside
-from orchestrator.run.executor import ExecutorError, ExecutorGone
+from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.waiting import ClusterWatch, RoomWatch
 from orchestrator.store import Store, history, importer, queries
@@ -281,12 +281,40 @@ def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "cancel", lambda stream: thaw.wait(60))
     monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
     executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
-    executor._live = {"stream": 1}
+    executor._live, executor._grace_s = {"stream": 1}, 0.0
     started = time.monotonic()
     executor.cancel()
     assert time.monotonic() - started < 2
     executor._live.clear()
     thaw.set()
+
+
+@pytest.mark.parametrize(
+    ("job", "allowed", "waits"),
+    [(None, None, True), ("raysubmit_1", "60", True), ("raysubmit_1", None, False), ("raysubmit_1", "3", False)],
+    ids=["no job", "a job with time", "a job", "a job with as much as by default"],
+)
+def test_points_that_save_a_checkpoint_are_waited_for_as_long_as_a_stop_may_take(
+    monkeypatch: pytest.MonkeyPatch, job: str | None, allowed: str | None, waits: bool
+) -> None:
+    monkeypatch.setattr(ray, "cancel", lambda stream: None)
+    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
+    monkeypatch.setattr(ray_cluster.provenance, "submission_id", lambda: job)
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", allowed)
+    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
+    executor._live, executor._grace_s = {"stream": 1}, 30.0
+    saved = time.monotonic() + 0.7
+
+    def poll(timeout: float) -> list:
+        time.sleep(0.05)
+        return [(1, BatchEnded())] if time.monotonic() > saved else []
+
+    monkeypatch.setattr(executor, "poll", poll)
+    executor.cancel()
+    assert (not executor._live) is waits
+    executor._live = {}
 
 
 def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> None:
