@@ -1,4 +1,4 @@
-"""What tests of the Triton kernels in Triton's interpreter share: marks, sizes, and an operator's gradients."""
+"""Marks, sizes, fixtures and gradients for tests of the Triton kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
