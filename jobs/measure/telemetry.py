@@ -6,17 +6,15 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from itertools import count, pairwise
-from operator import or_
-from typing import Any
 
 import pynvml
 
 from jobs.measure import nvml
+from jobs.measure.gpu_samples import Sample, halved, look, mean_of_known
 from jobs.measure.stats import summarize
 from jobs.point import Metric, Reading
 from jobs.quantities import (
@@ -33,22 +31,6 @@ from jobs.quantities import (
 
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
 _MOST = 20_000  # samples of a GPU, an hour's; of a longer point, pairs are merged and then taken half as often
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample of one GPU; None for values that the driver does not report."""
-
-    gpu: str
-    number: int  # of the look at all GPUs, from 0
-    seconds: float  # since start()
-    utilization: float | None  # percent of the last driver interval in which a kernel ran
-    memory_mib: float | None
-    power_w: float | None
-    sm_mhz: float | None
-    celsius: float | None
-    throttle: int | None  # bit mask
-    pids: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -130,9 +112,9 @@ class Telemetry:
                 for number in count():
                     now = time.monotonic() - begin
                     if not self._paused:
-                        self._samples.extend([_look(gpu, device, number, now) for gpu, device in devices.items()])
+                        self._samples.extend([look(gpu, device, number, now) for gpu, device in devices.items()])
                     if len(self._samples) > _MOST * len(devices):
-                        self._samples = _halved(self._samples)  # another list: `readings` may be reading the old one
+                        self._samples = halved(self._samples)  # another list: `readings` may be reading the old one
                         self._period_s *= 2
                     if self._stop.wait(self._period_s):
                         return
@@ -140,75 +122,16 @@ class Telemetry:
             self._problem = str(err)
 
 
-def _look(gpu: str, device: Any, number: int, seconds: float) -> Sample:
-    def ask(query: Callable[[], Any]) -> Any:
-        try:
-            return query()
-        except (pynvml.NVMLError, nvml.NvmlError):  # not supported by this driver or card; other queries may be
-            return None
-
-    memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device).used)
-    power = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
-    pids = ask(lambda: nvml.compute_pids(device))
-    return Sample(
-        gpu=gpu,
-        number=number,
-        seconds=seconds,
-        utilization=ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
-        memory_mib=None if memory is None else int(memory) / 2**20,
-        power_w=None if power is None else power / 1000,
-        sm_mhz=ask(lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
-        celsius=ask(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
-        throttle=ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
-        pids=None if pids is None else tuple(pids),
-    )
-
-
-def _halved(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of which each stands for two of the same GPU, in order; a last one without a partner stays."""
-    waiting: dict[str, Sample] = {}
-    halved = []
-    for sample in samples:
-        if (before := waiting.pop(sample.gpu, None)) is None:
-            waiting[sample.gpu] = sample
-        else:
-            halved.append(_merged(before, sample))
-    return [*halved, *waiting.values()]
-
-
-def _merged(first: Sample, second: Sample) -> Sample:
-    """Means of two samples of a GPU; their highest memory, all throttles and processes."""
-    throttles = [each.throttle for each in (first, second) if each.throttle is not None]
-    pids = [set(each.pids) for each in (first, second) if each.pids is not None]
-    return Sample(
-        gpu=first.gpu,
-        number=second.number,
-        seconds=(first.seconds + second.seconds) / 2,
-        utilization=_mean([first.utilization, second.utilization]),
-        memory_mib=max((m for m in (first.memory_mib, second.memory_mib) if m is not None), default=None),
-        power_w=_mean([first.power_w, second.power_w]),
-        sm_mhz=_mean([first.sm_mhz, second.sm_mhz]),
-        celsius=_mean([first.celsius, second.celsius]),
-        throttle=reduce(or_, throttles) if throttles else None,
-        pids=tuple(sorted(set[int]().union(*pids))) if pids else None,
-    )
-
-
 def _reading(rank: int, samples: Sequence[Sample]) -> Reading:
     """Reading of one GPU's samples."""
     found = {
-        GPU_UTILIZATION: _mean([sample.utilization for sample in samples]),
-        GPU_POWER: _mean([sample.power_w for sample in samples]),
-        GPU_SM_CLOCK: _mean([sample.sm_mhz for sample in samples]),
+        GPU_UTILIZATION: mean_of_known([sample.utilization for sample in samples]),
+        GPU_POWER: mean_of_known([sample.power_w for sample in samples]),
+        GPU_SM_CLOCK: mean_of_known([sample.sm_mhz for sample in samples]),
         GPU_MEMORY_USED: max((sample.memory_mib for sample in samples if sample.memory_mib is not None), default=None),
     }
     values = {quantity: value for quantity, value in found.items() if value is not None}
     return Reading(rank, samples[-1].number, time.time(), values)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
-from jobs.measure.telemetry import Sample, summarise_samples
+from jobs.measure.gpu_samples import Sample
+from jobs.measure.telemetry import summarise_samples
 from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
 from orchestrator.attempt import protocol

@@ -23,8 +23,9 @@ from jobs import stacks
 from jobs._training.rank_messages import failure
 from jobs.launcher import Rank
 from jobs.measure import nvml
+from jobs.measure.gpu_samples import Sample
 from jobs.measure.process_usage import ProcessUsage, descent
-from jobs.measure.telemetry import Sample, Telemetry
+from jobs.measure.telemetry import Telemetry
 from jobs.point import Device, Reading
 from orchestrator.attempt import diagnostics, temporary
 from orchestrator.attempt.gpu_release import card_name

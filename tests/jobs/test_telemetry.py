@@ -17,8 +17,9 @@ from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module
 from jobs.measure import nvml
 from jobs.measure.energy import Energy, EnergyMeter
+from jobs.measure.gpu_samples import Sample
 from jobs.measure.process_usage import PointUsage, ProcessUsage
-from jobs.measure.telemetry import Sample, Telemetry, energy, summarise_samples
+from jobs.measure.telemetry import Telemetry, energy, summarise_samples
 from jobs.quantities import (
     CPU_UTILIZATION,
     GPU_MEMORY_USED,

@@ -18,7 +18,8 @@ from waiting import wait_for
 
 from jobs._training.rank import PROCESS_GROUP
 from jobs.launcher import RanksEnded
-from jobs.measure.telemetry import Sample, energy
+from jobs.measure.gpu_samples import Sample
+from jobs.measure.telemetry import energy
 from jobs.point import Measurement, Metric
 from jobs.quantities import GPU_POWER, GPU_UTILIZATION
 from orchestrator.attempt import protocol
