@@ -142,12 +142,10 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
         _metric(GPU_SM_CLOCK, [s.sm_mhz for s in samples]),
         _metric(GPU_TEMPERATURE, [s.celsius for s in samples]),
         _peak(GPU_MEMORY_USED, [s.memory_mib for s in samples]),
-        _peak(GPU_PROCESSES, [None if s.pids is None else len(s.pids) for s in samples]),
+        _peak(GPU_PROCESSES, [s.processes for s in samples]),
     ]
-    told = [bool(s.throttle & sum(nvml.THROTTLES)) for s in samples if s.throttle is not None]
-    if told:
-        share = 100 * sum(told) / len(told)
-        metrics.append(Metric.of(GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
+    if (share := mean_of_known([s.throttled for s in samples])) is not None:
+        metrics.append(Metric.of(GPU_THROTTLED, 100 * share, method="share of NVML samples with a throttle"))
     if (joules := energy(samples)) is not None:
         method = "integral of the NVML samples of power over the point's time, all its GPUs, start-up included"
         metrics.append(Metric.of(GPU_ENERGY, joules, method=method))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module
 from jobs.measure import nvml
 from jobs.measure.energy import Energy, EnergyMeter
-from jobs.measure.gpu_samples import Sample
+from jobs.measure.gpu_samples import Sample, halved, look
 from jobs.measure.process_usage import PointUsage, ProcessUsage
 from jobs.measure.telemetry import Telemetry, energy, summarise_samples
 from jobs.quantities import (
@@ -154,6 +155,22 @@ def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkey
     assert numbers == sorted(set(numbers)), "none is told twice"
     rate = found["gpu_energy"].value / 350  # seconds that the energy is of
     assert 0.2 < rate < 1
+
+
+def test_merged_samples_count_throttles_and_processes_by_look(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a soak in pieces: one look in four is throttled, and each has a process of its own."""
+    looks, pids = count(), count(100)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: 0x4 if next(looks) % 4 == 0 else 0x1
+    )
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: [SimpleNamespace(pid=next(pids))])
+    samples = [look("0", "handle0", number, 0.2 * number) for number in range(16)]
+    for _ in range(2):
+        samples = halved(samples)
+    assert len(samples) == 4
+    found = {metric.name: metric for metric in summarise_samples(samples).metrics}
+    assert found["gpu_throttled"].value == 25
+    assert found["gpu_processes"].value == 1
 
 
 def test_energy_is_the_integral_of_the_power_of_all_gpus() -> None:
