@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 
 import pynvml
 
 from jobs.measure import nvml
-from jobs.measure.gpu_samples import Sample, halved, look, mean_of_known
+from jobs.measure.gpu_samples import MOST, GpuSampler, Sample, bounded, mean_over, merged
 from jobs.measure.stats import summarize
 from jobs.point import Metric, Reading
 from jobs.quantities import (
@@ -30,7 +30,6 @@ from jobs.quantities import (
 )
 
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
-_MOST = 20_000  # samples of a GPU, an hour's; of a longer point, pairs are merged and then taken half as often
 
 
 @dataclass(frozen=True)
@@ -105,17 +104,21 @@ class Telemetry:
         ]
 
     def _run(self) -> None:
-        begin = time.monotonic()
         try:
             with nvml.session():
-                devices = {gpu: nvml.handle(gpu) for gpu in self._gpu_ids}
+                samplers = [GpuSampler(gpu) for gpu in dict.fromkeys(self._gpu_ids)]
+                weight = 1
                 for number in count():
-                    now = time.monotonic() - begin
-                    if not self._paused:
-                        self._samples.extend([look(gpu, device, number, now) for gpu, device in devices.items()])
-                    if len(self._samples) > _MOST * len(devices):
-                        self._samples = halved(self._samples)  # another list: `readings` may be reading the old one
+                    now = time.monotonic()
+                    if self._paused:
+                        for sampler in samplers:
+                            sampler.pause()
+                    else:
+                        self._samples.extend([sampler.sample(number, now, weight) for sampler in samplers])
+                    if len(self._samples) > MOST * len(samplers):
                         self._period_s *= 2
+                        weight *= 2
+                        self._samples = merged(self._samples, weight)  # another list: `readings` may read the old one
                     if self._stop.wait(self._period_s):
                         return
         except (nvml.NvmlError, pynvml.NVMLError) as err:
@@ -125,9 +128,9 @@ class Telemetry:
 def _reading(rank: int, samples: Sequence[Sample]) -> Reading:
     """Reading of one GPU's samples."""
     found = {
-        GPU_UTILIZATION: mean_of_known([sample.utilization for sample in samples]),
-        GPU_POWER: mean_of_known([sample.power_w for sample in samples]),
-        GPU_SM_CLOCK: mean_of_known([sample.sm_mhz for sample in samples]),
+        GPU_UTILIZATION: mean_over(samples, lambda sample: sample.utilization),
+        GPU_POWER: mean_over(samples, lambda sample: sample.power_w),
+        GPU_SM_CLOCK: mean_over(samples, lambda sample: sample.sm_mhz),
         GPU_MEMORY_USED: max((sample.memory_mib for sample in samples if sample.memory_mib is not None), default=None),
     }
     values = {quantity: value for quantity, value in found.items() if value is not None}
@@ -135,7 +138,8 @@ def _reading(rank: int, samples: Sequence[Sample]) -> Reading:
 
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
-    """Metrics over all samples of all GPUs, and a table per GPU as text."""
+    """Metrics over all samples of all GPUs, each by the time that it stands for, and a table per GPU as text."""
+    samples = bounded(samples)
     metrics = [
         _metric(GPU_UTILIZATION, [s.utilization for s in samples]),
         _metric(GPU_POWER, [s.power_w for s in samples]),
@@ -144,10 +148,10 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
         _peak(GPU_MEMORY_USED, [s.memory_mib for s in samples]),
         _peak(GPU_PROCESSES, [s.processes for s in samples]),
     ]
-    if (share := mean_of_known([s.throttled for s in samples])) is not None:
+    if (share := mean_over(samples, lambda s: s.throttled)) is not None:
         metrics.append(Metric.of(GPU_THROTTLED, 100 * share, method="share of NVML samples with a throttle"))
     if (joules := energy(samples)) is not None:
-        method = "integral of the NVML samples of power over the point's time, all its GPUs, start-up included"
+        method = "integral of the NVML samples of power while the point held its GPUs, all of them, start-up included"
         metrics.append(Metric.of(GPU_ENERGY, joules, method=method))
     return TelemetrySummary(tuple(m for m in metrics if m is not None), _text(samples, problem))
 
@@ -162,12 +166,8 @@ def _metric(quantity: Quantity, values: Sequence[float | None]) -> Metric | None
 
 
 def energy(samples: Sequence[Sample]) -> float | None:
-    """Energy [J] of all GPUs from the first to the last sample, by the trapezoidal rule; None without two samples."""
-    joules: list[float] = []
-    for gpu in dict.fromkeys(sample.gpu for sample in samples):
-        told = [(sample.seconds, sample.power_w) for sample in samples if sample.gpu == gpu]
-        known = [(seconds, watts) for seconds, watts in told if watts is not None]
-        joules += [(watts + after) / 2 * (until - since) for (since, watts), (until, after) in pairwise(known)]
+    """Energy [J] of all GPUs while they were sampled; None without two samples in a row."""
+    joules = [sample.joules for sample in samples if sample.joules is not None]
     return sum(joules) if joules else None
 
 
@@ -181,7 +181,7 @@ def _text(samples: Sequence[Sample], problem: str | None) -> str:
     lines = []
     for gpu in dict.fromkeys(s.gpu for s in samples):
         mine = [s for s in samples if s.gpu == gpu]
-        lines.append(f"GPU {gpu}: {len(mine)} samples over {mine[-1].seconds - mine[0].seconds:.1f} s")
+        lines.append(f"GPU {gpu}: {len(mine)} samples over {sum(s.seconds for s in mine):.1f} s")
         for title, unit, values in (
             ("utilisation", "%", [s.utilization for s in mine]),
             ("memory used", "MiB", [s.memory_mib for s in mine]),

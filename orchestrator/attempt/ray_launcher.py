@@ -18,11 +18,12 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
-from jobs.measure.gpu_samples import Sample
+from jobs.measure.gpu_samples import Sample, bounded
 from jobs.measure.telemetry import summarise_samples
 from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
@@ -58,7 +59,8 @@ class RayLauncher:
         tell: takes the point's environment, as its first rank finds it, and samples of the ranks' hardware.
 
     Attributes:
-        samples: all samples of the ranks' GPUs, of all that this launcher has started; [] on CPUs.
+        samples: samples of the ranks' GPUs, of all that this launcher has started, merged if there are many; [] on
+            CPUs.
     """
 
     name = "ray-train"
@@ -74,7 +76,6 @@ class RayLauncher:
         self._cluster = cluster
         self._tell = tell
         self._watches: dict[str, Any] = {}  # handles of NodeWatch, by node
-        self._begun = self._watched_at = time.monotonic()
         self._read = -1  # number of the last reading
 
     def run(
@@ -147,7 +148,6 @@ class RayLauncher:
                 if isinstance(message, Placed) and message.environment:
                     self._tell(protocol.Environment(message.environment))
             if found.all_placed and not self._watches:
-                self._watched_at = time.monotonic()
                 self._watches = _watch_nodes(found.placed, self._cluster.cpus, self._read)
                 meter.watches = list(self._watches.values())
             meter.read()
@@ -166,14 +166,9 @@ class RayLauncher:
         self._tell(_samples(reading))
 
     def _take_samples(self) -> set[str]:
-        """Take in the samples of ranks that have ended, in this launcher's time. Returns the nodes that are silent."""
-        later, after = self._watched_at - self._begun, 1 + max((sample.number for sample in self.samples), default=-1)
+        """Take in the samples of ranks that have ended, to those of ranks before. Returns the nodes that are silent."""
         found = _answers({node: watch.samples.remote() for node, watch in self._watches.items()})
-        self.samples += [
-            replace(sample, seconds=later + sample.seconds, number=after + sample.number)
-            for samples in found.values()
-            for sample in samples
-        ]
+        self.samples = bounded([*self.samples, *chain.from_iterable(found.values())])
         return self._watches.keys() - found.keys()
 
 

@@ -18,7 +18,7 @@ from jobs._training.metrics import energy_per_token
 from jobs.measure import energy as energy_module
 from jobs.measure import nvml
 from jobs.measure.energy import Energy, EnergyMeter
-from jobs.measure.gpu_samples import Sample, halved, look
+from jobs.measure.gpu_samples import GpuSampler, Sample, bounded, merged
 from jobs.measure.process_usage import PointUsage, ProcessUsage
 from jobs.measure.telemetry import Telemetry, energy, summarise_samples
 from jobs.quantities import (
@@ -139,7 +139,7 @@ def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkey
     memory = iter([5 * 2**30] + [2**30] * 10_000)
     used = lambda _: SimpleNamespace(used=next(memory))  # noqa: E731
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
-    monkeypatch.setattr("jobs.measure.telemetry._MOST", 10)
+    monkeypatch.setattr("jobs.measure.telemetry.MOST", 10)
     telemetry = Telemetry(["0"], period_s=0.002)
     telemetry.start()
     told = []
@@ -153,6 +153,7 @@ def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkey
     numbers = [reading.number for reading in told]
     assert len(numbers) > 3
     assert numbers == sorted(set(numbers)), "none is told twice"
+    assert telemetry.samples[-1].weight >= 2, "it stands for the time until the next"
     rate = found["gpu_energy"].value / 350  # seconds that the energy is of
     assert 0.2 < rate < 1
 
@@ -164,24 +165,66 @@ def test_merged_samples_count_throttles_and_processes_by_look(driver: None, monk
         pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: 0x4 if next(looks) % 4 == 0 else 0x1
     )
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: [SimpleNamespace(pid=next(pids))])
-    samples = [look("0", "handle0", number, 0.2 * number) for number in range(16)]
-    for _ in range(2):
-        samples = halved(samples)
+    sampler = GpuSampler("0")
+    samples = merged([sampler.sample(number, 0.2 * number) for number in range(16)], 4)
     assert len(samples) == 4
     found = {metric.name: metric for metric in summarise_samples(samples).metrics}
     assert found["gpu_throttled"].value == 25
     assert found["gpu_processes"].value == 1
 
 
-def test_energy_is_the_integral_of_the_power_of_all_gpus() -> None:
-    def sample(gpu: str, seconds: float, watts: float | None) -> Sample:
-        return Sample(gpu, 0, seconds, None, None, watts, None, None, None, None)
+def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watts = {"handle0": iter([100, 300]), "handle1": iter([50, None, 50])}
 
-    samples = [sample("0", 0, 100), sample("1", 0, 50), sample("0", 2, 300), sample("1", 2, None), sample("1", 4, 50)]
-    summary = summarise_samples(samples)
-    [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
-    assert (found.value, found.unit) == (400 + 200, "J")
-    assert energy([sample("0", 0, 100)]) is None
+    def power(handle: str) -> int:
+        told = next(watts[handle])
+        return _refuse() if told is None else 1000 * told
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", power)
+    first, second = GpuSampler("0"), GpuSampler("1")
+    samples = [first.sample(0, 7), second.sample(0, 7)]
+    assert energy(samples) is None
+    samples += [first.sample(1, 9), second.sample(1, 9), second.sample(2, 11)]
+    for many in (samples, merged(samples, 2), merged(samples, 4)):
+        summary = summarise_samples(many)
+        [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
+        assert (found.value, found.unit) == (400 + 200, "J")
+        assert "GPU 0: " in summary.text
+        assert "samples over 2.0 s" in summary.text
+        assert "samples over 4.0 s" in summary.text
+
+
+def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
+    sampler = GpuSampler("0")
+    samples = [sampler.sample(0, 0), sampler.sample(1, 1)]
+    sampler.pause()
+    samples += [sampler.sample(2, 100), sampler.sample(3, 101)]
+    assert energy(samples) == energy(merged(samples, 4)) == 2 * 350
+    telemetry = Telemetry(["0"], period_s=0.01)
+    telemetry.start()
+    wait_for(lambda: len(telemetry.samples) >= 2, 10)
+    with telemetry.paused():
+        time.sleep(1)
+    before, begun = len(telemetry.samples), time.monotonic()
+    wait_for(lambda: len(telemetry.samples) >= before + 2, 10)
+    telemetry.stop()
+    longest = max(sample.seconds for sample in telemetry.samples)
+    assert longest < 0.5 + time.monotonic() - begun
+
+
+def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
+    """Those of hours, which were taken less often, beside those of minutes."""
+
+    def samples(utilization: float, throttled: float, weight: int) -> list[Sample]:
+        told = (0.2 * weight, utilization, None, None, None, None, None, None, throttled)
+        return [Sample("0", number, *told, joules=weight, weight=weight) for number in range(10)]
+
+    together = [*samples(10, 0.0, 1), *samples(90, 1.0, 4), *samples(10, 0.0, 1)]
+    found = {metric.name: metric for metric in summarise_samples(together).metrics}
+    assert found["gpu_utilization"].value == 90
+    assert found["gpu_throttled"].value == pytest.approx(100 * 40 / 60)
+    assert found["gpu_energy"].value == 60
+    assert sorted(sample.weight for sample in bounded(together)) == [2, 2, *[4] * 14]
 
 
 def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(

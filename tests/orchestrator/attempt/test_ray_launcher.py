@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -79,17 +80,41 @@ def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
     assert "GPU b:0" in str(metered.files["telemetry.txt"])
 
 
-def test_samples_of_ranks_that_were_started_again_follow_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A soak's pieces and restarts: energy is that of all."""
+def _take_pieces(monkeypatch: pytest.MonkeyPatch, pieces: Sequence[list[Sample]]) -> RayLauncher:
+    """The launcher that has taken in the samples of ranks that were started again and again."""
     launcher = RayLauncher(protocol.Run("soak", {}, "cuda", None), protocol.Cluster(1, 1), lambda _: None)
-    each = [Sample("a:0", number, float(number), 90.0, 1000.0, 100.0, 1500.0, 40.0, 0, (1,)) for number in range(3)]
-    monkeypatch.setattr("orchestrator.attempt.ray_launcher._answers", lambda asked: {"id-a": each})
-    for begun in (0, 10):
-        launcher._watched_at = launcher._begun + begun
+    for piece in pieces:
+        monkeypatch.setattr("orchestrator.attempt.ray_launcher._answers", lambda asked, piece=piece: {"id-a": piece})
         launcher._take_samples()
-    assert [sample.seconds for sample in launcher.samples] == [0, 1, 2, 10, 11, 12]
-    assert [sample.number for sample in launcher.samples] == list(range(6))
-    assert energy(launcher.samples) == pytest.approx(1200)
+    return launcher
+
+
+def _piece(samples: int, utilization: float, gpu: str = "a:0", weight: int = 1) -> list[Sample]:
+    """Samples of one start of a rank, of a second for each weight and of 100 W."""
+    told = (utilization, 1000.0, 100.0, 1500.0, 40.0, 0, (1,), 0.0, 1)
+    seconds = [0.0, *[float(weight)] * (samples - 1)]
+    return [Sample(gpu, n, s, *told, 100 * s if s else None, weight) for n, s in enumerate(seconds)]
+
+
+def test_energy_of_ranks_that_were_started_again_is_that_of_all_without_the_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A soak's pieces and restarts; meanwhile others may have had the card."""
+    pieces = [_piece(3, 90), _piece(3, 90, "b:0"), _piece(3, 90)]
+    launcher = _take_pieces(monkeypatch, pieces)
+    assert energy(launcher.samples) == pytest.approx(3 * 200)
+    assert "GPU a:0: 6 samples over 4.0 s" in str(launcher.metered(Measurement(())).files["telemetry.txt"])
+
+
+def test_samples_of_many_pieces_are_bounded_and_weigh_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.measure.gpu_samples.MOST", 50)
+    pieces = [_piece(2, 0.0), _piece(40, 90.0, weight=4), *(_piece(3, 10.0) for _ in range(20))] * 5
+    launcher = _take_pieces(monkeypatch, pieces)
+    assert len(launcher.samples) <= 50
+    assert sum(sample.weight for sample in launcher.samples) == 5 * (2 + 160 + 60)
+    assert energy(launcher.samples) == pytest.approx(5 * 100 * (1 + 4 * 39 + 2 * 20))
+    values = {metric.name: metric.value for metric in launcher.metered(Measurement(())).metrics}
+    assert values[GPU_UTILIZATION.name] == pytest.approx(90.0), "the middle of the time"
 
 
 def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -> None:
