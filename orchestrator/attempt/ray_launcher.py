@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -76,6 +76,7 @@ class RayLauncher:
         self._cluster = cluster
         self._tell = tell
         self._watches: dict[str, Any] = {}  # handles of NodeWatch, by node
+        self._meter = _Meter(self._tell_reading)
         self._read = -1  # number of the last reading
 
     def run(
@@ -132,8 +133,8 @@ class RayLauncher:
         from ray.exceptions import RayError
 
         asked, looked = False, 0.0
-        meter = _Meter(self._tell_reading)
         self._watches = {}
+        self._meter.follow([])
         running = True
         while running:
             running = fit.is_alive()  # asked before reading: the last messages are read, too
@@ -149,8 +150,8 @@ class RayLauncher:
                     self._tell(protocol.Environment(message.environment))
             if found.all_placed and not self._watches:
                 self._watches = _watch_nodes(found.placed, self._cluster.cpus, self._read)
-                meter.watches = list(self._watches.values())
-            meter.read()
+                self._meter.follow([*self._watches.values()])
+            self._meter.read()
             if stop.is_set() and not found.placed:
                 raise RanksEnded({}, {})
             if stop.is_set() and not asked:
@@ -281,13 +282,18 @@ def _trainer_class() -> Any:
 
 
 class _Meter:
-    """Passes on the readings of the nodes' watches, about once a second and then less often."""
+    """Passes on the readings of the nodes' watches, about once a second and then less often, however often the ranks
+    are started."""
 
     def __init__(self, tell: Callable[[Reading], None]) -> None:
-        self.watches: list[Any] = []
         self._tell = tell
+        self._watches: Sequence[Any] = []
         self._asked: list[Any] = []
         self._begun = self._read = time.monotonic()
+
+    def follow(self, watches: Sequence[Any]) -> None:
+        """Read these watches from now on."""
+        self._watches, self._asked = watches, []
 
     def read(self) -> None:
         """Ask for readings if it is time, and pass on what was answered; waits for nothing."""
@@ -303,7 +309,7 @@ class _Meter:
                         self._tell(reading)
         elif clock - self._read >= interval(clock - self._begun):
             self._read = clock
-            self._asked = [watch.readings.remote() for watch in self.watches]
+            self._asked = [watch.readings.remote() for watch in self._watches]
 
 
 def _samples(reading: Reading) -> protocol.Samples:

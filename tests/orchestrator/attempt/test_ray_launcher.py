@@ -21,7 +21,7 @@ from jobs._training.rank import PROCESS_GROUP
 from jobs.launcher import RanksEnded
 from jobs.measure.gpu_samples import Sample
 from jobs.measure.telemetry import energy
-from jobs.point import Measurement, Metric
+from jobs.point import Measurement, Metric, Reading
 from jobs.quantities import GPU_POWER, GPU_UTILIZATION
 from orchestrator.attempt import protocol
 from orchestrator.attempt.ray_launcher import RayLauncher, _driver, _ended, _Found
@@ -115,6 +115,32 @@ def test_samples_of_many_pieces_are_bounded_and_weigh_by_their_time(monkeypatch:
     assert energy(launcher.samples) == pytest.approx(5 * 100 * (1 + 4 * 39 + 2 * 20))
     values = {metric.name: metric.value for metric in launcher.metered(Measurement(())).metrics}
     assert values[GPU_UTILIZATION.name] == pytest.approx(90.0), "the middle of the time"
+
+
+def test_live_readings_become_rarer_through_all_pieces_of_a_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a single process: thousands for ten hours, not for each."""
+    clock, asked = 0.0, []
+    monkeypatch.setattr("orchestrator.attempt.ray_launcher.time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
+    monkeypatch.setattr(ray, "get", lambda answer: [answer])
+    reading = Reading(0, 1, 0.0, {GPU_UTILIZATION: 50.0})
+    watch = SimpleNamespace(readings=SimpleNamespace(remote=lambda: asked.append(clock) or reading))
+    told: list[Any] = []
+    launcher = RayLauncher(protocol.Run("soak", {}, "cuda", None), protocol.Cluster(1, 1), told.append)
+    fit = SimpleNamespace(is_alive=lambda: clock < ends)
+    mailbox = SimpleNamespace(taken=SimpleNamespace(remote=lambda _: tick()))
+    monkeypatch.setattr("orchestrator.attempt.ray_launcher._watch_nodes", lambda *_: {"id-a": watch})
+
+    def tick() -> Any:
+        nonlocal clock
+        clock += 0.5
+        return Placed(0, "id-a", "a", 17, "0", "/tmp/none", {})
+
+    for piece in range(1, 11):
+        ends = 3600 * piece
+        launcher._follow(fit, _Found(1, lambda _: None), mailbox, Event(), lambda _: None)
+    assert 5000 < len(asked) < 9000
+    assert len(told) >= len(asked) - 10
 
 
 def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -> None:
