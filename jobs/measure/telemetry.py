@@ -29,6 +29,7 @@ from jobs.quantities import (
     Quantity,
 )
 
+_STOP_S = 10.0  # for the look that a sampling is at
 _KEPT = 1000  # samples kept per metric; more are thinned evenly, as the metric's method states
 
 
@@ -67,12 +68,19 @@ class Telemetry:
 
     def stop(self) -> TelemetrySummary:
         """End the sampling and summarize it; a second call gives the same summary."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        stop_all([self])
         if not self._samples:
             return TelemetrySummary((), f"No GPU telemetry: {self._problem or 'no sample was taken'}.\n")
         return summarise_samples(list(self._samples), self._problem)
+
+    def ask_to_stop(self) -> None:
+        """Ask the sampling to end, without waiting for it."""
+        self._stop.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds until the sampling has ended, once it was asked to."""
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -123,6 +131,15 @@ class Telemetry:
                         return
         except (nvml.NvmlError, pynvml.NVMLError) as err:
             self._problem = str(err)
+
+
+def stop_all(telemetries: Sequence[Telemetry]) -> None:
+    """End the sampling of all, as fast as that of one: a driver that is stuck holds up each of them."""
+    for telemetry in telemetries:
+        telemetry.ask_to_stop()
+    deadline = time.monotonic() + _STOP_S
+    for telemetry in telemetries:
+        telemetry.join(max(0.0, deadline - time.monotonic()))
 
 
 def _reading(rank: int, samples: Sequence[Sample]) -> Reading:

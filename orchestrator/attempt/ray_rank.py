@@ -25,7 +25,7 @@ from jobs.launcher import Rank
 from jobs.measure import nvml
 from jobs.measure.gpu_samples import Sample
 from jobs.measure.process_usage import ProcessUsage, descent
-from jobs.measure.telemetry import Telemetry
+from jobs.measure.telemetry import Telemetry, stop_all
 from jobs.point import Device, Reading
 from orchestrator.attempt import diagnostics, temporary
 from orchestrator.attempt.gpu_release import card_name
@@ -148,11 +148,13 @@ class NodeWatch:
 
     def samples(self) -> list[Sample]:
         """All samples of the GPUs, which are named by host and NVML's id. Ends the sampling."""
-        found = []
-        for telemetry in self._gpus.values():
-            telemetry.stop()
-            found += telemetry.samples
-        return [replace(sample, gpu=f"{socket.gethostname()}:{sample.gpu}") for sample in found]
+        stop_all([*self._gpus.values()])
+        host = socket.gethostname()
+        return [
+            replace(sample, gpu=f"{host}:{sample.gpu}")
+            for telemetry in self._gpus.values()
+            for sample in telemetry.samples
+        ]
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks, and what they have written themselves: text by file name."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Sequence
 from threading import Event
@@ -20,7 +22,7 @@ from waiting import wait_for
 from jobs._training.rank import PROCESS_GROUP
 from jobs.launcher import RanksEnded
 from jobs.measure.gpu_samples import Sample
-from jobs.measure.telemetry import energy
+from jobs.measure.telemetry import Telemetry, energy
 from jobs.point import Measurement, Metric, Reading
 from jobs.quantities import GPU_POWER, GPU_UTILIZATION
 from orchestrator.attempt import protocol
@@ -155,6 +157,28 @@ def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -
             time.sleep(0.05)
     assert numbers == sorted(set(numbers))
     assert len(numbers) == 4
+
+
+def test_samplings_of_a_nodes_gpus_end_as_fast_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point's process waits 15 s for a node's samples, and a look at a busy card takes its time."""
+
+    class Slow(Telemetry):
+        def start(self) -> None:
+            self._thread = threading.Thread(target=lambda: self._stop.wait() and time.sleep(0.5))
+            self._thread.start()
+
+        @property
+        def samples(self) -> list[Sample]:
+            assert self._thread is not None
+            assert not self._thread.is_alive()
+            return _piece(1, 90.0, self._gpu_ids[0])
+
+    monkeypatch.setattr("orchestrator.attempt.ray_rank.Telemetry", Slow)
+    here = [Placed(rank, "id", "here", os.getpid(), str(rank), "/tmp/none", {}) for rank in range(8)]
+    watch, asked = NodeWatch(here, 1, -1), time.monotonic()
+    samples = watch.samples()
+    assert time.monotonic() - asked < 1.5
+    assert {sample.gpu for sample in samples} == {f"{socket.gethostname()}:{rank}" for rank in range(8)}
 
 
 def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
