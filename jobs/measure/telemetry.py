@@ -156,7 +156,7 @@ def _reading(rank: int, samples: Sequence[Sample]) -> Reading:
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
     """Metrics over all samples of all GPUs, each by the time that it stands for, and a table per GPU as text."""
-    samples = bounded(samples)
+    samples = sorted(bounded(samples), key=lambda sample: sample.gpu)  # else every nth could be of one GPU alone
     metrics = [
         _metric(GPU_UTILIZATION, [s.utilization for s in samples]),
         _metric(GPU_POWER, [s.power_w for s in samples]),

@@ -212,6 +212,15 @@ def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
     assert longest < 0.5 + time.monotonic() - begun
 
 
+def test_thinned_samples_are_those_of_all_gpus() -> None:
+    """Looks at two cards alternate, and every second sample of them was the first card's."""
+    told = (None, None, None, None, None, None)
+    samples = [Sample(gpu, n, 0.2, use, *told) for n in range(1000) for gpu, use in (("0", 90.0), ("1", 10.0))]
+    [found] = [metric for metric in summarise_samples(samples).metrics if metric.name == "gpu_utilization"]
+    assert found.value == 50
+    assert (found.samples.count(90.0), found.samples.count(10.0)) == (500, 500)
+
+
 def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
     """Those of hours, which were taken less often, beside those of minutes."""
 
