@@ -1,4 +1,4 @@
-"""Keeps the files of an ended attempt: copies them to the artifact store while its supervisor stays responsive."""
+"""Keeps the files of an attempt: copies them to the artifact store beside its supervisor, which stays responsive."""
 
 from __future__ import annotations
 
@@ -6,46 +6,108 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place, point_index
 from orchestrator.messages import Assignment
 from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord
 
 STALL_S = 60.0
-"""Seconds without a piece that is copied after which a store is given up for the attempt."""
+"""Seconds without a piece that is copied after which the files that are being copied are given up."""
 
 _POLL_S = 0.1
+_MOST = 16 << 20  # characters of texts that wait
 
 
 class _Abandoned(Exception):  # noqa: N818  (an event)
     """Nobody waits for the copies any more."""
 
 
-def keep(
-    assignment: Assignment, sources: Sequence[Source], store: str, stopped: Callable[[], bool] = lambda: False
-) -> Iterator[ArtifactRecord | EventRecord]:
-    """Copy files to the store and yield a record for each: the artifact, or a warning that says why it is not kept.
+class Keeping:
+    """Copies the files of one attempt to the store; a store that hangs holds up the end of the attempt alone.
+
+    One thread copies; files that come meanwhile wait for it, and are copied by another with a connection of its own.
+    What is copied when the block ends is abandoned.
 
     Args:
-        store: the store's URL.
-        stopped: polled several times a second; once true, the generator ends and copies nothing more.
+        store: the store's URL; None: no file is kept.
     """
-    copies = _Copies(assignment, sources, store)
-    copies.start()
-    try:
-        while not stopped():
-            try:
-                found = copies.results.get(timeout=_POLL_S)
-            except queue.Empty:
-                if not copies.stalled():
-                    continue
-                yield from (_warning(assignment, message) for message in copies.left())
+
+    def __init__(self, assignment: Assignment, store: str | None) -> None:
+        self._assignment = assignment
+        self._store = store
+        self._names: set[str] = set()
+        self._waiting: list[Source] = []
+        self._copies: _Copies | None = None
+
+    def __enter__(self) -> Keeping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._copies is not None:
+            self._copies.abandoned.set()
+
+    def add(self, sources: Sequence[Source]) -> None:
+        """Have files of the running attempt kept. Waits for nothing: a text for which there is no room is given up."""
+        size = sum(map(_size, self._waiting))
+        for source in sources:
+            size += _size(source)
+            if size > _MOST:
+                reason = f"more than {_MOST:,} characters of texts wait for the artifact store {self._store}"
+                size, source = size - _size(source), replace(source, content="", problem=reason)
+            self._take(source)
+        self._copy()
+
+    def records(self, timeout: float = 0.0) -> Iterator[ArtifactRecord | EventRecord]:
+        """A record for each file that was copied since the last call, or given up: the artifact, or a warning that says
+        why it is not kept. Waits up to `timeout` seconds for each."""
+        if (copies := self._copies) is None:
+            return
+        stalled = copies.stalled()  # asked first: what comes after it is a sign
+        try:
+            while (found := copies.results.get(timeout=timeout)) is not None:
+                stalled = False
+                yield _record(self._assignment, found)
+        except queue.Empty:
+            if not stalled:
                 return
-            if found is None:
-                return
-            yield _record(assignment, found)
-    finally:
-        copies.abandoned.set()
+            copies.abandoned.set()
+            yield from (_warning(self._assignment, message) for message in copies.left())
+        self._copies = None
+        self._copy()
+
+    def rest(
+        self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[ArtifactRecord | EventRecord]:
+        """Keep the files of the attempt's end, too, and yield the records of all that are not kept yet.
+
+        Waits for a store that hangs for at most twice STALL_S: for what is being copied, then for all the rest.
+
+        Args:
+            stopped: polled several times a second; once true, the generator ends.
+        """
+        for source in sources:
+            self._take(source)
+        self._copy()
+        while self._copies is not None and not stopped():
+            for record in self.records(_POLL_S):
+                yield record
+                if stopped():
+                    return
+
+    def _take(self, source: Source) -> None:
+        if source.name in self._names:
+            source = replace(source, content="", problem="another file of this attempt has this name")
+        self._names.add(source.name)
+        self._waiting.append(source)
+
+    def _copy(self) -> None:
+        """Begin to copy what waits, unless something is being copied."""
+        if self._store is None:
+            self._waiting = []
+        elif self._copies is None and self._waiting:
+            self._copies, self._waiting = _Copies(self._assignment, self._waiting, self._store), []
+            self._copies.start()
 
 
 class _Copies(threading.Thread):
@@ -62,13 +124,10 @@ class _Copies(threading.Thread):
         self._signed = time.monotonic()
 
     def run(self) -> None:
-        store, names = ArtifactStore(self._store), set()
+        store = ArtifactStore(self._store)
         for number, source in enumerate(self._sources):
             self._begun, self._signed = number, time.monotonic()
             try:
-                if source.name in names:
-                    raise ArtifactError(f"{source.name!a}: another file of this attempt has this name")
-                names.add(source.name)
                 self.results.put(store.put(source, self._place(source), self._sign))
             except ArtifactError as err:
                 self.results.put(str(err))
@@ -94,6 +153,10 @@ class _Copies(threading.Thread):
         if self.abandoned.is_set():
             raise _Abandoned
         self._signed = time.monotonic()
+
+
+def _size(source: Source) -> int:
+    return len(source.content) if isinstance(source.content, str) else 0
 
 
 def _record(assignment: Assignment, found: ArtifactData | str) -> ArtifactRecord | EventRecord:

@@ -19,7 +19,7 @@ from jobs.point import Point
 from orchestrator.artifacts import Source
 from orchestrator.attempt import diagnostics, gpu_release, protocol, temporary
 from orchestrator.attempt.child import Child, Violation
-from orchestrator.attempt.keeping import keep
+from orchestrator.attempt.keeping import Keeping
 from orchestrator.attempt.live import LiveSeries
 from orchestrator.attempt.watch import POLL_S, Ended, Watch, warning
 from orchestrator.messages import Assignment, Conditions, Update
@@ -69,12 +69,12 @@ def supervise(
             except OSError as err:
                 yield _not_started(assignment, err)
                 continue
-            ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped, cluster)
-            if ended is None:
-                return
-            yield ended.outcome
-            if conditions.store is not None:
-                yield from keep(assignment, ended.files, conditions.store, stopped)
+            with Keeping(assignment, conditions.store) as keeping:
+                ended = yield from _watch(child, assignment, conditions, slot.gpu_ids, stopped, cluster, keeping)
+                if ended is None:
+                    return
+                yield ended.outcome
+                yield from keeping.rest(ended.files, stopped)
             if not (conditions.warm and ended.outcome.state is PointState.OK) and (obstacle := slot.clear()):
                 yield warning(assignment, obstacle)
     finally:
@@ -171,6 +171,7 @@ def _watch(
     gpu_ids: Sequence[str],
     stopped: Callable[[], bool],
     cluster: protocol.Cluster | None,
+    keeping: Keeping,
 ) -> Generator[Update, None, Ended | None]:
     """Follow one point to its end. Returns None if stopped before: then the point has had its grace."""
     telemetry = Telemetry(gpu_ids)
@@ -184,8 +185,8 @@ def _watch(
         while (ended := watch.step()) is None:
             yield from watch.progress()
             yield from watch.warnings()
-            if (noted := watch.noted()) and conditions.store is not None:
-                yield from keep(assignment, noted, conditions.store, stopped)
+            keeping.add(watch.noted())
+            yield from keeping.records()
             if (piece := live.due()) is not None:
                 yield piece
             if stopped():
@@ -196,6 +197,7 @@ def _watch(
         sampled = telemetry.stop()
     assert ended is not None
     yield from watch.warnings()
+    yield from keeping.records()
     if (piece := live.rest()) is not None:
         yield piece
     return ended if conditions.device != "cuda" or cluster is not None else _with_telemetry(ended, sampled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from jobs.spec import Deadlines
 from orchestrator.artifacts import Source
 from orchestrator.attempt import keeping, protocol
 from orchestrator.attempt.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions
+from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
 
 CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
@@ -157,29 +158,108 @@ class Hanging(MemoryFileSystem):
     """A store that never answers a write."""
 
     protocol = "hanging"
+    asked = threading.Event()
 
     def _open(self, *_: Any, **__: Any) -> Any:
+        self.asked.set()
         time.sleep(600)
 
 
 @pytest.fixture
 def hanging() -> str:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
+    Hanging.asked.clear()
     return "hanging://place"
+
+
+def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: False) -> list:
+    """The records of the files of an attempt's end."""
+    with keeping.Keeping(TASK, store) as kept:
+        return list(kept.rest(sources, stopped))
 
 
 def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
     monkeypatch.setattr(keeping, "STALL_S", 0.5)
     begin = time.monotonic()
-    updates = list(keeping.keep(TASK, [Source("a.txt", "a"), Source("b.txt", "b")], hanging))
+    updates = rest(hanging, Source("a.txt", "a"), Source("b.txt", "b"))
     assert 0.5 < time.monotonic() - begin < 3
     message = "the artifact store hanging://place did not answer for 0.5 s"
     assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
 
 
+def test_a_store_that_hangs_holds_up_no_deadline_and_no_live_series(hanging: str, snippet_kind) -> None:
+    code = """import time
+beat.keep('rank0.json', '{}')
+for step in range(40):
+    beat('train', step, 40)
+    beat.sample(step, {'time': 1.0})
+    time.sleep(0.1)
+time.sleep(600)"""
+    deadlines = Deadlines(startup_s=60, heartbeat_s=3, point_s=120)
+    conditions = dataclasses.replace(CONDITIONS, deadlines=deadlines, store=hanging)
+    begin, seen = time.monotonic(), []
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))], conditions):
+        seen.append(update)
+        if isinstance(update, OutcomeRecord):
+            break
+    assert time.monotonic() - begin < keeping.STALL_S / 2
+    assert states(seen) == ["hang"]
+    assert len([update for update in seen if isinstance(update, Progress) and update.phase == "train"]) > 2
+    assert [update for update in seen[:-2] if isinstance(update, Series)], "before the end"
+
+
+def test_a_stop_of_a_running_point_does_not_wait_for_a_store_that_hangs(hanging: str, snippet_kind) -> None:
+    code = "import time\nbeat.keep('rank0.json', '{}')\nbeat('train')\ntime.sleep(600)"
+    conditions, stop = dataclasses.replace(CONDITIONS, store=hanging), threading.Event()
+    begin = time.monotonic()
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))], conditions, stopped=stop.is_set):
+        assert not isinstance(update, OutcomeRecord)
+        if isinstance(update, Progress):
+            threading.Timer(1.0, stop.set).start()
+    assert time.monotonic() - begin < keeping.STALL_S / 2
+
+
+def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hanging: str, measure, monkeypatch) -> None:
+    monkeypatch.setattr(keeping, "STALL_S", 1.0)
+    code = "import time\nbeat.keep('rank0.json', '{}')\ntime.sleep(3)\nfiles = {'a.txt': 'lost'}"
+    begin = time.monotonic()
+    updates = measure(code, "value = 2.0", store=hanging)
+    assert time.monotonic() - begin < 15
+    assert states(updates) == ["ok", "ok"]
+    message = "the artifact store hanging://place did not answer for 1 s"
+    first, last = warnings(updates)
+    assert (first, last) == (f"0 file not kept: 'rank0.json': {message}", f"0 file not kept: 'a.txt': {message}")
+    told = [isinstance(update, EventRecord) for update in updates].index(True)
+    assert states(updates[:told]) == [], "while the point ran"
+
+
+def test_texts_that_wait_for_a_store_have_a_bound(hanging: str, monkeypatch) -> None:
+    monkeypatch.setattr(keeping, "_MOST", 10)
+    monkeypatch.setattr(keeping, "STALL_S", 0.5)
+    with keeping.Keeping(TASK, hanging) as kept:
+        kept.add([Source("0.txt", "hangs")])
+        assert Hanging.asked.wait(10)
+        kept.add([Source("1.txt", "x" * 8), Source("2.txt", "x" * 8), Source("3.txt", "x")])
+        monkeypatch.setattr(Hanging, "_open", MemoryFileSystem._open)  # it answers again
+        updates = list(kept.rest([Source("4.txt", "x" * 80)]))
+    assert warnings(updates) == [
+        "7 file not kept: '0.txt': the artifact store hanging://place did not answer for 0.5 s",
+        "7 file not kept: '2.txt': more than 10 characters of texts wait for the artifact store hanging://place",
+    ]
+    assert [u.artifact.name for u in updates if isinstance(u, ArtifactRecord)] == ["1.txt", "3.txt", "4.txt"]
+
+
+def test_a_text_that_was_kept_while_its_point_ran_is_not_replaced_at_its_end(measure, tmp_path) -> None:
+    updates = measure("beat.keep('a.txt', 'early')\nfiles = {'a.txt': 'late', 'b.txt': 'other'}")
+    assert kept(updates) == {"0 a.txt": "early", "0 b.txt": "other"}
+    assert (tmp_path / "store/r/0000/1/a.txt").read_text() == "early"
+    [told] = warnings(updates)
+    assert told == "0 file not kept: 'a.txt': another file of this attempt has this name"
+
+
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
     begin = time.monotonic()
-    assert list(keeping.keep(TASK, [Source("a.txt", "a")], hanging, lambda: time.monotonic() - begin > 0.5)) == []
+    assert rest(hanging, Source("a.txt", "a"), stopped=lambda: time.monotonic() - begin > 0.5) == []
     assert time.monotonic() - begin < 2
 
 
@@ -187,8 +267,8 @@ def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
     with (tmp_path / "big").open("wb") as file:
         file.truncate(4 << 30)  # a hole, which takes seconds to hash
     begin = time.monotonic()
-    sources, store = [Source("big", tmp_path / "big")], f"file://{tmp_path / 'store'}"
-    assert list(keeping.keep(TASK, sources, store, lambda: time.monotonic() - begin > 0.3)) == []
+    store, source = f"file://{tmp_path / 'store'}", Source("big", tmp_path / "big")
+    assert rest(store, source, stopped=lambda: time.monotonic() - begin > 0.3) == []
     assert time.monotonic() - begin < 2
     wait_for(lambda: not any(path.is_file() for path in (tmp_path / "store").rglob("*")), 5)
     shutil.rmtree(tmp_path / "store")

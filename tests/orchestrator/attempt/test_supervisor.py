@@ -348,7 +348,7 @@ def test_probing_for_a_missing_gpu_is_an_error() -> None:
 
 def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
     kept = str(tmp_path / "store" / "r" / "0000" / "1" / "rank0.json")
-    wait = f"while not os.path.exists({kept!r}): time.sleep(0.01)"
+    wait = f"while not os.path.exists({kept!r}): time.sleep(0.01)\ntime.sleep(1)"  # its record follows
     updates = measure(f"import time\nbeat.keep('rank0.json', '{{}}')\n{wait}\nbeat.keep('rank0.json', 'late')")
     places = [place for place, update in enumerate(updates) if isinstance(update, ArtifactRecord)]
     (end,) = [place for place, update in enumerate(updates) if isinstance(update, Ended)]
