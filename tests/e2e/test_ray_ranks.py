@@ -363,6 +363,9 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
         for r in run.records()
         if isinstance(r, ArtifactRecord) and "recorder" in r.artifact.name
     )
+    waiting = f"pid={ranks[1].pid}"
+    asked = [line for line in run.file("stderr.txt").splitlines() if waiting in line]  # where py-spy may not attach
+    assert any(re.search(r'File ".*loop\.py", line \d+ in ', line) for line in asked), "by a signal"
     assert not any(process.is_running() for process in ranks)
     _nothing_is_left(cluster, left)
 
