@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,12 @@ import psutil
 
 from jobs import stacks
 
+TOOL_S = 20.0
+"""Seconds that py-spy and nvidia-smi have."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
-_TOOL_TIMEOUT_S = 20
+_DEATH_S = 1.0
+_AT_A_TIME = 8  # tools
 _WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
 _READS = 4  # of a stack that changes while it is read: seen to fail once in two
 _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
@@ -27,7 +32,7 @@ _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent b
 def snapshot(tree: Sequence[psutil.Process]) -> dict[str, str]:
     """Stacks of the process tree, its processes, host memory and GPUs: artifact name -> text."""
     files = {
-        "stacks.txt": "\n".join(map(stack, tree)),
+        "stacks.txt": "\n".join(dumps(tree)),
         "processes.txt": "\n".join(_describe(process) for process in tree) + "\n",
         "memory.txt": _host_memory(),
     }
@@ -120,8 +125,26 @@ def _oom_kills(path: Path) -> Iterator[int]:
                 yield int(value)
 
 
-def stack(process: psutil.Process) -> str:
-    """Stacks of a process's threads by py-spy, under a title; else what the kernel knows."""
+def dumps(processes: Sequence[psutil.Process]) -> list[str]:
+    """Stacks of each process's threads by py-spy, under a title; else what the kernel knows.
+
+    Some processes at a time: py-spy waits for one that is stuck in the kernel for all of TOOL_S.
+    """
+    texts, turn = [""] * len(processes), threading.Semaphore(_AT_A_TIME)
+
+    def dump(number: int, process: psutil.Process) -> None:
+        with turn:
+            texts[number] = _dump(process)
+
+    threads = [threading.Thread(target=dump, args=each, daemon=True) for each in enumerate(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+def _dump(process: psutil.Process) -> str:
     title = f"=== pid {process.pid}: {_command(process)}"
     code, text = _tool([_py_spy(), "dump", "--pid", str(process.pid)])
     if code:  # not Python, or gone: the kernel may still know where it waits
@@ -164,7 +187,24 @@ def _host_memory() -> str:
 
 def _tool(command: list[str]) -> tuple[int, str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, errors="replace")
-        return done.returncode, done.stdout + done.stderr
-    except (OSError, subprocess.TimeoutExpired) as err:
+        tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    except OSError as err:
         return 1, f"{command[0]}: {err}\n"
+    try:
+        out, errors = tool.communicate(timeout=TOOL_S)
+        return tool.returncode, out + errors
+    except subprocess.TimeoutExpired as err:
+        return 1, f"{command[0]}: {err}\n"
+    finally:
+        _end(tool)
+
+
+def _end(tool: subprocess.Popen[str]) -> None:
+    """Kill a tool that still runs. It is not waited for long: one that is stuck in the GPU's driver does not die."""
+    if tool.poll() is None:
+        tool.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tool.wait(_DEATH_S)
+    for pipe in (tool.stdout, tool.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -27,7 +27,7 @@ from jobs.measure.gpu_samples import Sample, bounded
 from jobs.measure.telemetry import summarise_samples
 from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
-from orchestrator.attempt import protocol
+from orchestrator.attempt import diagnostics, protocol
 from orchestrator.attempt.description import described
 from orchestrator.attempt.ray_rank import Mailbox, NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
 from orchestrator.attempt.sampling import interval
@@ -37,6 +37,7 @@ T = TypeVar("T")
 _POLL_S = 0.2
 _WAITING_S = 1.0
 _ANSWER_S = 15.0
+_EXPLAIN_S = diagnostics.TOOL_S + 5.0
 _REASON = 400  # characters
 _STARTS = 3  # tries to start the ranks; a node may go away meanwhile
 _LOG = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}  # what ranks print is kept as a file, all of it
@@ -121,7 +122,8 @@ class RayLauncher:
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
         files: dict[str, str] = {}
-        for answer in _answers({node: watch.explain.remote() for node, watch in self._watches.items()}).values():
+        asked = {node: watch.explain.remote() for node, watch in self._watches.items()}
+        for answer in _answers(asked, _EXPLAIN_S).values():
             files |= answer
         return files
 
@@ -185,12 +187,12 @@ def _dead(silent: Collection[str]) -> set[str]:
         time.sleep(_POLL_S)
 
 
-def _answers(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _answers(asked: Mapping[str, Any], timeout: float = _ANSWER_S) -> dict[str, Any]:
     """The answers of actors by node; without those that do not answer in time."""
     import ray
     from ray.exceptions import RayError
 
-    in_time = set(ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S)[0]) if asked else set()
+    in_time = set(ray.wait([*asked.values()], num_returns=len(asked), timeout=timeout)[0]) if asked else set()
     found = {}
     for node, answer in asked.items():
         with contextlib.suppress(RayError):

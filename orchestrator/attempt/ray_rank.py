@@ -158,15 +158,17 @@ class NodeWatch:
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks, and what they have written themselves: text by file name."""
-        files, processes = {}, []
+        files, living, processes = {}, [], []
         for placed in self._ranks:
             for path in Path(placed.folder).glob("*.json"):
                 files[path.name] = path.read_text(errors="replace")
             shutil.rmtree(placed.folder, ignore_errors=True)
             with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(process := psutil.Process(placed.pid))
-                files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{diagnostics.stack(process)}"
+                processes.append(psutil.Process(placed.pid))
+                living.append(placed)
         diagnostics.request_stacks(processes)  # to their stderr, which Ray sends to the point's process
+        for placed, text in zip(living, diagnostics.dumps(processes), strict=True):
+            files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{text}"
         return files
 
 

@@ -21,7 +21,7 @@ from orchestrator.states import PointState
 
 POLL_S = 0.2
 _PROGRESS_INTERVAL_S = 1.0
-_EXPLAIN_S = 20.0
+_EXPLAIN_S = diagnostics.TOOL_S + 10.0  # beyond what ranks on other nodes have
 
 
 def surroundings(assignment: Assignment, conditions: Conditions) -> Surroundings:

@@ -25,6 +25,7 @@ from jobs.quantities import GPU_UTILIZATION
 from jobs.spec import Deadlines
 from orchestrator.attempt import child, diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
+from orchestrator.attempt.ray_rank import NodeWatch, Placed
 from orchestrator.attempt.supervisor import probe, supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
@@ -157,6 +158,50 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
     for pid in end.files["stdout.txt"].split():
         assert f"pid {pid} " in end.files["processes.txt"]
         assert not is_alive(int(pid))
+
+
+def test_a_tool_that_does_not_die_is_not_waited_for(monkeypatch) -> None:
+    """As nvidia-smi is where it waits in the kernel for a GPU's driver."""
+    monkeypatch.setattr(diagnostics, "TOOL_S", 0.3)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda tool: None)
+    begin = time.monotonic()
+    code, text = diagnostics._tool(["sleep", "8"])
+    assert time.monotonic() - begin < 5
+    assert code
+    assert "timed out after 0.3" in text
+
+
+STACKS_THEN_PY_SPY = """#!/bin/sh
+grep -c 'most recent call first' {written} >> {seen}
+exec sleep 60
+"""
+
+
+def test_stacks_of_a_nodes_ranks_come_in_time_where_py_spy_hangs(monkeypatch, tmp_path) -> None:
+    """Those by the signal come before, and py-spy waits for all ranks together no longer than for one."""
+    seen, written = tmp_path / "seen", tmp_path / "written"
+    (tmp_path / "py-spy").write_text(STACKS_THEN_PY_SPY.format(seen=seen, written=written))
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(diagnostics, "TOOL_S", 2.0)
+    code = "import time; from jobs import stacks; stacks.offer(); print(flush=True); time.sleep(60)"
+    with contextlib.ExitStack() as block, written.open("wb") as errors:
+        ranks = []
+        for number in range(4):
+            rank = block.enter_context(
+                subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=errors)
+            )
+            block.callback(rank.kill)
+            assert rank.stdout is not None
+            assert rank.stdout.readline()
+            ranks.append(Placed(number, "node", "host", rank.pid, None, str(tmp_path / "none"), {}))
+        watch = NodeWatch(ranks, 1, -1)
+        begin = time.monotonic()
+        files = watch.explain()
+        assert time.monotonic() - begin < 6
+    assert sorted(files) == [f"stacks-rank{number}.txt" for number in range(4)]
+    assert all("timed out after 2" in text for text in files.values())
+    assert seen.read_text().split() == ["4"] * 4, "asked first"
 
 
 TWICE_FORKED = """
