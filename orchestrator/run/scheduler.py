@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from orchestrator.artifact_url import is_local
@@ -20,11 +21,13 @@ from orchestrator.records import (
     StartRecord,
     keepable,
 )
+from orchestrator.run.aside import Aside
 from orchestrator.run.executor import BatchEnded, Executor, ExecutorGone
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState, RunState
 
 _POLL_S = 0.2
+_LOOK_S = 0.5
 
 
 class Watcher(Protocol):
@@ -72,6 +75,7 @@ class Scheduler:
         self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._unseen = conditions.store is not None and is_local(conditions.store)  # not yet looked for a kept file
+        self._looking: Aside[bool] | None = None
         self.states: Counter[PointState] = Counter()
 
     def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
@@ -141,11 +145,10 @@ class Scheduler:
         """Warn, once a run, of a folder that is not the same one here and where the point ran."""
         if not self._unseen or self._conditions.store is None:
             return
-        try:
-            there = ArtifactStore(self._conditions.store).exists(record.artifact.path)
-        except ArtifactError:
-            there = False
-        if there:
+        if self._looking is not None and not self._looking.done():  # the folder hangs: no cancellation waits for it
+            return
+        self._looking = Aside(partial(_is_there, self._conditions.store, record.artifact.path))
+        if not self._looking.done(_LOOK_S) or self._looking.result():
             return
         self._unseen = False
         node = self._nodes.get(record.point_id) or "another node"
@@ -203,6 +206,13 @@ class Scheduler:
         self._recorder.write(records)
         self.states[point] += len(left)
         return len(left)
+
+
+def _is_there(store: str, path: str) -> bool:
+    try:
+        return ArtifactStore(store).exists(path)
+    except ArtifactError:
+        return False
 
 
 def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator import journal
+from orchestrator.artifacts import ArtifactStore
 from orchestrator.journal import Journal
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, StartRecord
@@ -232,6 +234,15 @@ def test_a_store_that_is_another_folder_elsewhere_is_said_once(run, tmp_path) ->
     assert event.message == (
         "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
     )
+
+
+def test_a_store_that_hangs_holds_up_no_run(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ArtifactStore, "exists", lambda *_: time.sleep(8))
+    begin = time.monotonic()
+    _, states, records = run(Script(), 3, store=f"file://{tmp_path}")
+    assert time.monotonic() - begin < 4
+    assert states == {PointState.OK: 3}
+    assert not [r for r in records if isinstance(r, EventRecord)]
 
 
 def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
