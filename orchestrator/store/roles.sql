@@ -1,6 +1,13 @@
 -- The dashboard's role on Postgres: it can read every table and view, and change nothing.
--- Run once, after `nsa db upgrade`, as the role that owns the tables:
---   psql "$ADMIN_URL" -v password="$DASHBOARD_PASSWORD" -f orchestrator/store/roles.sql
+-- Run once, after `nsa db upgrade`, as the role that owns the tables, with psql 15 or newer:
+--   psql -h HOST -U OWNER -d NAME -f orchestrator/store/roles.sql
+-- NSA_DASHBOARD_PASSWORD is the role's password: all users of a host can read the arguments of a process.
+\set ON_ERROR_STOP on
+\getenv password NSA_DASHBOARD_PASSWORD
+\if :{?password}
+\else
+DO $$ BEGIN RAISE 'NSA_DASHBOARD_PASSWORD: is not set; export the password that nsa_dashboard shall have'; END $$;
+\endif
 SELECT format('CREATE ROLE nsa_dashboard LOGIN PASSWORD %L', :'password')
 WHERE NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'nsa_dashboard') \gexec
 ALTER ROLE nsa_dashboard PASSWORD :'password';

