@@ -49,13 +49,21 @@ def main() -> None:
 
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is made")] = Path("specs")) -> None:
-    """Write the ready specs to a folder, to be changed and submitted; files that are there are kept."""
-    from orchestrator.cli.packaged import write_specs
+    """Write the ready specs to a folder, to be changed and submitted; files that are there are kept.
+
+    A .rayignore in the current folder keeps .env out of what `ray job submit --working-dir .` sends.
+    """
+    from orchestrator.cli.packaged import RAYIGNORE, PackagedError, ignore_env, write_specs
 
     copied = write_specs(folder)
     say(f"wrote {len(copied.written)} specs to {folder}/")
     if copied.kept:
         say(f"kept your own: {', '.join(path.name for path in copied.kept)}")
+    try:
+        if done := ignore_env(Path()):
+            say(f"{RAYIGNORE}: {done}; `ray job submit` does not send .env")
+    except PackagedError as err:
+        terminal.warn(f"warning: {err}, or `ray job submit --working-dir .` sends .env with its secrets")
     spec = folder / "demo.yaml"
     say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from orchestrator.errors import UserError
 from orchestrator.journal import COMPRESSED
 from orchestrator.settings import SOURCES
 
+RAYIGNORE = ".rayignore"
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
 _JOURNALS = _REFERENCE / "journals"  # in a checkout a link to docs/results/data
@@ -46,6 +48,30 @@ def write_specs(folder: Path) -> Copied:
     except OSError as err:
         raise PackagedError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
     return Copied(tuple(written), tuple(kept))
+
+
+def ignore_env(folder: Path) -> str | None:
+    """Have Ray leave .env, which may hold secrets, out of what it sends of `folder`: by a line of its .rayignore.
+
+    Returns:
+        What was done to the file; None if it has the line.
+
+    Raises:
+        PackagedError: the file cannot be read or written.
+    """
+    path = folder / RAYIGNORE
+    try:
+        if not os.path.lexists(path):
+            path.write_text("# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n")
+            return "written"
+        text = path.read_bytes()
+        if {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
+            return None
+        with path.open("ab") as file:
+            file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
+    except OSError as err:
+        raise PackagedError(f"{RAYIGNORE}: cannot be written ({err.strerror}); add the line .env to it") from None
+    return "given the line .env, and else left as it was"
 
 
 def check_spec_exists(spec: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ray._private.runtime_env.packaging import get_uri_for_directory
 
 from orchestrator.cli import commands
 from orchestrator.run import driver
@@ -60,6 +61,45 @@ def test_init_into_a_file_is_refused(
     (here / "specs").write_text("a file")
     assert nsa(monkeypatch, "init") == 2
     assert capsys.readouterr().err.startswith("error: FOLDER: 'specs': cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, b"# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n"),
+        (b"", b".env\n"),
+        (b"*.log", b"*.log\n.env\n"),
+        (b" .env\r\n", b" .env\r\n.env\n"),
+        (b".envrc\n.env ", b".envrc\n.env "),
+        (b"/.env\r\n*.log\r\n", b"/.env\r\n*.log\r\n"),
+    ],
+)
+def test_init_keeps_env_out_of_what_ray_sends(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: bytes | None,
+    after: bytes,
+) -> None:
+    ignored = here / ".rayignore"
+    if before is not None:
+        ignored.write_bytes(before)
+    assert nsa(monkeypatch, "init") == 0
+    assert ignored.read_bytes() == after
+    assert (".rayignore: " in capsys.readouterr().out) == (before != after)
+    (here / ".env").write_text("RAY_AUTH_TOKEN=a")
+    uri = get_uri_for_directory(str(here), include_gitignore=False)
+    (here / ".env").write_text("RAY_AUTH_TOKEN=another")
+    assert get_uri_for_directory(str(here), include_gitignore=False) == uri
+
+
+def test_init_warns_where_it_cannot_keep_env_from_ray(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / ".rayignore").symlink_to(here / "gone")
+    assert nsa(monkeypatch, "init") == 0
+    assert "warning: .rayignore: cannot be written (No such file or directory); add the l" in capsys.readouterr().err
+    assert not (here / "gone").exists()
 
 
 def test_a_ready_spec_that_is_not_there_yet_leads_to_init(
