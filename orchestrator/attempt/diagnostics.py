@@ -20,6 +20,7 @@ from jobs import stacks
 
 TOOL_S = 20.0
 """Seconds that py-spy and nvidia-smi have."""
+NO_PY_SPY = "py-spy is not installed on this host: pip install py-spy"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _DEATH_S = 1.0
@@ -55,7 +56,7 @@ def frames(pid: int, most: int = 6) -> list[str]:
     """
     why = ""
     for _ in range(_READS):
-        code, text = _tool([_py_spy(), "dump", "--nonblocking", "--pid", str(pid)])
+        code, text = _py_spy_dump(pid, "--nonblocking")
         if code == 0 and (found := _main_work(pid, text)):
             return found[:most]
         why = "no Python" if code == 0 else " ".join(text.split())[:200]
@@ -146,15 +147,23 @@ def dumps(processes: Sequence[psutil.Process]) -> list[str]:
 
 def _dump(process: psutil.Process) -> str:
     title = f"=== pid {process.pid}: {_command(process)}"
-    code, text = _tool([_py_spy(), "dump", "--pid", str(process.pid)])
+    code, text = _py_spy_dump(process.pid)
     if code:  # not Python, or gone: the kernel may still know where it waits
         with contextlib.suppress(OSError):
             text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
     return f"{title}\n{text}"
 
 
-def _py_spy() -> str:
-    return shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+def py_spy() -> str | None:
+    """Path of py-spy, on the PATH or beside this interpreter; None if it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
+
+
+def _py_spy_dump(pid: int, *options: str) -> tuple[int, str]:
+    """Exit code and output of py-spy on a process."""
+    tool = py_spy()
+    return _tool([tool, "dump", *options, "--pid", str(pid)]) if tool else (1, f"{NO_PY_SPY}\n")
 
 
 def _describe(process: psutil.Process) -> str:

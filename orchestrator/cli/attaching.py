@@ -172,7 +172,7 @@ def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tup
     from jobs.measure.topology import topology
 
     processes = {rank.rank: psutil.Process(rank.pid) for rank in here}
-    variables, busy, resident, notes = {}, dict(found.utilization), {}, []
+    variables, busy, resident = {}, dict(found.utilization), {}
     for process in processes.values():
         with contextlib.suppress(psutil.Error):
             variables |= steering(process.environ())
@@ -185,13 +185,22 @@ def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tup
             share = process.cpu_percent() / max(1, rank.threads)
             if not rank.gpu:
                 busy[rank.rank] = share
+    host = topology([rank.gpu for rank in here if rank.gpu] or None)
+    ranks = [_with_resident(rank, resident) for rank in found.ranks]
+    return replace(found, ranks=ranks, hosts=[host], variables=variables, utilization=busy), _stacks(here)
+
+
+def _stacks(here: Sequence[RankState]) -> list[str]:
+    """A note on what each rank is doing, or the one on what it takes to see it."""
+    if diagnostics.py_spy() is None:
+        return [f"Stacks are not shown: {diagnostics.NO_PY_SPY}"]
+    notes = []
+    for rank in here:
         try:
             notes.append(f"Rank {rank.rank} is in {' < '.join(diagnostics.frames(rank.pid))}.")
         except diagnostics.UnreadableStackError as err:
             notes.append(f"Rank {rank.rank}'s stack is not readable: {err}")
-    host = topology([rank.gpu for rank in here if rank.gpu] or None)
-    ranks = [_with_resident(rank, resident) for rank in found.ranks]
-    return replace(found, ranks=ranks, hosts=[host], variables=variables, utilization=busy), notes
+    return notes
 
 
 def _with_resident(rank: RankState, resident: Mapping[int, float]) -> RankState:

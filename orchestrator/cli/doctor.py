@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.database_url import hide_password
@@ -285,10 +284,11 @@ def _artifact_store(settings: Settings) -> Finding:
 
 
 def _pyspy(_: Settings) -> Finding:
-    beside = Path(sys.executable).with_name("py-spy")
-    if beside.exists() or shutil.which("py-spy"):
+    from orchestrator.attempt.diagnostics import py_spy
+
+    if py_spy():
         return Finding("py-spy", Health.OK, _version("py-spy") or "")
-    return Finding("py-spy", Health.MISSING, "not installed: a hang leaves no stack dump", "pip install py-spy")
+    return Finding("py-spy", Health.MISSING, "not installed: a hang leaves the stacks of Python alone, `--attach` none", "pip install py-spy")
 
 
 def _dashboard(settings: Settings) -> Finding:

@@ -130,6 +130,19 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
         diagnostics.frames(os.getpid())
 
 
+def test_a_missing_py_spy_is_one_line_with_the_fix(
+    half_finished: str, diagnose: Nsa, busy: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    _store(half_finished, [_state(rank, busy, identity(busy) or "", "here") for rank in range(2)])
+    code, out, err = diagnose("--attach", HALF[:13], "--seconds", "0.5")
+    assert (code, err) == (0, "")
+    told = [line for line in out.splitlines() if "py-spy" in line]
+    assert told == ["Stacks are not shown: py-spy is not installed on this host: pip install py-spy"]
+    assert diagnostics.dumps([psutil.Process(busy)])[0].splitlines()[1] == diagnostics.NO_PY_SPY
+
+
 def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) -> None:
     old, new = (_state(0, 2**30, f"gone {n}", host) for n, host in enumerate(("old-host", "new-host")))
     _store(half_finished, [new, old], ["rank0-2.json", "rank0.json"])
