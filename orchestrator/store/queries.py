@@ -144,7 +144,9 @@ def series(
     most: int | None = None,
     since: datetime | None = None,
 ) -> pd.DataFrame:
-    """The samples of a point's series, by attempt, name, rank and step.
+    """The samples of a point's series, by attempt, name and rank, and of each in the order of time.
+
+    Steps that were done again after a restart have their latest samples, which come last.
 
     Args:
         attempt: the attempt to read; None: all.
@@ -168,9 +170,9 @@ def series(
 
 
 def series_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
-    """The columns of `series`, after `point_id`, of the run's points with the numbers from `first` to `last`."""
+    """The columns of `series`, after `point_id` and in its order, of the run's points numbered `first` to `last`."""
     query = select(Series.point_id, *_SAMPLE).join(Point, Point.id == Series.point_id)
-    order = (Point.number, Series.attempt, Series.name, Series.rank, Series.step)
+    order = (Point.number, Series.attempt, Series.name, Series.rank, Series.at, Series.step)
     return frame(store, _between(query, run_id, first, last).order_by(*order))
 
 

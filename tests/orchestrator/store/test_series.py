@@ -64,6 +64,10 @@ def test_steps_that_are_done_again_have_their_latest_samples_which_come_last(fai
         found = queries.series(failed, FAILED, attempt=1)
         assert found["step"].tolist() == [0, 1, 2, 5, 6, 7, 3, 4]
         assert found["value"].tolist()[-2:] == [7.0, 8.0]
+        [exported] = json.loads(exporter.to_json(failed, [RUN]))[0]["points"][8]["series"]
+        assert exported["steps"] == found["step"].tolist()
+        assert exported["values"] == found["value"].tolist()
+        assert exported["times"] == [at.isoformat() for at in found["at"]]
     assert queries.series(failed, FAILED, attempt=1, most=3)["step"].tolist()[-1] == 4
 
 
