@@ -12,12 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from jobs._fields import torch_dtype
-from jobs._pass import ModelPass, model_of
+from jobs._pass import ModelPass, agree, model_of
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
 from jobs.point import FAILURE_FILES, Beat
 from nsa_core.functional import BRANCHES
+
+
+def check(config: Mapping[str, Any], beat: Beat) -> dict[str, str]:
+    """Compare the attention with the oracle, and trace a branch alone; called in a process of its own.
+
+    Returns:
+        The files of branch_trace.
+
+    Raises:
+        WrongResult: the attention disagrees, or a branch is not alone.
+    """
+    beat("check")
+    agree(config)
+    return branch_trace(config)
 
 
 def try_size(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:

@@ -7,7 +7,9 @@ the search for the smallest size that fails (jobs._bisection).
 
 from __future__ import annotations
 
+import math
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -41,7 +43,7 @@ from jobs.measure.layers import Watched
 from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.measure.trial import Limits
+from jobs.measure.trial import End, Limits, own_gpu_share, run_trial
 from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.spec import JobSpec, Strict
@@ -273,6 +275,10 @@ def _label(
     return f"{branch}{f' x{repeats}' if repeats > 1 else ''} {preset} {size}{' anomaly mode' if anomaly else ''}"
 
 
+class CheckFailed(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
+    """The check before a search found a wrong result, or did not end."""
+
+
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     """Check a model, watch a pass of it layer by layer, and time others; or search the smallest size that fails.
 
@@ -280,12 +286,13 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         WrongResult: the attention disagrees with the oracle, or ran something of another branch.
         BrokenGradient: a layer has no gradient, or one that is not finite.
         PassFailed: the pass raised; caused by an error of memory if memory ran out.
+        CheckFailed, MemoryError: before a search, the attention disagrees with the oracle, or its check does not end.
     """
     shutil.rmtree(failure_folder(), ignore_errors=True)  # of an earlier point of this process
+    if "search" in config:
+        return _searched(config, beat)
     beat("check")
     agreement, files = agree(config), branch_trace(config)
-    if "search" in config:
-        return _searched(config, beat, files)
     beat("inputs")
     trial = BackwardPass(config)
     watched: list[Watched] = []
@@ -309,13 +316,24 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     return Measurement(metrics, route, environment(trial.device), {**peak.files, **watched[0].files, **files})
 
 
-def _searched(config: Mapping[str, Any], beat: Beat, files: Mapping[str, str]) -> Measurement:
-    """The smallest size that fails."""
+def _searched(config: Mapping[str, Any], beat: Beat) -> Measurement:
+    """The smallest size that fails; this process leaves the device to those that it starts."""
     search, device = config["search"], torch.device(config["device"])
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the check took, for the trials
     limits = Limits(**search["limits"])
+    files = _checked(config, limits, beat)
     found = bisect("jobs._backward:try_size", config, search["layers"], search["lengths"], limits, beat)
     if found.smallest is not None:
         reporter(beat).warn(found.sentence)
     return Measurement(tuple(found.metrics()), {}, environment(device), {**files, **found.files})
+
+
+def _checked(config: Mapping[str, Any], limits: Limits, beat: Beat) -> Mapping[str, str]:
+    """Files of the check, in a process of its own: its context would stay on the card as long as its process."""
+    limits = replace(limits, whole_s=math.inf)  # the point's own deadline holds
+    trial = run_trial("jobs._backward:check", config, limits, beat, own_gpu_share(config["device"]))
+    if trial.end is End.OK:
+        return trial.found
+    print(trial.stderr, file=sys.stderr)
+    if trial.end is End.OOM:
+        raise MemoryError(f"check: {trial.reason}")
+    raise CheckFailed(f"{trial.end}: {trial.reason}")

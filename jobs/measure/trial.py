@@ -129,6 +129,8 @@ def own_gpu_share(device: str) -> float | None:
         return None
     import torch  # late: a trial's process may do without it
 
+    if not torch.cuda.is_initialized():  # so nobody has set a limit, and CUDA is left to the trials
+        return None
     share = torch.cuda.get_per_process_memory_fraction()
     return share if share < 1 else None
 

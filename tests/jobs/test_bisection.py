@@ -183,6 +183,37 @@ def test_a_point_warns_of_the_smallest_size_that_fails(monkeypatch: pytest.Monke
     assert told.warnings == ["the smallest size that fails: 1 layer, S=64 (hang: no progress)"]
 
 
+@pytest.mark.parametrize("branch", ["all", "win"])
+def test_a_search_leaves_the_card_to_the_processes_that_it_starts(monkeypatch: pytest.MonkeyPatch, branch: str) -> None:
+    asked: list[str] = []
+
+    def passes(function: str, config: Any, *_: Any) -> Trial:
+        assert config["device"] == "cuda"
+        asked.append(function)
+        return Trial(End.OK, "", 1.0, {"trace.txt": "traced"} if function.endswith(":check") else {}, "")
+
+    for module in ("jobs.backward", "jobs._bisection"):
+        monkeypatch.setattr(f"{module}.run_trial", passes)
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("CUDA is initialized here"))
+    monkeypatch.setattr("jobs.backward.environment", lambda device: {})  # reads properties, without a context
+    case = {"preset": "tiny", "layers": [3, 1], "lengths": [64], "branches": [branch]}
+    (point,) = _search(cases=[case]).points(Machine("cuda", "test card", 2**36))
+    result = backward.measure(json.loads(json.dumps(point.config)), _quiet)
+    assert asked == ["jobs._backward:check", "jobs._backward:try_size"]
+    assert result.files["trace.txt"] == "traced"
+
+
+def test_a_search_whose_check_finds_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (point,) = _search().points(CPU)
+    config = json.loads(json.dumps(point.config)) | {"implementation": "no such"}
+    config["model"]["backend"] = "no such"
+    with pytest.raises(backward.CheckFailed, match=r"^error: \w+: .*no such"):
+        backward.measure(config, _quiet)
+    monkeypatch.setattr("jobs.backward.run_trial", lambda *_: Trial(End.OOM, "OutOfMemoryError: full", 1.0, {}, ""))
+    with pytest.raises(MemoryError, match="check: OutOfMemoryError: full"):
+        backward.measure(config, _quiet)
+
+
 def test_a_search_has_time_for_its_sizes() -> None:
     assert _search().deadlines.point_s == 900
     assert _search(bisect={"size_s": 1000}).deadlines.point_s == 1000 * (most_trials(2, 1) + 1)
