@@ -188,6 +188,7 @@ def test_ray_job_submit_does_the_same_with_the_installed_code(user: User) -> Non
     done = user.run(*ray, "--", "python", "-m", "jobs", "specs/drill.yaml", "--set", "behaviours=[ok, raise]")
     assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
     assert sum(user.uploads()[-1].values()) < 5 * MIB
+    assert ".env" not in user.uploads()[-1], "`nsa init` has written a .rayignore"
     run, points = user.newest()
     assert (run["kind"], list(points["state"])) == ("drill", ["ok", "error"])
     files = re.findall(r'File "([^"]+)"', user.run("nsa", "logs", "last", "--point", "1").stdout)
