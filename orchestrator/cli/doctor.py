@@ -288,7 +288,12 @@ def _pyspy(_: Settings) -> Finding:
 
     if py_spy():
         return Finding("py-spy", Health.OK, _version("py-spy") or "")
-    return Finding("py-spy", Health.MISSING, "not installed: a hang leaves the stacks of Python alone, `--attach` none", "pip install py-spy")
+    return Finding(
+        "py-spy",
+        Health.MISSING,
+        "not installed: `nsa diagnose --attach` shows no stacks, those of a hang are Python's alone",
+        "pip install py-spy",
+    )
 
 
 def _dashboard(settings: Settings) -> Finding:
