@@ -15,29 +15,25 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from jobs._training.rank import TIMEOUT, missing_variables
 from jobs.launcher import Rank, RanksEnded
-from jobs.measure.gpu_samples import Sample, bounded
 from jobs.measure.telemetry import summarise_samples
 from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
-from orchestrator.attempt import diagnostics, protocol
+from orchestrator.attempt import protocol
 from orchestrator.attempt.description import described
-from orchestrator.attempt.ray_rank import Mailbox, NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
-from orchestrator.attempt.sampling import interval
+from orchestrator.attempt.ray_rank import Mailbox, Placed, Raised, RankRaised, Returned, Work, rank_main
+from orchestrator.attempt.ray_watches import ANSWER_S, Watches, actor
 
 T = TypeVar("T")
 
 _POLL_S = 0.2
 _WAITING_S = 1.0
-_ANSWER_S = 15.0
-_EXPLAIN_S = diagnostics.TOOL_S + 5.0
 _REASON = 400  # characters
 _STARTS = 3  # tries to start the ranks; a node may go away meanwhile
 _LOG = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}  # what ranks print is kept as a file, all of it
@@ -58,10 +54,6 @@ class RayLauncher:
     Args:
         cluster: the cluster, and what each rank gets of it.
         tell: takes the point's environment, as its first rank finds it, and samples of the ranks' hardware.
-
-    Attributes:
-        samples: samples of the ranks' GPUs, of all that this launcher has started, merged if there are many; [] on
-            CPUs.
     """
 
     name = "ray-train"
@@ -72,13 +64,10 @@ class RayLauncher:
         cluster: protocol.Cluster,
         tell: Callable[[protocol.Environment | protocol.Samples], None],
     ) -> None:
-        self.samples: list[Sample] = []
         self._run = run
         self._cluster = cluster
         self._tell = tell
-        self._watches: dict[str, Any] = {}  # handles of NodeWatch, by node
-        self._meter = _Meter(self._tell_reading)
-        self._read = -1  # number of the last reading
+        self._watches = Watches(lambda reading: tell(_samples(reading)))
 
     def run(
         self,
@@ -97,23 +86,25 @@ class RayLauncher:
         with _driver(self._cluster, stop):
             import ray
 
-            mailbox = _actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
+            mailbox = actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
             describe = partial(described, settings=self._run.settings)
             work = Work(main, mailbox, self._run.device, self._run.memory_bytes, self._cluster.card, describe)
             fit = _Fit(ranks, work, self._cluster)
             found = _Found(ranks, note)
             fit.start()
-            self._follow(fit, found, mailbox, stop, tell)
-            silent = self._take_samples()
+            try:
+                self._follow(fit, found, mailbox, stop, tell)
+            finally:
+                silent = self._watches.end()
             if len(found.results) == ranks:
                 return [found.results[number] for number in range(ranks)]
             raise _ended(fit.error, found, _dead(silent))
 
     def metered(self, measurement: Measurement) -> Measurement:
         """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
-        if not self.samples:
+        if not self._watches.samples:
             return measurement
-        summary = summarise_samples(self.samples)
+        summary = summarise_samples(self._watches.samples)
         known = {metric.name for metric in measurement.metrics}
         added = tuple(metric for metric in summary.metrics if metric.name not in known)
         files = {**measurement.files, "telemetry.txt": summary.text}
@@ -121,11 +112,7 @@ class RayLauncher:
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
-        files: dict[str, str] = {}
-        asked = {node: watch.explain.remote() for node, watch in self._watches.items()}
-        for answer in _answers(asked, _EXPLAIN_S).values():
-            files |= answer
-        return files
+        return self._watches.explain()
 
     def _follow(
         self, fit: _Fit, found: _Found, mailbox: Any, stop: threading.Event, tell: Callable[[str], None]
@@ -135,8 +122,6 @@ class RayLauncher:
         from ray.exceptions import RayError
 
         asked, looked = False, 0.0
-        self._watches = {}
-        self._meter.follow([])
         running = True
         while running:
             running = fit.is_alive()  # asked before reading: the last messages are read, too
@@ -151,9 +136,8 @@ class RayLauncher:
                 if isinstance(message, Placed) and message.environment:
                     self._tell(protocol.Environment(message.environment))
             if found.all_placed and not self._watches:
-                self._watches = _watch_nodes(found.placed, self._cluster.cpus, self._read)
-                self._meter.follow([*self._watches.values()])
-            self._meter.read()
+                self._watches.begin(found.placed, self._cluster.cpus)
+            self._watches.read()
             if stop.is_set() and not found.placed:
                 raise RanksEnded({}, {})
             if stop.is_set() and not asked:
@@ -164,41 +148,17 @@ class RayLauncher:
                 if _waiting_for_room():
                     tell("room on the cluster")
 
-    def _tell_reading(self, reading: Reading) -> None:
-        self._read = max(self._read, reading.number)
-        self._tell(_samples(reading))
-
-    def _take_samples(self) -> set[str]:
-        """Take in the samples of ranks that have ended, to those of ranks before. Returns the nodes that are silent."""
-        found = _answers({node: watch.samples.remote() for node, watch in self._watches.items()})
-        self.samples = bounded([*self.samples, *chain.from_iterable(found.values())])
-        return self._watches.keys() - found.keys()
-
 
 def _dead(silent: Collection[str]) -> set[str]:
     """The nodes that have left the cluster, of those that are silent; it takes some time until Ray says so."""
     import ray
 
-    deadline = time.monotonic() + _ANSWER_S * bool(silent)
+    deadline = time.monotonic() + ANSWER_S * bool(silent)
     while True:
         living = {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
         if time.monotonic() >= deadline or living.isdisjoint(silent):
             return set(silent) - living
         time.sleep(_POLL_S)
-
-
-def _answers(asked: Mapping[str, Any], timeout: float = _ANSWER_S) -> dict[str, Any]:
-    """The answers of actors by node; without those that do not answer in time."""
-    import ray
-    from ray.exceptions import RayError
-
-    in_time = set(ray.wait([*asked.values()], num_returns=len(asked), timeout=timeout)[0]) if asked else set()
-    found = {}
-    for node, answer in asked.items():
-        with contextlib.suppress(RayError):
-            if answer in in_time:
-                found[node] = ray.get(answer)
-    return found
 
 
 class _Found:
@@ -283,37 +243,6 @@ def _trainer_class() -> Any:
     return Trainer
 
 
-class _Meter:
-    """Passes on the readings of the nodes' watches, about once a second and then less often, however often the ranks
-    are started."""
-
-    def __init__(self, tell: Callable[[Reading], None]) -> None:
-        self._tell = tell
-        self._watches: Sequence[Any] = []
-        self._asked: list[Any] = []
-        self._begun = self._read = time.monotonic()
-
-    def follow(self, watches: Sequence[Any]) -> None:
-        """Read these watches from now on."""
-        self._watches, self._asked = watches, []
-
-    def read(self) -> None:
-        """Ask for readings if it is time, and pass on what was answered; waits for nothing."""
-        import ray
-        from ray.exceptions import RayError
-
-        clock = time.monotonic()
-        if self._asked:
-            done, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
-            for answer in done:
-                with contextlib.suppress(RayError):  # a node went away
-                    for reading in ray.get(answer):
-                        self._tell(reading)
-        elif clock - self._read >= interval(clock - self._begun):
-            self._read = clock
-            self._asked = [watch.readings.remote() for watch in self._watches]
-
-
 def _samples(reading: Reading) -> protocol.Samples:
     values = {quantity.name: value for quantity, value in reading.values.items()}
     units = {quantity.name: quantity.unit for quantity in reading.values}
@@ -351,22 +280,6 @@ def _driver(cluster: protocol.Cluster, stop: threading.Event) -> Iterator[None]:
         ray.shutdown()
         if main:
             signal.signal(signal.SIGTERM, before)
-
-
-def _watch_nodes(placed: Mapping[int, Placed], cores: float, after: int) -> dict[str, Any]:
-    nodes: dict[str, list[Placed]] = {}
-    for number in sorted(placed):
-        nodes.setdefault(placed[number].node, []).append(placed[number])
-    return {node: _actor(NodeWatch, node).remote(here, cores, after) for node, here in nodes.items()}
-
-
-def _actor(cls: type, node: str) -> Any:
-    """Ray's class of an actor on a node, which takes none of its resources."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    found: Any = ray.remote(num_cpus=0)(cls)
-    return found.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 
 def _waiting_for_room() -> bool:
