@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -43,7 +42,7 @@ from jobs.measure.layers import Watched
 from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.measure.trial import End, Limits, own_gpu_share, run_trial
+from jobs.measure.trial import Limits, own_gpu_share, run_trial
 from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.spec import JobSpec, Strict
@@ -331,9 +330,4 @@ def _checked(config: Mapping[str, Any], limits: Limits, beat: Beat) -> Mapping[s
     """Files of the check, in a process of its own: its context would stay on the card as long as its process."""
     limits = replace(limits, whole_s=math.inf)  # the point's own deadline holds
     trial = run_trial("jobs._backward:check", config, limits, beat, own_gpu_share(config["device"]))
-    if trial.end is End.OK:
-        return trial.found
-    print(trial.stderr, file=sys.stderr)
-    if trial.end is End.OOM:
-        raise MemoryError(f"check: {trial.reason}")
-    raise CheckFailed(f"{trial.end}: {trial.reason}")
+    return trial.needed("check", CheckFailed)

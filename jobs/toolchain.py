@@ -36,7 +36,7 @@ from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
-from jobs.measure.trial import End, Limits, Toolchain, own_gpu_share, run_trial
+from jobs.measure.trial import Limits, Toolchain, own_gpu_share, run_trial
 from jobs.measure.variables import effective
 from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
@@ -181,12 +181,7 @@ def _run(config: Mapping[str, Any], number: int, folder: Path, beat: Beat) -> Ma
     limits = Limits(**config["limits"])
     share = own_gpu_share(config["device"])
     trial = run_trial("jobs.toolchain:try_pass", order, limits, told, share, toolchain)
-    if trial.end is End.OK:
-        return trial.found
-    print(f"{name}:\n{trial.stderr}", file=sys.stderr)
-    if trial.end is End.OOM:
-        raise MemoryError(f"{name}: {trial.reason}")
-    raise ToolchainFailed(f"{name}: {trial.end}: {trial.reason}")
+    return trial.needed(name, ToolchainFailed)
 
 
 def try_pass(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:

@@ -74,6 +74,23 @@ class Trial:
     found: Mapping[str, Any]
     stderr: str
 
+    def needed(self, name: str, failure: type[Exception]) -> Mapping[str, Any]:
+        """What the call returned, for a point that is nothing without it; else its stderr is printed.
+
+        Args:
+            name: the trial's name in messages.
+
+        Raises:
+            MemoryError: memory ran out there.
+            failure: it ended in another way.
+        """
+        if self.end is End.OK:
+            return self.found
+        print(f"{name}:\n{self.stderr}", file=sys.stderr)
+        if self.end is End.OOM:
+            raise MemoryError(f"{name}: {self.reason}")
+        raise failure(f"{name}: {self.end}: {self.reason}")
+
 
 @dataclass(frozen=True)
 class Toolchain:

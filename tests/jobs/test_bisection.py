@@ -203,15 +203,21 @@ def test_a_search_leaves_the_card_to_the_processes_that_it_starts(monkeypatch: p
     assert result.files["trace.txt"] == "traced"
 
 
-def test_a_search_whose_check_finds_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_whose_check_fails_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (point,) = _search().points(CPU)
     config = json.loads(json.dumps(point.config)) | {"implementation": "no such"}
     config["model"]["backend"] = "no such"
-    with pytest.raises(backward.CheckFailed, match=r"^error: \w+: .*no such"):
+    with pytest.raises(backward.CheckFailed, match=r"^check: error: \w+: .*no such"):
         backward.measure(config, _quiet)
     monkeypatch.setattr("jobs.backward.run_trial", lambda *_: Trial(End.OOM, "OutOfMemoryError: full", 1.0, {}, ""))
     with pytest.raises(MemoryError, match="check: OutOfMemoryError: full"):
         backward.measure(config, _quiet)
+    monkeypatch.setattr("jobs.backward.run_trial", lambda *_: Trial(End.HANG, "no progress", 1.0, {}, "its stacks"))
+    with pytest.raises(backward.CheckFailed, match=r"^check: hang: no progress"):
+        backward.measure(config, _quiet)
+    assert "its stacks" in capsys.readouterr().err, "kept as stderr.txt"
 
 
 def test_a_search_has_time_for_its_sizes() -> None:
