@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,6 +193,13 @@ def _peak(quantity: Quantity, values: Sequence[float | None]) -> Metric | None:
     return Metric.of(quantity, max(known), method=method) if known else None
 
 
+def _throttles(samples: Sequence[Sample]) -> str:
+    """The share of the time with a throttle, and the reasons, in words."""
+    reasons = [name for bit, name in nvml.THROTTLES.items() if any((s.throttle or 0) & bit for s in samples)]
+    share = mean_over(samples, lambda s: s.throttled) or 0.0
+    return f"{100 * share:.3g} % of the looks: {', '.join(reasons)}" if reasons else "never"
+
+
 def _text(samples: Sequence[Sample], problem: str | None) -> str:
     lines = []
     for gpu in dict.fromkeys(s.gpu for s in samples):
@@ -210,8 +216,7 @@ def _text(samples: Sequence[Sample], problem: str | None) -> str:
             if known:
                 mean = sum(known) / len(known)
                 lines.append(f"  {title:12} min {min(known):.0f}  mean {mean:.0f}  max {max(known):.0f} {unit}")
-        reasons = Counter(name for s in mine for bit, name in nvml.THROTTLES.items() if (s.throttle or 0) & bit)
-        lines.append("  throttled    " + (", ".join(f"{n} samples: {r}" for r, n in reasons.items()) or "never"))
+        lines.append(f"  throttled    {_throttles(mine)}")
         pids = sorted({pid for s in mine for pid in s.pids or ()})
         lines.append("  processes    " + (" ".join(map(str, pids)) or "none listed"))
     if problem:

@@ -168,9 +168,11 @@ def test_merged_samples_count_throttles_and_processes_by_look(driver: None, monk
     sampler = GpuSampler("0")
     samples = merged([sampler.sample(number, 0.2 * number) for number in range(16)], 4)
     assert len(samples) == 4
-    found = {metric.name: metric for metric in summarise_samples(samples).metrics}
+    summary = summarise_samples(samples)
+    found = {metric.name: metric for metric in summary.metrics}
     assert found["gpu_throttled"].value == 25
     assert found["gpu_processes"].value == 1
+    assert "25 % of the looks: software power cap" in summary.text
 
 
 def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
