@@ -35,7 +35,8 @@ class Watches:
         self._tell = tell
         self._actors: dict[str, Any] = {}  # handles of NodeWatch, by node
         self._asked: list[Any] = []
-        self._begun = self._read = time.monotonic()
+        self._begun: float | None = None  # when ranks were first watched
+        self._read = 0.0
         self._last = -1  # number of the last reading
 
     def __bool__(self) -> bool:
@@ -47,6 +48,7 @@ class Watches:
         nodes: dict[str, list[Placed]] = {}
         for number in sorted(placed):
             nodes.setdefault(placed[number].node, []).append(placed[number])
+        self._begun = time.monotonic() if self._begun is None else self._begun
         self._actors = {node: actor(NodeWatch, node).remote(here, cores, self._last) for node, here in nodes.items()}
 
     def read(self) -> None:
@@ -62,7 +64,7 @@ class Watches:
                     for reading in ray.get(answer):
                         self._last = max(self._last, reading.number)
                         self._tell(reading)
-        elif clock - self._read >= interval(clock - self._begun):
+        elif self._begun is not None and clock - self._read >= interval(clock - self._begun):
             self._read = clock
             self._asked = [watch.readings.remote() for watch in self._actors.values()]
 
