@@ -13,11 +13,11 @@ from typing import Any
 from jobs.point import Machine
 from jobs.spec import JobSpec
 from orchestrator import provenance
+from orchestrator.aside import Aside, interruptibly
 from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
-from orchestrator.run.aside import Aside, interruptibly
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.run.ray_connection import connect, in_brief
 from orchestrator.run.room import Share, card_types, check_resources

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jobs.spec import JobSpec
+from orchestrator.aside import interruptibly
 from orchestrator.run import ray_token
-from orchestrator.run.aside import interruptibly
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
 from orchestrator.run.upload import collect

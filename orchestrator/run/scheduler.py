@@ -11,6 +11,7 @@ from typing import Protocol
 
 from orchestrator.artifact_url import is_local
 from orchestrator.artifacts import ArtifactError, ArtifactStore
+from orchestrator.aside import Aside
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
 from orchestrator.records import (
     ArtifactRecord,
@@ -21,7 +22,6 @@ from orchestrator.records import (
     StartRecord,
     keepable,
 )
-from orchestrator.run.aside import Aside
 from orchestrator.run.executor import BatchEnded, Executor, ExecutorGone
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState, RunState

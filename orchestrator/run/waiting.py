@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from orchestrator.run.aside import Aside
+from orchestrator.aside import Aside
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.ray_folder import answers
 

@@ -21,12 +21,12 @@ from waiting import wait_for
 
 from jobs.point import Machine
 from orchestrator import journal
+from orchestrator.aside import Aside
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.journal import Journal, JournalFull
 from orchestrator.records import RunRecord
 from orchestrator.run import driver, ray_cluster, ray_folder, waiting
-from orchestrator.run.aside import Aside
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.waiting import ClusterWatch, RoomWatch
