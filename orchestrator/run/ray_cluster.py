@@ -20,7 +20,7 @@ from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.run.ray_connection import connect, in_brief
-from orchestrator.run.room import Share, card_types, check_resources
+from orchestrator.run.room import Share, card_types, check_resources, check_room
 from orchestrator.run.waiting import ClusterWatch
 from orchestrator.settings import Settings
 from orchestrator.states import PointState
@@ -53,12 +53,13 @@ class RayExecutor:
         self._nodes = list(self._by_id.values())
         check_resources(spec, self._nodes)
         self._type = spec.resources.accelerator_type  # of all points: the one asked for, else the one probed
+        self._planned: Share | None = None  # of the probe, then of the points
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
         self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
-        self._watch = ClusterWatch(_head(), lambda: check_resources(spec, list(_nodes().values())))
+        self._watch = ClusterWatch(_head(), self._check_room)
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As the interface says; also pins the points to the type of the card that was probed."""
@@ -69,7 +70,8 @@ class RayExecutor:
         gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        asked = task.options(**_placement(self._share(gpus)))
+        self._planned = self._share(gpus)
+        asked = task.options(**_placement(self._planned))
         try:
             with _gone():
                 answer = interruptibly(lambda: asked.remote(wanted, None if gpus else ""))  # tells the head of the task
@@ -120,6 +122,7 @@ class RayExecutor:
         share, asked = self._share(gpus_per_point(self._spec, machine)), self._spec.resources
         # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
+        self._planned = share
         self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
         own = replace(share, cpus=0, gpus=0) if self._cluster else share
         self._task = remote(_supervise).options(**_placement(own))
@@ -177,6 +180,11 @@ class RayExecutor:
     def _share(self, gpus: float) -> Share:
         """Resources of a point, or of one of its ranks."""
         return Share.of(self._spec, gpus, self._type)
+
+    def _check_room(self) -> None:
+        """Check that the nodes have room for what the tasks ask Ray for, which is narrower than the spec."""
+        if self._planned is not None:
+            check_room(self._planned, list(_nodes().values()))
 
 
 def _time_to_stop() -> float:

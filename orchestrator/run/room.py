@@ -82,6 +82,21 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
         raise ExecutorError("\n".join(errors))
 
 
+def check_room(share: Share, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Check that the nodes, free or busy, have room for a point whose share is settled.
+
+    Raises:
+        ExecutorError: says what they lack.
+    """
+    if share.points(nodes):
+        return
+    if share.ranks > 1:
+        raise ExecutorError("\n".join(_of_ranks(share, share.ranks * share.cpus, nodes)))
+    raise ExecutorError(
+        f"no node of the cluster has the {_amounts(share)}{_on_type(share)} that a point is planned for"
+    )
+
+
 def _of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
     """Resources of which no node has as many as a point needs."""
     fixes = {"num_gpus": "start a worker that has (nsa up on a GPU host) or ask for fewer", "num_cpus": "ask for fewer"}
@@ -104,8 +119,15 @@ def _of_ranks(share: Share, cpus: float, nodes: Sequence[Mapping[str, float]]) -
     room = sum(map(share.on, nodes))
     if room >= share.ranks:
         return []
-    each = f"{share.gpus:g} GPU and {share.cpus:g} CPU cores" if share.gpus else f"{share.cpus:g} CPU cores"
     return [
-        f"ranks: {share.ranks}: all nodes of the cluster together have room for {room}, with {each} each"
-        f"{f' on {share.card_type}' if share.card_type else ''}; start more workers or use fewer ranks"
+        f"ranks: {share.ranks}: all nodes of the cluster together have room for {room}, with {_amounts(share)} each"
+        f"{_on_type(share)}; start more workers or use fewer ranks"
     ]
+
+
+def _amounts(share: Share) -> str:
+    return f"{share.gpus:g} GPU and {share.cpus:g} CPU cores" if share.gpus else f"{share.cpus:g} CPU cores"
+
+
+def _on_type(share: Share) -> str:
+    return f" on {share.card_type}" if share.card_type else ""

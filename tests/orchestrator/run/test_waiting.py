@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 from waiting import wait_for
 
 from jobs.point import Machine
+from jobs.spec import parse_spec
 from orchestrator import journal
 from orchestrator.aside import Aside
 from orchestrator.cli import submission
@@ -30,6 +33,7 @@ from orchestrator.run import driver, ray_cluster, ray_folder, waiting
 from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone
 from orchestrator.run.local import LocalExecutor
 from orchestrator.run.waiting import ClusterWatch, RoomWatch
+from orchestrator.settings import load_settings
 from orchestrator.store import Store, history, importer, queries
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -239,17 +243,102 @@ def test_what_the_cluster_will_never_have_is_not_waited_for_without_end(monkeypa
         watch.look()
 
 
+GPUS_OF_TWO_TYPES = {
+    "a": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:A100": 1.0},
+    "h": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0},
+}
+A_GPU_AND_NONE = {"c": {"CPU": 64.0}, "h": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}}
+A_GPU_A_NODE = {name: {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0} for name in ("h", "i")}
+
+
+class Nodes:
+    """A cluster that answers at once, and whose node "h" is probed; time passes as it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: dict[str, dict[str, float]]) -> None:
+        self.nodes, self.clock, self.probed = dict(nodes), 0.0, True
+        self.machine = Machine("cuda", "test", 8 << 30, {"torch": "0"})
+        task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "answer"))
+        monkeypatch.setattr(ray_cluster, "connect", lambda spec, settings: None)
+        monkeypatch.setattr(ray_cluster, "_head", lambda: "127.0.0.1:1")
+        monkeypatch.setattr(ray_cluster, "_nodes", lambda: dict(self.nodes))
+        monkeypatch.setattr(waiting, "answers", lambda head: True)
+        monkeypatch.setattr(waiting, "Aside", _done_at_once)
+        monkeypatch.setattr(waiting.time, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", lambda answer: ("h", {None: self.machine}))
+
+    def executor(self, **fields: Any) -> ray_cluster.RayExecutor:
+        spec = {"kind": "train", "name": "t", "seq_len": 32, "steps": 20, "batch": 12, **fields}
+        return ray_cluster.RayExecutor(parse_spec(spec), load_settings())
+
+    def run_for(self, minutes: float, executor: ray_cluster.RayExecutor) -> None:
+        until = self.clock + 60 * minutes
+        while self.clock < until:
+            self.clock += 5
+            executor.poll(0)
+
+    def _wait(self, answers: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        self.clock += 5
+        assert self.clock < 3600, "waits without end"
+        return (answers, []) if self.probed else ([], answers)
+
+
+def _done_at_once(call: Callable[[], bool]) -> Aside[bool]:
+    made = Aside(call)
+    assert made.done(timeout=60)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fields", "lacks"),
+    [
+        (GPUS_OF_TWO_TYPES, {"device": "cuda"}, "no node of the cluster has the 1 GPU and 1 CPU cores on H100"),
+        (A_GPU_AND_NONE, {"device": "auto"}, "no node of the cluster has the 1 GPU and 1 CPU cores on H100"),
+        ({**GPUS_OF_TWO_TYPES, **A_GPU_A_NODE}, {"device": "cuda", "ranks": 2}, "ranks: 2: .* room for 1, .* on H100"),
+    ],
+    ids=["type", "auto", "ranks"],
+)
+def test_a_run_waits_for_the_room_that_its_points_ask_for(monkeypatch, nodes, fields, lacks) -> None:
+    """Other nodes would do for the spec, but the points are planned for the card that was probed."""
+    cluster = Nodes(monkeypatch, nodes)
+    executor = cluster.executor(**fields)
+    executor.slots(executor.probe()[None])
+    cluster.run_for(20, executor)
+    gone = cluster.nodes.pop("h")
+    cluster.run_for(9, executor)
+    cluster.nodes["h"] = gone  # it came back
+    cluster.run_for(20, executor)
+    del cluster.nodes["h"]
+    with pytest.raises(ExecutorGone, match=f"waited 600 s for a node that can run a point: {lacks}"):
+        cluster.run_for(11, executor)
+
+
+def test_a_probe_waits_for_the_room_that_it_asks_for(monkeypatch) -> None:
+    cluster = Nodes(monkeypatch, A_GPU_AND_NONE)
+    executor = cluster.executor(device="auto")
+    cluster.probed = False
+    del cluster.nodes["h"]
+    with pytest.raises(ExecutorGone, match="no node of the cluster has the 1 GPU and 1 CPU cores that a point"):
+        executor.probe()
+    assert 600 <= cluster.clock < 700
+
+
+def test_points_on_the_cpu_wait_for_any_node(monkeypatch) -> None:
+    """Where the probe found that the node's GPU is of no use."""
+    cluster = Nodes(monkeypatch, A_GPU_AND_NONE)
+    cluster.machine = Machine("cpu", "test", 8 << 30, {"torch": "0"})
+    executor = cluster.executor(device="auto")
+    executor.slots(executor.probe()[None])
+    del cluster.nodes["h"]
+    cluster.run_for(20, executor)
+
+
 def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
     clock, asked = [0.0], []
-
-    def answered(call: Callable[[], bool]) -> Aside[bool]:
-        made = Aside(call)
-        assert made.done(timeout=60)
-        return made
-
     monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(waiting, "Aside", answered)
+    monkeypatch.setattr(waiting, "Aside", _done_at_once)
     monkeypatch.setattr(waiting, "answers", lambda head: clock[0] <= 20)
     watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
     while clock[0] < 55:
