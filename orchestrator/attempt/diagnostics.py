@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,12 +21,18 @@ from jobs import stacks
 
 TOOL_S = 20.0
 """Seconds that py-spy and nvidia-smi have."""
+DUMPS_S = TOOL_S + 5.0
+"""Seconds that py-spy has for all processes: more than for the first few, which may all be stuck."""
+
+_DEATH_S = 1.0
+_WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
+
+STACKS_S = _WRITING_S + DUMPS_S + _DEATH_S
+"""Seconds after which `request_stacks` and `dumps` have ended."""
 NO_PY_SPY = "py-spy is not installed on this host: pip install py-spy"
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_DEATH_S = 1.0
 _AT_A_TIME = 8  # tools
-_WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
 _READS = 4  # of a stack that changes while it is read: seen to fail once in two
 _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 
@@ -129,25 +136,43 @@ def _oom_kills(path: Path) -> Iterator[int]:
 def dumps(processes: Sequence[psutil.Process]) -> list[str]:
     """Stacks of each process's threads by py-spy, under a title; else what the kernel knows.
 
-    Some processes at a time: py-spy waits for one that is stuck in the kernel for all of TOOL_S.
+    Some processes at a time: py-spy waits for one that is stuck in the kernel for all of TOOL_S. One whose turn does
+    not come within DUMPS_S is said to be unread.
     """
-    texts, turn = [""] * len(processes), threading.Semaphore(_AT_A_TIME)
+    deadline = time.monotonic() + DUMPS_S
+    texts = [f"=== pid {process.pid}\nnot read within the {DUMPS_S:g} s for all processes\n" for process in processes]
+    waiting: queue.SimpleQueue[tuple[int, psutil.Process]] = queue.SimpleQueue()
+    for each in enumerate(processes):
+        waiting.put(each)
 
-    def dump(number: int, process: psutil.Process) -> None:
-        with turn:
-            texts[number] = _dump(process)
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while (left := deadline - time.monotonic()) > 0:
+                number, process = waiting.get_nowait()
+                texts[number] = _dump(process, min(TOOL_S, left))
 
-    threads = [threading.Thread(target=dump, args=each, daemon=True) for each in enumerate(processes)]
+    threads = _started(work, min(_AT_A_TIME, len(processes)))
+    if not threads:  # the host has no room for one, nor then for py-spy, which is said of each process
+        work()
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return texts
+        thread.join(max(0.0, deadline + _DEATH_S - time.monotonic()))
+    return list(texts)  # a thread that is late writes no more to it
 
 
-def _dump(process: psutil.Process) -> str:
+def _started(work: Callable[[], None], most: int) -> list[threading.Thread]:
+    """Threads that do some work; fewer than `most`, or none, where the host has no room for them."""
+    threads = []
+    with contextlib.suppress(RuntimeError):
+        for _ in range(most):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            threads.append(thread)
+    return threads
+
+
+def _dump(process: psutil.Process, within: float) -> str:
     title = f"=== pid {process.pid}: {_command(process)}"
-    code, text = _py_spy_dump(process.pid)
+    code, text = _py_spy_dump(process.pid, within=within)
     if code:  # not Python, or gone: the kernel may still know where it waits
         with contextlib.suppress(OSError):
             text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
@@ -160,10 +185,10 @@ def py_spy() -> str | None:
     return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
 
 
-def _py_spy_dump(pid: int, *options: str) -> tuple[int, str]:
+def _py_spy_dump(pid: int, *options: str, within: float | None = None) -> tuple[int, str]:
     """Exit code and output of py-spy on a process."""
     tool = py_spy()
-    return _tool([tool, "dump", *options, "--pid", str(pid)]) if tool else (1, f"{NO_PY_SPY}\n")
+    return _tool([tool, "dump", *options, "--pid", str(pid)], within) if tool else (1, f"{NO_PY_SPY}\n")
 
 
 def _describe(process: psutil.Process) -> str:
@@ -194,13 +219,14 @@ def _host_memory() -> str:
     )
 
 
-def _tool(command: list[str]) -> tuple[int, str]:
+def _tool(command: list[str], within: float | None = None) -> tuple[int, str]:
+    """Exit code and output of a tool, which has `within` seconds, else TOOL_S."""
     try:
         tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     except OSError as err:
         return 1, f"{command[0]}: {err}\n"
     try:
-        out, errors = tool.communicate(timeout=TOOL_S)
+        out, errors = tool.communicate(timeout=TOOL_S if within is None else within)
         return tool.returncode, out + errors
     except subprocess.TimeoutExpired as err:
         return 1, f"{command[0]}: {err}\n"

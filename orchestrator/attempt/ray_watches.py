@@ -16,8 +16,8 @@ from orchestrator.attempt.sampling import interval
 
 ANSWER_S = 15.0
 """Seconds that a node has to answer, or Ray to say that it is gone."""
-
-_EXPLAIN_S = diagnostics.TOOL_S + 5.0
+EXPLAIN_S = diagnostics.STACKS_S + 5.0
+"""Seconds that nodes have to explain their ranks: to read stacks, with Ray's way there and back."""
 
 
 class Watches:
@@ -72,7 +72,7 @@ class Watches:
         """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
         files: dict[str, str] = {}
         asked = {node: watch.explain.remote() for node, watch in self._actors.items()}
-        for answer in _answers(asked, _EXPLAIN_S).values():
+        for answer in _answers(asked, EXPLAIN_S).values():
             files |= answer
         return files
 

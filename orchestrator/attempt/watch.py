@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.point import FAILURE_FILES, NOWHERE, WAITING, Measurement, Point, Surroundings
 from orchestrator.artifacts import Source, checkpoints_place
-from orchestrator.attempt import diagnostics, protocol
+from orchestrator.attempt import diagnostics, protocol, ray_watches
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress
@@ -21,7 +21,7 @@ from orchestrator.states import PointState
 
 POLL_S = 0.2
 _PROGRESS_INTERVAL_S = 1.0
-_EXPLAIN_S = diagnostics.TOOL_S + 10.0  # beyond what ranks on other nodes have
+_EXPLAIN_S = ray_watches.EXPLAIN_S + 5.0  # the child asks the ranks' nodes, and writes down what they say
 
 
 def surroundings(assignment: Assignment, conditions: Conditions) -> Surroundings:

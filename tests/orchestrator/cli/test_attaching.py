@@ -123,9 +123,9 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
     bare = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n')  # seen: a read between two frames
     read = (0, bare[1] + "    train (busy.py:3)\n")
     answers = iter([torn, bare, read])
-    monkeypatch.setattr(diagnostics, "_tool", lambda command: next(answers))
+    monkeypatch.setattr(diagnostics, "_tool", lambda *_: next(answers))
     assert diagnostics.frames(os.getpid()) == ["train (busy.py:3)"]
-    monkeypatch.setattr(diagnostics, "_tool", lambda command: torn)
+    monkeypatch.setattr(diagnostics, "_tool", lambda *_: torn)
     with pytest.raises(diagnostics.UnreadableStackError, match=r"^Error: Failed to get stack traces$"):
         diagnostics.frames(os.getpid())
 
