@@ -107,7 +107,7 @@ class Keeping:
             self._waiting = []
         elif self._copies is None and self._waiting:
             self._copies, self._waiting = _Copies(self._assignment, self._waiting, self._store), []
-            self._copies.start()
+            self._copies.begin()
 
 
 class _Copies(threading.Thread):
@@ -122,6 +122,15 @@ class _Copies(threading.Thread):
         self._store = store
         self._begun = 0
         self._signed = time.monotonic()
+
+    def begin(self) -> None:
+        """Start to copy; where the host has no room for the thread, these files are given up."""
+        try:
+            self.start()
+        except RuntimeError as err:
+            for source in self._sources:
+                self.results.put(f"{source.name!a}: the host has no room for the thread that copies it ({err})")
+            self.results.put(None)
 
     def run(self) -> None:
         store = ArtifactStore(self._store)

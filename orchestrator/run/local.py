@@ -59,8 +59,14 @@ class LocalExecutor:
         slot = self._free.pop()
         self._grace_s = conditions.grace_s
         thread = threading.Thread(target=self._run, args=(slot, batch, assignments, conditions), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:
+            self._free.append(slot)
+            lost = BatchEnded(PointState.LOST, f"the host has no room for the thread of its supervisor ({err})")
+            self._updates.put((batch, lost))
+            return
         self._threads.append(thread)
-        thread.start()
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.point import Machine
 from jobs.spec import JobSpec
 from orchestrator import provenance
-from orchestrator.aside import Aside, interruptibly
+from orchestrator.aside import Aside, NoThreadError, interruptibly
 from orchestrator.attempt import requirements, supervisor
 from orchestrator.attempt.protocol import Cluster
 from orchestrator.attempt.supervisor import ProbeError
@@ -150,8 +150,12 @@ class RayExecutor:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
         patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
         cancelled = Aside(lambda: self._cancel_tasks(patience_s))
-        if cancelled.done(patience_s):  # a frozen node gives no task's end
+        if not cancelled.done(patience_s):  # a frozen node gives no task's end
+            return
+        try:
             cancelled.result()
+        except NoThreadError:
+            self._cancel_tasks(patience_s)
 
     def _cancel_tasks(self, patience_s: float) -> None:
         import ray

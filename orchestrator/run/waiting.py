@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from orchestrator.aside import Aside
+from orchestrator.aside import Aside, NoThreadError
 from orchestrator.run.executor import ExecutorError, ExecutorGone
 from orchestrator.run.ray_folder import answers
 
@@ -45,7 +45,7 @@ class ClusterWatch:
             return
         if self._asked.done():
             asked, self._asked = self._asked, None
-            if asked.result():
+            if _answered(asked):
                 self._silent = None
         if self._silent is not None and clock - self._silent > _GONE_S:
             raise ExecutorGone(f"the Ray cluster went away: its head at {self._head} does not answer")
@@ -55,6 +55,13 @@ class ClusterWatch:
         if not answers(self._head):
             return False
         self._room.look()
+        return True
+
+
+def _answered(asked: Aside[bool]) -> bool:
+    try:
+        return asked.result()
+    except NoThreadError:  # of this host: the head was not asked, so it is not silent
         return True
 
 

@@ -9,8 +9,12 @@ import time
 import psutil
 import pytest
 
+from jobs.spec import Deadlines
 from orchestrator.attempt import diagnostics, ray_watches, watch
 from orchestrator.attempt.ray_rank import NodeWatch, Placed
+from orchestrator.attempt.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions
+from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
 
 HERE = psutil.Process()
 
@@ -74,3 +78,24 @@ def test_stacks_are_read_by_the_threads_that_there_is_room_for(monkeypatch: pyte
     monkeypatch.setattr(diagnostics, "_dump", lambda process, within: time.sleep(0.05) or "its stack")
     monkeypatch.setattr(threading.Thread, "start", begin)
     assert diagnostics.dumps([HERE] * 5) == ["its stack"] * 5
+
+
+@pytest.mark.usefixtures("full_host")
+def test_a_hang_is_a_hang_where_the_host_has_no_room_for_a_thread(snippet_kind, tmp_path) -> None:
+    deadlines = Deadlines(startup_s=60, heartbeat_s=1, point_s=120)
+    conditions = Conditions("cpu", deadlines, store=f"file://{tmp_path}")
+    tasks = [Assignment("r", "r/0", 1, snippet_kind.point("beat('on')\nimport time\ntime.sleep(600)"))]
+    updates = list(supervise(tasks, conditions))
+    [outcome] = [update for update in updates if isinstance(update, OutcomeRecord)]
+    assert outcome.state == "hang"
+    told = "\n".join(update.message for update in updates if isinstance(update, EventRecord))
+    assert "file not kept: 'stacks.txt': the host has no room for the thread that copies it (can't start" in told
+    assert not [update for update in updates if isinstance(update, ArtifactRecord)]
+
+
+@pytest.mark.usefixtures("full_host")
+def test_a_gpu_point_without_room_for_a_thread_lacks_its_telemetry_alone(snippet_kind) -> None:
+    conditions = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
+    tasks = [Assignment("r", "r/0", 1, snippet_kind.point("pass"))]
+    [outcome] = [u for u in supervise(tasks, conditions, "0") if isinstance(u, OutcomeRecord)]
+    assert outcome.state == "ok"

@@ -365,6 +365,29 @@ def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     thaw.set()
 
 
+def test_a_head_that_cannot_be_asked_is_not_silent(monkeypatch: pytest.MonkeyPatch, request) -> None:
+    """The host of the driver has no room for the thread that asks."""
+    clock = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    watch = ClusterWatch("127.0.0.1:1", lambda: None)
+    request.getfixturevalue("full_host")
+    while clock[0] < 120:
+        clock[0] += 1
+        watch.look()
+
+
+@pytest.mark.usefixtures("full_host")
+def test_tasks_are_cancelled_where_there_is_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
+    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
+    executor._live, executor._grace_s = {"stream": 1}, 0.0
+    monkeypatch.setattr(executor, "poll", lambda timeout: [(1, BatchEnded())])
+    executor.cancel()
+    assert (cancelled, executor._live) == (["stream"], {})
+
+
 def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     thaw = threading.Event()
     monkeypatch.setattr(ray, "cancel", lambda stream: thaw.wait(60))

@@ -1,0 +1,36 @@
+"""The executor for this machine, without starting its points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jobs.point import Machine
+from jobs.spec import Deadlines, parse_spec
+from orchestrator.messages import Assignment, Conditions
+from orchestrator.run import local
+from orchestrator.run.executor import BatchEnded
+from orchestrator.run.local import LocalExecutor
+
+CPU = Machine("cpu", "test processor", 8 << 30, {"torch": "0"})
+
+
+def executor(monkeypatch: pytest.MonkeyPatch, **resources: Any) -> LocalExecutor:
+    """An executor on two cores."""
+    monkeypatch.setattr(local, "_cpus", lambda: 2)
+    spec = {"kind": "train", "name": "t", "device": "cpu", "seq_len": 32, "steps": 20, "batch": 1}
+    return LocalExecutor(parse_spec({**spec, "resources": resources}))
+
+
+def test_a_batch_that_can_have_no_thread_is_lost(monkeypatch, request) -> None:
+    here = executor(monkeypatch, num_cpus=2)
+    assert here.slots(CPU) == 1
+    request.getfixturevalue("full_host")
+    for batch in (1, 2):
+        here.submit(batch, [Assignment("r", "r/0", batch, None)], Conditions("cpu", Deadlines()))  # type: ignore[arg-type]
+        [(number, end)] = here.poll(0)
+        assert isinstance(end, BatchEnded)
+        assert (number, end.state) == (batch, "lost")
+        assert end.reason == "the host has no room for the thread of its supervisor (can't start new thread)"
+    here.cancel()
