@@ -6,12 +6,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
-from orchestrator.artifact_url import is_local
-from orchestrator.artifacts import ArtifactError, ArtifactStore
-from orchestrator.aside import Aside
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
 from orchestrator.records import (
     ArtifactRecord,
@@ -24,10 +20,11 @@ from orchestrator.records import (
 )
 from orchestrator.run.executor import BatchEnded, Executor, ExecutorGone
 from orchestrator.run.recorder import Recorder
+from orchestrator.run.visibility import Visibility
 from orchestrator.states import PointState, RunState
 
 _POLL_S = 0.2
-_LOOK_S = 0.5
+_LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered
 
 
 class Watcher(Protocol):
@@ -74,8 +71,7 @@ class Scheduler:
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
         self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
-        self._unseen = conditions.store is not None and is_local(conditions.store)  # not yet looked for a kept file
-        self._looking: Aside[bool] | None = None
+        self._visibility = Visibility(conditions.store)
         self.states: Counter[PointState] = Counter()
 
     def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
@@ -92,6 +88,8 @@ class Scheduler:
                 if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
             self._recorder.look()
+            self._look_for_files(run_id)
+        self._look_for_files(run_id, _LAST_LOOK_S)
         self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE, resumed=self._resumed)])
         return RunState.DONE
 
@@ -127,7 +125,7 @@ class Scheduler:
             self._settle(assignment, outcome)
         elif isinstance(update, ArtifactRecord):
             self._recorder.write([update])
-            self._look_for(update)
+            self._visibility.add(self._nodes.get(update.point_id), update.artifact.path)
         elif isinstance(update, EventRecord):
             self._recorder.write([update])
             self._watcher.tell(f"{update.level}: {update.message}")
@@ -141,21 +139,11 @@ class Scheduler:
         self.states[outcome.state] += 1
         self._watcher.ended(outcome)
 
-    def _look_for(self, record: ArtifactRecord) -> None:
-        """Warn, once a run, of a folder that is not the same one here and where the point ran."""
-        if not self._unseen or self._conditions.store is None:
-            return
-        if self._looking is not None and not self._looking.done():  # the folder hangs: no cancellation waits for it
-            return
-        self._looking = Aside(partial(_is_there, self._conditions.store, record.artifact.path))
-        if not self._looking.done(_LOOK_S) or self._looking.result():
-            return
-        self._unseen = False
-        node = self._nodes.get(record.point_id) or "another node"
-        advice = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
-        message = f"artifacts of node {node} are not visible here: {advice}"
-        self._recorder.write([EventRecord(run_id=record.run_id, level="warning", message=message)])
-        self._watcher.tell(f"warning: {message}")
+    def _look_for_files(self, run_id: str, patience_s: float = 0.0) -> None:
+        """Warn of kept files that are not to be seen here."""
+        if (message := self._visibility.warning(patience_s)) is not None:
+            self._recorder.write([EventRecord(run_id=run_id, level="warning", message=message)])
+            self._watcher.tell(f"warning: {message}")
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
         """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
@@ -206,13 +194,6 @@ class Scheduler:
         self._recorder.write(records)
         self.states[point] += len(left)
         return len(left)
-
-
-def _is_there(store: str, path: str) -> bool:
-    try:
-        return ArtifactStore(store).exists(path)
-    except ArtifactError:
-        return False
 
 
 def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:

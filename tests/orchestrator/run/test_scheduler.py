@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import deque
@@ -243,6 +244,78 @@ def test_a_store_that_hangs_holds_up_no_run(run, tmp_path, monkeypatch) -> None:
     assert time.monotonic() - begin < 4
     assert states == {PointState.OK: 3}
     assert not [r for r in records if isinstance(r, EventRecord)]
+
+
+def _answers_late(monkeypatch: pytest.MonkeyPatch, seconds: float, lacks: str) -> None:
+    """Have the folder of artifacts answer after some seconds; it lacks files of paths with a certain part."""
+    monkeypatch.setattr(ArtifactStore, "exists", lambda _, path: bool(time.sleep(seconds)) or lacks not in path)
+
+
+@pytest.mark.parametrize("points", [1, 6])
+def test_a_store_that_answers_late_is_said_to_be_another_folder(run, tmp_path, monkeypatch, points) -> None:
+    """Also where the answer comes after the last point."""
+    _answers_late(monkeypatch, 0.8, lacks="stdout")
+    _, states, records = run(Script(), points, store=f"file://{tmp_path}")
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert event.message.startswith("artifacts of node bench7 are not visible here")
+    assert isinstance(records[-1], RunEndRecord)
+    assert states == {PointState.OK: points}
+
+
+class Paced(Script):
+    """An update every tenth of a second; `longest` is the longest time between two questions for one."""
+
+    polled, longest = math.inf, 0.0
+
+    def poll(self, timeout: float) -> list:
+        self.longest = max(self.longest, time.monotonic() - self.polled)
+        time.sleep(0.1)
+        self.polled = time.monotonic()
+        return super().poll(timeout)
+
+
+def test_a_late_answer_is_told_while_the_run_goes_on(run, tmp_path, monkeypatch) -> None:
+    _answers_late(monkeypatch, 0.6, lacks="stdout")
+    _, _, records = run(Paced(), 6, store=f"file://{tmp_path}")
+    [told] = [place for place, record in enumerate(records) if isinstance(record, EventRecord)]
+    assert [r for r in records[told:] if isinstance(r, StartRecord)]
+
+
+def test_a_store_that_answers_late_holds_up_no_other_update(run, tmp_path, monkeypatch) -> None:
+    _answers_late(monkeypatch, 0.6, lacks="nothing")
+    executor = Paced()
+    _, _, records = run(executor, 4, store=f"file://{tmp_path}")
+    assert executor.longest < 0.4  # 0.5 s, before
+    assert not [r for r in records if isinstance(r, EventRecord)]
+
+
+def test_files_of_each_node_are_looked_for_where_the_store_answers_late(run, tmp_path, monkeypatch) -> None:
+    class Nodes(Script):
+        def poll(self, timeout: float) -> list:
+            """Each point runs on a node of its own."""
+            return [(batch, _on_its_node(update)) for batch, update in super().poll(timeout)]
+
+    _answers_late(monkeypatch, 0.2, lacks="r/0002")
+    _, _, records = run(Nodes(), 4, store=f"file://{tmp_path}")
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert event.message.startswith("artifacts of node n2 are not visible here")
+
+
+def _on_its_node(update: object) -> object:
+    if isinstance(update, StartRecord):
+        return update.model_copy(update={"node": f"n{update.point_id[-1]}"})
+    if isinstance(update, ArtifactRecord):
+        path = f"r/000{update.point_id[-1]}/1/stdout.txt"
+        return update.model_copy(update={"artifact": update.artifact.model_copy(update={"path": path})})
+    return update
+
+
+@pytest.mark.usefixtures("full_host")
+def test_a_look_that_can_have_no_thread_costs_no_run(run, tmp_path) -> None:
+    _, states, records = run(Script(), 2, store=f"file://{tmp_path}")
+    assert states == {PointState.OK: 2}
+    [event] = [r for r in records if isinstance(r, EventRecord)]
+    assert event.message.startswith("whether artifacts of node bench7 are visible here is not known: the host has no")
 
 
 def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
