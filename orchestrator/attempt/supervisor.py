@@ -46,7 +46,7 @@ def supervise(
         stopped: polled several times a second; once true, the child is killed and the generator ends at once,
             without an outcome for the current point.
     """
-    slot = _Slot(conditions, gpus)
+    slot = _Slot(conditions, gpus, stopped)
     if cluster is not None:
         cluster = replace(cluster, card=conditions.card)
     try:
@@ -121,18 +121,20 @@ def probe(
 class _Slot:
     """A slot's child, started when needed, and its GPUs."""
 
-    def __init__(self, conditions: Conditions, gpus: str | None) -> None:
+    def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
         self._conditions = conditions
         self._gpus = gpus
+        self._stopped = stopped
         self._child: Child | None = None
         self._serves: tuple[Mapping[str, str], str | None] = ({}, None)  # environment and interpreter of the child
-        self.gpu_ids = gpu_release.visible(gpus) if conditions.device == "cuda" else []
+        self.gpu_ids = gpu_release.visible(gpus, stopped) if conditions.device == "cuda" else []
         self._baseline = gpu_release.Baseline(None)
 
     def unfit(self) -> str | None:
         """Reason why no point may be measured here: a GPU that the run is not planned for; None if there is none."""
         planned = self._conditions.card
-        for card in map(gpu_release.card_name, self.gpu_ids if planned else []):
+        for gpu in self.gpu_ids if planned else []:
+            card = gpu_release.card_name(gpu, self._stopped)
             if card not in (planned, None):
                 node = socket.gethostname()
                 fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
@@ -148,7 +150,7 @@ class _Slot:
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
-            self._baseline = gpu_release.Baseline.take(self.gpu_ids)
+            self._baseline = gpu_release.Baseline.take(self.gpu_ids, self._stopped)
             threads, gpus = self._conditions.threads, self._gpus
             self._child = Child(threads=threads, gpus=gpus, env=point.env, python=point.python)
             self._serves = (point.env, point.python)
@@ -161,7 +163,7 @@ class _Slot:
         child, self._child = self._child, None
         pids = {process.pid for process in child.tree()} | {child.pid}
         child.discard()
-        return self._baseline.wait_free(pids)
+        return self._baseline.wait_free(pids, self._stopped)
 
 
 def _watch(
@@ -193,9 +195,10 @@ def _watch(
                 return None
     finally:
         if ended is None:
+            telemetry.ask_to_stop()  # its samples are wanted no more, and a wedged driver would hold it up
             watch.ask_to_end()
-        sampled = telemetry.stop()
     assert ended is not None
+    sampled = telemetry.stop()
     yield from watch.warnings()
     yield from keeping.records()
     if (piece := live.rest()) is not None:

@@ -357,7 +357,7 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
 
 
 def test_a_gpu_that_does_not_get_free_gives_a_warning(measure, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_release.Baseline, "wait_free", lambda self, pids: "GPU 0 still lists process 1")
+    monkeypatch.setattr(gpu_release.Baseline, "wait_free", lambda *_: "GPU 0 still lists process 1")
     updates = measure("pass", conditions=dataclasses.replace(PATIENT, device="cuda"), gpus="0")
     [event] = [update for update in updates if isinstance(update, EventRecord)]
     assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
