@@ -1,4 +1,4 @@
-"""The executor for this machine, without starting its points."""
+"""The executor for this machine: how many points it starts at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jobs.point import Machine
 from jobs.spec import Deadlines, parse_spec
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.run import local
-from orchestrator.run.executor import BatchEnded
+from orchestrator.run.executor import MOST_A_CORE, BatchEnded
 from orchestrator.run.local import LocalExecutor
 
 CPU = Machine("cpu", "test processor", 8 << 30, {"torch": "0"})
@@ -21,6 +21,19 @@ def executor(monkeypatch: pytest.MonkeyPatch, **resources: Any) -> LocalExecutor
     monkeypatch.setattr(local, "_cpus", lambda: 2)
     spec = {"kind": "train", "name": "t", "device": "cpu", "seq_len": 32, "steps": 20, "batch": 1}
     return LocalExecutor(parse_spec({**spec, "resources": resources}))
+
+
+@pytest.mark.parametrize(
+    ("resources", "slots"),
+    [
+        ({"num_cpus": 1e-4}, 2 * MOST_A_CORE),
+        ({"num_cpus": 1e-4, "workers": 5}, 5),
+        ({"num_cpus": 0.5}, 4),
+        ({"num_cpus": 2}, 1),
+    ],
+)
+def test_a_tiny_share_of_a_core_does_not_start_thousands_of_points(monkeypatch, resources, slots) -> None:
+    assert executor(monkeypatch, **resources).slots(CPU) == slots
 
 
 def test_a_batch_that_can_have_no_thread_is_lost(monkeypatch, request) -> None:
