@@ -23,6 +23,7 @@ from sqlalchemy.exc import (
 )
 
 from jobs.plain_text import in_a_line
+from orchestrator import pending_queries
 from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password, sqlite_path
 
 BUSY_SECONDS = 30
@@ -57,8 +58,14 @@ def shown(url: URL) -> str:
 
 def make_engine(url: URL, *, readonly: bool = False) -> Engine:
     """An engine for `url`, not connected yet."""
-    if url.get_backend_name() == "sqlite":
-        return _sqlite(url, readonly)
+    engine = _sqlite(url, readonly) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
+    for name in ("before_cursor_execute", "commit", "rollback"):
+        event.listen(engine, name, lambda *_: pending_queries.sent())
+    event.listen(engine, "after_cursor_execute", lambda *_: pending_queries.answered())
+    return engine
+
+
+def _postgres(url: URL, readonly: bool) -> Engine:
     options = {"postgresql_readonly": True} if readonly else {}
     try:
         engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
@@ -108,7 +115,11 @@ def _sqlite(url: URL, readonly: bool) -> Engine:
 
 @contextmanager
 def errors(url: URL) -> Iterator[None]:
-    """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
+    """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable.
+
+    From its beginning the database is asked: it may have to be connected to.
+    """
+    pending_queries.sent()
     try:
         yield
     except IntegrityError as err:
@@ -134,3 +145,5 @@ def errors(url: URL) -> Iterator[None]:
     except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, StatementError) else err)
         raise StoreError(f"{SETTING}: {shown(url)!r}: cannot hold a value ({text}); correct it") from None
+    finally:
+        pending_queries.answered()
