@@ -40,6 +40,13 @@ class Aside(Generic[T]):
         _threads[:] = [other for other in _threads if other.is_alive()]
         _threads.append(thread)
 
+    @property
+    def thread(self) -> int:
+        """The id of its thread. A call without a thread is done."""
+        assert self._thread is not None
+        assert self._thread.ident is not None
+        return self._thread.ident
+
     def done(self, timeout: float = 0.0) -> bool:
         """Whether the call has returned or failed, after at most `timeout` seconds."""
         if self._thread is None:

@@ -45,6 +45,13 @@ def print_states(states: Counter[PointState], console: Console) -> None:
     console.print(table)
 
 
+def evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> str:
+    """What `print_evaluation` would print on the console, for a thread whose result may come too late to be shown."""
+    with console.capture() as captured:
+        print_evaluation(store, run_id, gates_file, console)
+    return captured.get()
+
+
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
     from orchestrator.analysis import scaling_fits

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jobs.axes import check_values
@@ -31,6 +32,7 @@ from orchestrator.journal import NAME, Journal, JournalFull
 from orchestrator.records import EventRecord, PointRecord, RunRecord
 from orchestrator.run import plan, resume
 from orchestrator.run.announcement import announced, failed_at_once, never_began
+from orchestrator.run.database_call import call_database
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.leftovers import leftovers
@@ -94,7 +96,9 @@ def _run(order: Order) -> int:
         # The claim guards a run whose journal is on another disk, or gone.
         try:
             if store is not None:
-                stack.enter_context(store.claim(order.run_id))
+                claim = store.claim(order.run_id)
+                call_database(store.name, claim.__enter__)
+                stack.push(claim)
             resumed = None
             if order.resumed:
                 resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
@@ -124,7 +128,7 @@ def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
     """Store a job that may not go on with a run as a failed run of its own: the other may be measured just now."""
     apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
     with suppress(StoreError):
-        failed_at_once(store, _run_record(apart), err)
+        call_database(store.name, partial(failed_at_once, store, _run_record(apart), err))
 
 
 def _tell(line: str) -> None:
@@ -160,7 +164,7 @@ def _measure(
             recorder.begin(todo.records)
         except JournalFull as err:
             if store is not None and todo.run.submission_id and (todo.assignments or not todo.run.resumed):
-                never_began(store, todo.run, err)
+                never_began(store, todo.run, err, stopped)
             raise
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         retries, restarts = order.spec.retries, order.spec.recovery.restarts
@@ -188,7 +192,7 @@ def _measure(
     notes = recorder.missing()
     if todo.outlived and not all(ended.settles for ended in scheduler.states):
         notes.append("of them, points that had ended before keep that outcome until they are measured again")
-    _close(order, state, states, store if recorder.stored else None, notes)
+    _close(order, state, states, store if recorder.stored else None, notes, stopped)
     if state is RunState.CANCELLED:
         return CANCELLED
     good = state is RunState.DONE and set(states) <= {PointState.OK, PointState.SKIPPED}
@@ -211,7 +215,7 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
     try:
         from orchestrator.store import Store
 
-        store = Store.open(settings.database)
+        store = call_database(hide_password(settings.database), partial(Store.open, settings.database))
     except ModuleNotFoundError as err:
         if err.name not in ("sqlalchemy", "alembic"):
             raise
@@ -264,7 +268,12 @@ def _announce(
 
 
 def _close(
-    order: Order, state: RunState, states: Counter[PointState], store: Store | None, notes: Sequence[str]
+    order: Order,
+    state: RunState,
+    states: Counter[PointState],
+    store: Store | None,
+    notes: Sequence[str],
+    stopped: Callable[[], str | None],
 ) -> None:
     console = summary.wide_console()
     summary.print_states(states, console)
@@ -272,9 +281,11 @@ def _close(
         console.print(line, markup=False, soft_wrap=True)
     if store is not None and state is not RunState.CANCELLED:
         try:
-            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+            evaluate = partial(summary.evaluation, store, order.run_id, order.settings.gates, console)
+            console.file.write(call_database(store.name, evaluate, stopped=stopped))
         except UserError as err:  # the results are stored; without a verdict the run still ended well
-            console.print(f"no verdict now: {err}; judge later: nsa gate {order.run_id}", markup=False)
+            line = f"no verdict now: {err}; judge later: nsa gate {order.run_id}"
+            console.print(line, markup=False, soft_wrap=True)
     console.print(f"run {order.run_id}: {state}", markup=False)
 
 

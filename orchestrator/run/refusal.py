@@ -12,10 +12,12 @@ from typing import Any
 from jobs.kinds import kinds
 from jobs.yaml_text import YamlError, read_mapping
 from orchestrator import provenance
+from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
 from orchestrator.records import RunRecord
 from orchestrator.run import plan
 from orchestrator.run.announcement import failed_at_once
+from orchestrator.run.database_call import call_database
 from orchestrator.run.order import parse_arguments
 from orchestrator.settings import Settings, load_settings
 
@@ -42,8 +44,13 @@ def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
         from orchestrator.store import Store
 
         settings = load_settings()
-        with Store.open(settings.database) as store:
-            failed_at_once(store, _run_record(job, settings, spec, resumed), err)
+        run = _run_record(job, settings, spec, resumed)
+
+        def store_it() -> None:
+            with Store.open(settings.database) as store:
+                failed_at_once(store, run, err)
+
+        call_database(hide_password(settings.database), store_it)
 
 
 def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from orchestrator.database_url import StoreError, StoreUnavailable, hide_passwor
 from orchestrator.journal import Journal, JournalError
 from orchestrator.records import PointRecord, Record, RunRecord
 from orchestrator.run import plan
+from orchestrator.run.database_call import call_database
 from orchestrator.run.plan import History, PlanError
 from orchestrator.settings import Settings
 from orchestrator.states import Origin, PointState
@@ -77,7 +79,7 @@ def opened(
             raise JournalError(f"journal: {str(path)!r}: is of the run {other!r}; put it into a folder of that name")
         found = plan.history(kept)
         if store is not None:
-            known = _exchange(store, run_id, path, kept, tell)
+            known = call_database(store.name, partial(_exchange, store, run_id, path, kept, tell))
             stored = plan.history(known)
             if stored is not None and (found is None or _differ(found, stored)):
                 book.append(known)
@@ -138,11 +140,14 @@ def _stored(run_id: str, settings: Settings) -> tuple[RunRecord | None, list[str
         if err.name != "sqlalchemy":
             raise
         return None, []
-    try:
+
+    def read() -> tuple[RunRecord | None, list[str]]:
         with Store.open(settings.database, create=False, readonly=True) as store:
             found = history.begun(store, run_id)
-            latest = [] if found else list(queries.run_ids(store, origin=Origin.MEASURED, limit=3))
-            return found, latest
+            return found, [] if found else list(queries.run_ids(store, origin=Origin.MEASURED, limit=3))
+
+    try:
+        return call_database(hide_password(settings.database), read)
     except StoreUnavailable as err:
         raise StoreUnavailable(
             f"--resume: {run_id!r}: has no journal in {settings.artifacts_dir}, and the database cannot be asked: {err}"

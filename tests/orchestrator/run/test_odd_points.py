@@ -74,7 +74,7 @@ def test_a_journal_whose_disk_is_full_in_mid_run_is_completed_by_a_resume(
         append(self, records)
 
     monkeypatch.setattr(Journal, "append", until_it_is_full)
-    monkeypatch.setattr(driver, "_STORE_S", 1.0)
+    monkeypatch.setattr(driver, "TIMEOUT_S", 1.0)
     assert run(spec("value = 1.0", f"open({str(full)!r}, 'w')", "value = 3.0")) == 0
     told = capsys.readouterr().out
     assert (

@@ -1,21 +1,17 @@
-"""A database that is locked or frozen in mid run: points are measured as before, and the driver can be ended."""
+"""A database that is locked or frozen: points are measured as before, and the driver can be ended."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
-from sqlalchemy import text
 
 from orchestrator import journal
 from orchestrator.records import OutcomeRecord, RunEndRecord
@@ -23,52 +19,28 @@ from orchestrator.store import Store, importer, queries
 
 ROOT = Path(__file__).resolve().parents[3]
 POINTS = 60
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        yield
-
-
-@contextmanager
-def _stopped(server: list[psutil.Process]) -> Iterator[None]:
-    for process in server:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in server:
-            process.resume()
+JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}'}
 
 
 @pytest.fixture
-def frozen(store: Store) -> Callable[[], AbstractContextManager[None]]:
-    """Function to a context in which the database answers nobody: a locked file, stopped processes of Postgres."""
+def start(
+    spec, home: Path, kinds_path: dict[str, str], database_url: str
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Function that starts a driver in its own process, which measures many short points."""
+    with ExitStack() as stack:
 
-    def freeze() -> AbstractContextManager[None]:
-        if store.engine.dialect.name == "sqlite":
-            return _locked(str(store.engine.url.database))
-        with store.session() as session:
-            backend = psutil.Process(session.scalars(text("SELECT pg_backend_pid()")).one())
-        server = backend.parent()
-        assert server is not None
-        return _stopped([server, *server.children()])
+        def start(**more: str) -> subprocess.Popen[str]:
+            path = spec(*["value = 1.0"] * POINTS)
+            env = {**os.environ, **kinds_path, "NSA_HOME": str(home), "NSA_DATABASE_URL": database_url, **more}
+            command = [sys.executable, "-m", "jobs", str(path), "--local"]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
 
-    return freeze
-
-
-@pytest.fixture
-def driver(spec, home: Path, kinds_path: dict[str, str], database_url: str) -> Iterator[subprocess.Popen[str]]:
-    """A driver in its own process that measures many short points."""
-    path = spec(*["value = 1.0"] * POINTS)
-    env = {**os.environ, **kinds_path, "NSA_HOME": str(home), "NSA_DATABASE_URL": database_url}
-    command = [sys.executable, "-m", "jobs", str(path), "--local"]
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    yield process
-    process.kill()
-    process.wait()
+        yield start
 
 
 def read_to(process: subprocess.Popen[str], found: Callable[[str], bool]) -> list[str]:
@@ -82,7 +54,8 @@ def read_to(process: subprocess.Popen[str], found: Callable[[str], bool]) -> lis
     raise AssertionError("\n".join(lines))
 
 
-def test_a_database_that_does_not_answer_stalls_no_point_and_no_end(driver, frozen, store: Store, home: Path) -> None:
+def test_a_database_that_does_not_answer_stalls_no_point_and_no_end(start, frozen, store: Store, home: Path) -> None:
+    driver = start()
     begun = read_to(driver, lambda line: line.startswith("[2/"))
     run_id = begun[0].removeprefix("run ").split(":")[0]
     path = home / "artifacts" / run_id / journal.NAME
@@ -106,3 +79,17 @@ def test_a_database_that_does_not_answer_stalls_no_point_and_no_end(driver, froz
     points = queries.points(store, run_id)
     assert list(points["state"]) == [str(r.state) for r in kept if isinstance(r, OutcomeRecord)]
     assert set(points["state"]) == {"ok", "cancelled"}
+
+
+def test_a_job_is_told_of_a_database_that_does_not_answer_its_beginning_and_can_be_ended(start, frozen) -> None:
+    """In a process of its own, which must end although its call of the database does not."""
+    with frozen():
+        driver = start(**JOB)
+        [told] = read_to(driver, lambda line: "has not answered for " in line)
+        assert told.startswith("warning: NSA_DATABASE_URL: ")
+        at = time.monotonic()
+        driver.send_signal(signal.SIGTERM)
+        rest, _ = driver.communicate(timeout=20)
+        assert time.monotonic() - at < 3
+        assert driver.returncode == 130
+        assert "Traceback" not in rest
