@@ -32,7 +32,7 @@ from orchestrator.journal import NAME, Journal, JournalFull
 from orchestrator.records import EventRecord, PointRecord, RunRecord
 from orchestrator.run import plan, resume
 from orchestrator.run.announcement import announced, failed_at_once, never_began
-from orchestrator.run.database_call import call_database
+from orchestrator.run.database_call import TIMEOUT_S, call_database
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.leftovers import leftovers
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from orchestrator.store import Store
 
 OK, FAILURE, BAD_INPUT, CANCELLED = 0, 1, 2, 130
-_STORE_S = 30.0  # without a stored record, after which the rest is left to `nsa import`
-_CANCEL_S = 0.8  # the same when cancelled: Ray kills a stopped job after three seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,11 +181,11 @@ def _measure(
         except Exception as err:
             scheduler.give_up(order.run_id, f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
-                recorder.close(_STORE_S)
+                recorder.close(TIMEOUT_S, stopped)
                 raise
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
-        recorder.close(_CANCEL_S if state is RunState.CANCELLED else _STORE_S)
+        recorder.close(TIMEOUT_S, stopped)
     states = scheduler.states + todo.settled
     notes = recorder.missing()
     if todo.outlived and not all(ended.settles for ended in scheduler.states):

@@ -11,12 +11,11 @@ from orchestrator.journal import Journal, JournalFull
 from orchestrator.messages import Progress
 from orchestrator.records import EventRecord, Record, keepable
 from orchestrator.run.backlog import Backlog
+from orchestrator.run.database_call import SLOW_S, STOP_S, never
 from orchestrator.run.storing import Storing
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
-
-_SLOW_S = 1.5
 
 
 class Recorder:
@@ -84,8 +83,12 @@ class Recorder:
         if self._storing is not None:
             self._look_at_store(self._storing)
 
-    def close(self, patience_s: float) -> None:
-        """Wait until all records are stored, and journalled; give up when none was for `patience_s` seconds."""
+    def close(self, patience_s: float, stopped: Callable[[], str | None] = never) -> None:
+        """Wait until all records are stored, and journalled; give up when none was for `patience_s` seconds.
+
+        Args:
+            stopped: a reason to give up when none was for STOP_S seconds.
+        """
         last, storing = time.monotonic(), self._storing
         if storing is not None:
             storing.hurry()
@@ -93,7 +96,7 @@ class Recorder:
             self.look()
             if storing is not None:
                 last = max(last, storing.answered_at)
-            if self._settled() or time.monotonic() - last >= patience_s:
+            if self._settled() or time.monotonic() - last >= (min(patience_s, STOP_S) if stopped() else patience_s):
                 break
             time.sleep(0.02)
         if storing is not None and self.stored:
@@ -158,7 +161,7 @@ class Recorder:
             self._gave_up(storing.refused)
         elif storing.away is not None:
             self._went_away(storing.away, 0.0)
-        elif silent_s > _SLOW_S:
+        elif silent_s > SLOW_S:
             self._went_away(f"{SETTING}: {storing.database!r}: has not answered for {silent_s:.1f} s", silent_s)
         elif self._away_since is not None and storing.answered_at > self._away_since:
             away, self._away_since = time.monotonic() - self._away_since, None

@@ -132,7 +132,10 @@ def test_a_database_that_does_not_answer_holds_nothing_up(recorder, flaky, told,
     with monkeypatch.context() as patch:
         patch.setattr("orchestrator.run.recorder.time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep))
         recorder.close(patience_s=0.2)
-    assert 0.2 <= clock[-1] - asked < 0.3
+        assert 0.2 <= clock[-1] - asked < 0.3
+        stopped_at = clock[-1] + 5
+        recorder.close(60, lambda: "SIGTERM" if clock[-1] >= stopped_at else None)
+        assert clock[-1] - stopped_at < 1
     assert recorder.missing() == [f"records not in the database: 200; store them with: nsa import {path}"]
     flaky.answers.set()
     recorder.close(patience_s=20)
