@@ -49,6 +49,8 @@ def check_url(url: str) -> str:
     host = parts.hostname or ""
     if "@" in parts.netloc.rpartition("@")[0] or " " in parts.netloc:
         raise StoreError(f"{SETTING}: {shown!r}: has an @ or a space in its password; write %40 or %20 for it")
+    if parts.netloc.endswith(":"):
+        raise StoreError(f"{SETTING}: {shown!r}: has no port behind the ':'; write one, or leave the ':' out")
     if any(len(label) > 63 for label in host.split(".")):
         raise StoreError(f"{SETTING}: {shown!r}: its host is no name; use {_FORMS}")
     if len(parts.path) < 2 or not (parts.hostname or "host=" in parts.query):

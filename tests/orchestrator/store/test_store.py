@@ -340,6 +340,7 @@ def test_other_schema_versions_are_rejected_by_name(store: Store, database_url: 
         ("sqlite:///nsa.db?mode=ro", "a file takes no options; leave out '?', or write %3F in a path"),
         ("postgresql://me:secret@host:port/db", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
+        ("postgresql://me:secret@localhost:/db", "has no port behind the ':'; write one, or leave the ':' out"),
         ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
         ("SQLITE:///no/such/folder/x.db", "'sqlite:///no/such/folder/x.db': no such file"),
         ("POSTGRESQL://me:secret@127.0.0.1:9/db", "cannot be reached"),
