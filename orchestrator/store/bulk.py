@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Insert, insert, inspect
+import psycopg
+from psycopg import sql
+from sqlalchemy import insert, inspect
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from orchestrator.records import EventRecord, OutcomeRecord, PointRecord
 from orchestrator.store import rows, writer
 from orchestrator.store.models import Environment, Event, Metric, Point
 
-_ROWS = 500
+ROWS = 1_000
+"""Points of a batch, with their metrics: a few MB, which any server stores within the time limit of a statement."""
 _COLUMNS = [attribute.key for attribute in inspect(Point).column_attrs]
 _T = TypeVar("_T")
 
@@ -25,14 +29,17 @@ def add_points(session: Session, ended: Iterable[tuple[PointRecord, OutcomeRecor
     """Insert points with the ends of their only attempts. Raises StoreError."""
     environments: set[str] = set()
     for some in _batches(ended):
+        made = {}
         for _, outcome in some:
             rows.refuse_untrue(outcome)
-            if outcome.environment and (made := rows.environment(outcome.environment))["id"] not in environments:
-                writer.insert_new(session, Environment, [made])
-                environments.add(made["id"])
-        session.execute(_insert(Point), [_point(*records) for records in some])
-        if metrics := [metric for _, outcome in some for metric in rows.metrics(outcome)]:
-            session.execute(_insert(Metric), metrics)
+            if outcome.environment:
+                found = rows.environment(outcome.environment)
+                made[found["id"]] = found
+        if new := [environment for key, environment in made.items() if key not in environments]:
+            writer.insert_new(session, Environment, new)
+        environments |= made.keys()
+        _insert(session, Point, [_point(*records) for records in some])
+        _insert(session, Metric, [metric for _, outcome in some for metric in rows.metrics(outcome)])
 
 
 def add_events(session: Session, events: Iterable[EventRecord]) -> None:
@@ -41,9 +48,35 @@ def add_events(session: Session, events: Iterable[EventRecord]) -> None:
         writer.insert_new(session, Event, [rows.event(event) for event in some])
 
 
-def _insert(table: type[Point] | type[Metric]) -> Insert:
-    """An insertion of rows at once, also where they lack different columns."""
-    return insert(table).execution_options(render_nulls=True)
+def _insert(session: Session, table: type[Point] | type[Metric], new: list[dict[str, Any]]) -> None:
+    """Insert rows that have the same columns, in one statement."""
+    if not new:
+        return
+    if session.get_bind().dialect.name == "postgresql":
+        _copy(session, table, new)
+    else:
+        session.execute(insert(table).execution_options(render_nulls=True), new)
+
+
+def _copy(session: Session, table: type[Point] | type[Metric], new: list[dict[str, Any]]) -> None:
+    """Insert rows by COPY: psycopg's `executemany` sends a statement a row."""
+    connection = session.connection()
+    columns = {name: inspect(table).column_attrs[name].columns[0] for name in new[0]}
+    converters = {
+        name: column.type.dialect_impl(connection.dialect).bind_processor(connection.dialect)
+        for name, column in columns.items()
+    }
+    statement = sql.SQL("COPY {} ({}) FROM STDIN").format(
+        sql.Identifier(table.__tablename__),
+        sql.SQL(", ").join(sql.Identifier(column.name) for column in columns.values()),
+    )
+    driver: psycopg.Connection[Any] = connection.connection.driver_connection  # pyright: ignore[reportAssignmentType]
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            for row in new:
+                copy.write_row([convert(row[name]) if convert else row[name] for name, convert in converters.items()])
+    except Exception as err:  # as SQLAlchemy raises what a driver raises, or a value that it cannot pass on
+        raise DBAPIError.instance(statement.as_string(), None, err, psycopg.Error) from err
 
 
 def _point(planned: PointRecord, ended: OutcomeRecord) -> dict[str, Any]:
@@ -56,5 +89,5 @@ def _point(planned: PointRecord, ended: OutcomeRecord) -> dict[str, Any]:
 
 def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     left = iter(items)
-    while some := list(islice(left, _ROWS)):
+    while some := list(islice(left, ROWS)):
         yield some

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecor
 from orchestrator.states import Origin
 from orchestrator.store import bulk, reported_layouts, writer
 from orchestrator.store.models import Run
-from orchestrator.store.reported import Reader, ReportedRun, Row
+from orchestrator.store.reported import Reader, Row
 from orchestrator.store.store import Store
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
@@ -159,11 +159,23 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
     if not any(run.points or run.notes for run, _ in runs):
         raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
     with store.session(writes=True) as session:
-        changed = [_replace(session, run, begin) for run, begin in runs]
+        changed = [run for run, begin in runs if _begun(session, begin)]
+        # Points of many runs before their metrics: with the first metric, Postgres plans how it finds their points.
+        bulk.add_points(session, chain.from_iterable(run.ended() for run in changed))
+        bulk.add_events(session, chain.from_iterable(run.events() for run in changed))
+        for run in changed:
+            writer.apply(session, run.end())
     points = [point for run, _ in runs for point in run.points]
     metrics = sum(len(point.metrics) for point in points)
     names = tuple(dict.fromkeys(begin.run_id for _, begin in runs))
-    return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged=not any(changed))
+    return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged=not changed)
+
+
+class _Texts(dict[str, str]):
+    """The texts of cells, one for all equal ones: most cells of a table repeat others."""
+
+    def __missing__(self, cell: str) -> str:
+        return self.setdefault(cell, from_csv_cell(cell))
 
 
 class _Cells(Mapping[str, str]):
@@ -211,15 +223,14 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
 def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: str) -> Iterator[Row]:
     """The rows by their columns, each with its place in the file as its column `file`."""
     places = {"file": 0} | {column: place for place, column in enumerate(columns, 1) if column not in ("", "file")}
-    texts: dict[str, str] = {}  # most cells of a table repeat others: one text for all of them
+    texts = _Texts()
     for line, cells in numbered:
         if cells:
-            shared = [texts.get(cell) or texts.setdefault(cell, from_csv_cell(cell)) for cell in cells]
-            yield _Cells(places, (f"{name} line {line}", *shared))
+            yield _Cells(places, (f"{name} line {line}", *map(texts.__getitem__, cells)))
 
 
-def _replace(session: Session, run: ReportedRun, begin: RunRecord) -> bool:
-    """Store a reported run, replacing an older version of it. Returns whether anything changed."""
+def _begun(session: Session, begin: RunRecord) -> bool:
+    """Whether a reported run is new or changed: its beginning is stored then, an older version with its points gone."""
     stored = session.get(Run, begin.run_id)  # as a record holds it
     if stored is not None and stored.spec_hash == begin.spec_hash:
         return False
@@ -227,7 +238,4 @@ def _replace(session: Session, run: ReportedRun, begin: RunRecord) -> bool:
         session.delete(stored)
         session.flush()
     writer.apply(session, begin)
-    bulk.add_points(session, run.ended())
-    bulk.add_events(session, run.events())
-    writer.apply(session, run.end())
     return True

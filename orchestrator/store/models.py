@@ -128,8 +128,6 @@ class Point(_Attempt, Base):
     config: Mapped[dict[str, Any]]
     estimate_bytes: Mapped[int | None] = mapped_column(BigInteger)
 
-    state: Mapped[PointState] = mapped_column(index=True)
-
     more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
 
     route: Mapped[dict[str, Any]]

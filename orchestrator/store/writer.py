@@ -122,7 +122,8 @@ def insert_new(session: Session, table: type[Event] | type[Environment], new: li
     """Insert the rows whose ids do not exist, even if another writer inserts them concurrently."""
     stored = set(session.scalars(select(table.id).where(table.id.in_([values["id"] for values in new]))))
     if missing := [values for values in new if values["id"] not in stored]:
-        session.execute(_dialect(session).insert(table).on_conflict_do_nothing(), missing)
+        # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
+        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), missing)
 
 
 def _run(session: Session, record: RunRecord) -> None:

@@ -45,7 +45,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The migrated database."""
     path = tmp_path_factory.mktemp("previous") / "nsa.db"
     path.write_bytes(lzma.decompress((FOLDER / "nsa.db.xz").read_bytes()))
-    assert upgrade(f"sqlite:///{path}") == ("0002", "0009")
+    assert upgrade(f"sqlite:///{path}") == ("0002", "0010")
     return path
 
 
