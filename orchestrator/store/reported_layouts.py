@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jobs.axes import AXES, MORE, more_columns
+from jobs.plain_text import shown
 from jobs.quantities import (
     GPU_UTILIZATION,
     PEAK_DRIVER,
@@ -240,7 +241,7 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
         axes=_exported_axes(row),
         at=day(row, "ended_at" if row["ended_at"] else "created_at"),
         environment={"gpu": row["gpu"]} if row["gpu"] else {},
-        metrics=tuple(_exported_metric(each) for each in rows if each["metric"]),
+        metrics=_exported_metrics(rows),
         state=ended,
         reason=row["reason"] or (None if ended is state else f"was {row['state']} when it was exported"),
         estimate_bytes=integer(row, "estimate_bytes"),
@@ -257,6 +258,19 @@ def _exported_axes(row: Row) -> dict[str, Any]:
 def _whole_or_text(cell: str) -> int | str:
     whole = cell.removeprefix("-")
     return int(cell) if whole.isdecimal() and str(int(cell)) == cell else cell
+
+
+def _exported_metrics(rows: list[Row]) -> tuple[MetricData, ...]:
+    metrics: dict[str, MetricData] = {}
+    for row in rows:
+        if not row["metric"]:
+            continue
+        metric = _exported_metric(row)
+        if metric.name in metrics:
+            twice = f"{shown(metric.name)} is there twice for the point {shown(row['point_id'])}"
+            raise ReportedError(f"{row['file']}: metric: {twice}; remove one of the rows")
+        metrics[metric.name] = metric
+    return tuple(metrics.values())
 
 
 def _exported_metric(row: Row) -> MetricData:

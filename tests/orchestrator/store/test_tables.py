@@ -14,6 +14,7 @@ import orchestrator
 from orchestrator.errors import UserError
 from orchestrator.records import OutcomeRecord, PointRecord
 from orchestrator.store import Store, StoreError, StoreUnavailable, bulk, importer, queries, upgrade
+from orchestrator.store.exporter import export
 from orchestrator.store.importer import import_file
 from orchestrator.store.models import Base
 
@@ -70,6 +71,21 @@ def test_the_number_of_statements_does_not_grow_with_the_rows(store: Store, tmp_
         found.append(len(statements))
         assert summary.points < bulk.ROWS
     assert found[1] == found[2] < 40, found  # the first replaces no older version
+
+
+def test_a_row_that_is_there_twice_is_named_and_the_older_version_stays(store: Store, sweep, tmp_path: Path):
+    path = tmp_path / "out.csv"
+    store.apply_many(sweep(RUN))
+    export(store, path, [RUN])
+    import_file(store, path)
+    before = rows_of(store)
+    first, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([first, *lines, lines[3]]).replace("chunked", "packed"))
+    with pytest.raises(
+        UserError, match=rf"^out.csv line 34: metric: '[a-z_]+' is there twice for the point '{RUN}/0'; remove one"
+    ):
+        import_file(store, path)
+    assert rows_of(store) == before
 
 
 def ended(sweep, number: int) -> tuple[PointRecord, OutcomeRecord]:
