@@ -1,9 +1,15 @@
-"""A command of `nsa`, as tests call it: tests/orchestrator/cli/conftest.py has the fixtures."""
+"""A command, as tests call it in their own process: tests/orchestrator/cli/conftest.py has fixtures of `nsa`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import NamedTuple
+
+import pytest
+
+from orchestrator.cli import commands
 
 
 class Done(NamedTuple):
@@ -15,3 +21,21 @@ class Done(NamedTuple):
 
 
 Nsa = Callable[..., Done]
+
+
+def called(main: Callable[[], int | None]) -> Done:
+    """The result of a command, its output kept; for properties, whose cases share the fixtures of one test."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main() or 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def nsa(*args: str) -> Done:
+    """The result of `nsa` with these arguments, in the environment as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["nsa", *args])
+        return called(commands.main)
