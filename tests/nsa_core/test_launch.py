@@ -15,6 +15,7 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
+from nsa_core.errors import BackendError
 from nsa_core.kernels.runtime.launch import launch, record
 from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.runtime.tma import Tiled
@@ -130,6 +131,23 @@ def test_a_tensor_by_tiles_is_one_of_what_it_is_compiled_for() -> None:
         launch(kernel, (5,), {"X": tiled, "size": 32}, {"D": 64}, Tile(), stage="s")
     assert [start[0] for start in kernel.started] == [compiled for _, compiled in launches]
     assert [described.block_shape for described in kernel.tensors[:3]] == [[1, 16, 4, 128]] * 2 + [[1, 32, 4, 128]]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_tile_that_exceeds_the_gpu_is_told_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that were not compiled ahead of time: the user reads what to do, not that stages may be fewer."""
+    from triton import OutOfResources
+
+    def exceed(kernel: Kernel, grid: tuple[int, ...]) -> Any:
+        def compile_and_run(**given: Any) -> None:
+            raise OutOfResources(196_608, 166_912, "shared memory")
+
+        return compile_and_run
+
+    monkeypatch.setattr(Kernel, "__getitem__", exceed)
+    said = r"^backend: 'triton': kernel takes more shared memory than this GPU has \(196608, at most 166912\); use "
+    with pytest.raises(BackendError, match=said + 'backend="chunked"'):
+        launch(Kernel(), (3, 2), {"X": torch.zeros(8), "size": 32}, {"D": 64}, Tile(), stage="s")
 
 
 def compiled_for(seq_len: int) -> set[tuple[str, str, Tile]]:

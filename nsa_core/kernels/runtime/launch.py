@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ...errors import BackendError
 from ...routes import profiled_stage
 from .tiles import Tile
 from .tma import Tiled
@@ -165,12 +166,26 @@ def _start(asked: Launch) -> Compiled | None:
         kept.runner(asked.grid)(*kept.ordered([*values, *constants.values()]))
         return kept
     described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
-    compiled = kernel[asked.grid](**described, **constants, **tile.options)
+    try:
+        compiled = kernel[asked.grid](**described, **constants, **tile.options)
+    except Exception as err:
+        if (reason := _exceeded(err)) is None:
+            raise
+        raise BackendError("backend", "'triton'", f'{kernel.__name__} {reason}; use backend="chunked"') from err
     if compiled is None:  # the interpreter
         return None
     names = [*arguments, *constants]
     _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
     return _compiled[known]
+
+
+def _exceeded(err: Exception) -> str | None:
+    """What a kernel takes too much of, in words, if the error says so; None if it says something else."""
+    from triton import OutOfResources  # here, for this module is also imported without Triton
+
+    if not isinstance(err, OutOfResources):
+        return None
+    return f"takes more {err.name} than this GPU has ({err.required}, at most {err.limit})"
 
 
 @dataclass(frozen=True, slots=True)
