@@ -13,12 +13,18 @@ from jobs.point import Machine
 from jobs.quantities import readable_bytes
 from jobs.spec import JobSpec, SpecError
 from nsa_core import available_backends
-from nsa_core.backends import untested
+from nsa_core.backends import Heads, untested
 from nsa_core.backends.dense import Host, unusable
-from nsa_core.backends.triton import too_wide, unsupported
+from nsa_core.backends.triton import too_large, unsupported
+from nsa_core.model import ModelConfig
 
 
-def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+def heads_of(model: ModelConfig) -> Heads:
+    """Heads of a model's attention."""
+    return Heads(model.head_dim, model.heads // model.kv_heads)
+
+
+def backend_reasons(machine: Machine, dtype: torch.dtype, heads: Heads) -> dict[str, str | None]:
     """For each backend name, the reason why it cannot compute such operands on `machine`; None if it can.
 
     `machine` may be another host, so the fingerprint of a GPU host tells which Triton it has. Without a fingerprint
@@ -28,7 +34,7 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str,
     if machine.device == "cuda":
         host = _host(machine)
         capability = host.capability if host else None
-        reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_wide(capability, dtype, dim)
+        reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_large(capability, dtype, heads)
     return reasons
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, implementation_names, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._training.optimizer import OptimizerSpec, new_optimizer
 from jobs.measure.check import Agreement, check_model
@@ -57,7 +57,7 @@ class PassSpec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.precision), PRESETS[self.preset].head_dim)
+        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
         refuse_unusable(self.implementations, reasons | {"dense": None})
         grid = product(sorted(self.lengths), self.passes, self.implementations)
         return [self._point(machine, *coordinates) for coordinates in grid]

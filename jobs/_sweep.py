@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from jobs._case import bare_model
 from jobs._fields import MOST, BareNSA, DType, HeadsSpec, Large, Lengths, Passes, TimingSpec, Unique, torch_dtype
-from jobs._fit import backend_reasons, dense_reasons, does_not_fit, refuse_unusable, threads
+from jobs._fit import backend_reasons, dense_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs._operator import OperatorCase
 from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingPlan
@@ -88,8 +88,8 @@ class Sweep:
         Raises:
             SpecError: an implementation cannot run on the machine.
         """
-        operands = torch_dtype(self.dtype), self.model.head_dim
-        reasons = backend_reasons(self.machine, *operands) | dense_reasons(self.machine, *operands)
+        dtype, heads = torch_dtype(self.dtype), heads_of(self.model)
+        reasons = backend_reasons(self.machine, dtype, heads) | dense_reasons(self.machine, dtype, heads.width)
         refuse_unusable(implementations, reasons)
         return [self._point(*axes) for axes in product(sorted(lengths), passes, implementations)]
 

@@ -32,7 +32,7 @@ from jobs._fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads, window_reasons
+from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads, window_reasons
 from jobs._nsa_effect import ALL, refuse_idle
 from jobs._pass import agree, model_axes, predicted
 from jobs.axes import Axis
@@ -198,8 +198,8 @@ class Spec(JobSpec):
             SpecError: an implementation cannot run on this machine.
         """
         dtype = torch_dtype(self.precision)
-        for head_dim in {MODELS[case.preset].head_dim for case in self.cases}:
-            reasons = backend_reasons(machine, dtype, head_dim) | window_reasons(machine, dtype)
+        for heads in {heads_of(MODELS[case.preset]) for case in self.cases}:
+            reasons = backend_reasons(machine, dtype, heads) | window_reasons(machine, dtype)
             refuse_unusable(self.implementations, reasons)
         return [point for case in self.cases for point in self._of_case(machine, case)]
 

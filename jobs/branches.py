@@ -43,6 +43,7 @@ from jobs.measure.stats import summarize
 from jobs.point import Beat, Machine, Measurement, Point
 from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.spec import JobSpec, SpecError
+from nsa_core.backends import Heads
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
@@ -80,8 +81,9 @@ class Spec(JobSpec):
         Raises:
             SpecError: a backend cannot run on this machine.
         """
-        dtype = torch_dtype(self.dtype)
-        reasons = backend_reasons(machine, dtype, self.shape.head_dim) | window_reasons(machine, dtype)
+        dtype, shape = torch_dtype(self.dtype), self.shape
+        heads = Heads(shape.head_dim, shape.query_heads // shape.kv_heads)
+        reasons = backend_reasons(machine, dtype, heads) | window_reasons(machine, dtype)
         for name in self.backends:
             if (reason := reasons[name]) is not None:
                 usable = [other for other, against in reasons.items() if against is None]

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.axes import Axis
@@ -86,7 +86,7 @@ class Spec(JobSpec):
             SpecError: an implementation cannot run on this machine.
         """
         model = model_of_preset(self.preset, self.nsa, "dense")
-        reasons = backend_reasons(machine, torch_dtype(self.precision), model.head_dim)
+        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(model))
         refuse_unusable(self.implementations, reasons | {"dense": None})
         grid = product(self.batches, self.checkpointing, self.implementations)
         return [self._point(machine, *coordinates) for coordinates in grid]

@@ -30,7 +30,7 @@ from jobs._fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs._nsa_effect import refuse_idle
 from jobs.measure.clock import measure_time
 from jobs.measure.environment import environment
@@ -95,7 +95,7 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.dtype), self.model.head_dim)
+        reasons = backend_reasons(machine, torch_dtype(self.dtype), heads_of(self.model))
         refuse_unusable(self.implementations, reasons | {DENSE: None})
         return [self._point(machine, *axes) for axes in product(sorted(self.lengths), self.implementations)]
 

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from jobs._data.needle_corpus import NeedleCorpus
 from jobs._diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, refuse_unusable, threads
+from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs._live import LOSS, MFU, SERIES
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import Implementations, model_axes, model_of_preset
@@ -111,7 +111,7 @@ class Spec(JobSpec):
             SpecError: an implementation cannot run on this machine.
         """
         dense = model_of_preset(self.preset, self.nsa, "dense")
-        reasons = backend_reasons(machine, torch_dtype(self.precision), dense.head_dim)
+        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(dense))
         refuse_unusable(self.implementations, reasons | {"dense": None})
         return [self._point(machine, length, name) for length in sorted(self.lengths) for name in self.implementations]
 

@@ -16,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from jobs._data.spec import DataSpec
 from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, threads
+from jobs._fit import backend_reasons, does_not_fit, heads_of, threads
 from jobs._nsa_effect import refuse_idle
 from jobs._pass import model_axes
 from jobs._training.checkpoint_report import CheckpointSpec
@@ -205,10 +205,10 @@ class TrainingSpec(JobSpec):
         """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""
         if self.backend != "auto":
             return self.backend
-        return default(torch.device(machine.device), torch_dtype(self.precision), self._reasons(machine))
+        return default(torch.device(machine.device), torch_dtype(self.precision), reasons=self._reasons(machine))
 
     def _reasons(self, machine: Machine) -> dict[str, str | None]:
-        return backend_reasons(machine, torch_dtype(self.precision), PRESETS[self.preset].head_dim)
+        return backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
         base = PRESETS[self.preset]

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, default, resolve
+from .backends import BACKENDS, Heads, default, resolve, triton
 from .cache import Appended, DenseCache, NSACache
 from .functional import dense_attention
 from .rope import angles, frequencies, rotate
@@ -45,8 +45,9 @@ def nsa_step(
             without a capacity.
         BackendError: the backend is unknown or cannot run.
     """
-    select = resolve(backend, ("select",), q.device, q.dtype)["select"]
+    select = resolve(backend, ("select",), q.device, q.dtype, Heads.of(q, k, v))["select"]
     if select is BACKENDS["triton"] and not _needs_gradient(q, k, v, gates):
+        triton.refuse_too_large(q, k, v)
         return _kernel_step(q, k, v, gates, cache, theta, compress)
     cache.recount()
     cache.make_room(k)
@@ -67,7 +68,7 @@ def nsa_step(
 
 def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: float) -> Tensor:
     """Dense attention of one new token, as `nsa_step`: unrotated q [B,1,Hq,Dk], k [B,1,Hkv,Dk], v [B,1,Hkv,Dv]."""
-    if default(q.device, q.dtype) == "triton" and not _needs_gradient(q, k, v):
+    if default(q.device, q.dtype, Heads.of(q, k, v)) == "triton" and not _needs_gradient(q, k, v):
         return _dense_kernel_step(q, k, v, cache, theta)
     cache.recount()
     cache.make_room(k)

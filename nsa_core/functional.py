@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
-from .backends import Backend, FusedBackend, dense, resolve
+from .backends import Backend, FusedBackend, Heads, dense, resolve
 from .config import NSAConfig
 from .errors import InputError
 from .packed_sequences import packing
@@ -78,7 +78,7 @@ def nsa_attention(
     operands.check(config, cu_seqlens is not None)
     _check_max_seqlen(max_seqlen, cu_seqlens)
     steps = ("select", *computed) if "slc" in computed else computed
-    backends = resolve(backend, steps, q.device, operands.q.dtype)
+    backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
     factor = _scale(scale, q)
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
@@ -124,7 +124,7 @@ def select_blocks(
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
     _check_max_seqlen(max_seqlen, cu_seqlens)
-    chosen = resolve(backend, ("select",), q.device, operands.q.dtype)["select"]
+    chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
     factor = _scale(scale, q)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:

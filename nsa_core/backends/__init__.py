@@ -19,6 +19,7 @@ from ..routes import Branch
 from . import chunked, flash, gather, naive, packed, triton
 from ._offered import OfferedBackend, offered, offered_backend
 from ._toolchain import TORCH, TRITON, triton_problem, triton_version, untested
+from .triton import Heads
 
 __all__ = [
     "BACKENDS",
@@ -27,6 +28,7 @@ __all__ = [
     "WINDOW_BACKENDS",
     "Backend",
     "FusedBackend",
+    "Heads",
     "OfferedBackend",
     "WindowBackend",
     "available_backends",
@@ -125,13 +127,15 @@ def _usable() -> dict[str, OfferedBackend]:
 
 
 def resolve(
-    backend: str | Mapping[str, str], branches: Iterable[Branch], device: torch.device, dtype: torch.dtype
-) -> dict[Branch, Backend]:
+    backend: str | Mapping[str, str], branches: Iterable[Branch], device: torch.device, dtype: torch.dtype,
+    heads: Heads | None = None,
+) -> dict[Branch, Backend]:  # fmt: skip
     """Backend of each branch, and of "select".
 
     Args:
         backend: one name for all, or a name per branch; "auto", and a branch not named, take `default`.
         branches: the branches to be computed, "select" among them if blocks are chosen.
+        heads: as in `default`.
 
     Raises:
         BackendError: an unknown name, a name for a branch that is not computed, a backend that cannot run here or
@@ -146,12 +150,12 @@ def resolve(
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
         raise BackendError(f"backend[{branch!r}]", repr(named[branch]), fix)
-    return {branch: _find(named.get(branch, "auto"), branch, device, dtype) for branch in wanted}
+    return {branch: _find(named.get(branch, "auto"), branch, device, dtype, heads) for branch in wanted}
 
 
-def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype) -> Backend:
+def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, heads: Heads | None) -> Backend:
     if name == "auto":
-        name = default(device, dtype)
+        name = default(device, dtype, heads)
     backends = _backends(branch)
     backend = None
     if isinstance(name, str):
@@ -181,13 +185,23 @@ def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
     return WINDOW_BACKENDS if branch == "win" else BACKENDS
 
 
-def default(device: torch.device, dtype: torch.dtype, reasons: Mapping[str, str | None] | None = None) -> str:
+def default(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads | None = None,
+    reasons: Mapping[str, str | None] | None = None,
+) -> str:
     """Name of the backend that "auto" takes: "triton" for half precision on a GPU, else "chunked", which runs anywhere.
 
-    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory. For another host, `reasons` is
-    what `available_backends` returns there.
+    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory.
+
+    Args:
+        heads: those of the call; none of the kernels' tiles may hold them.
+        reasons: for another host, what `available_backends` returns there.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "chunked"
     reason = triton.unavailable(device, dtype) if reasons is None else reasons["triton"]
+    if reason is None and heads is not None:
+        reason = triton.too_large_here(device, dtype, heads)
     return "triton" if reason is None else "chunked"

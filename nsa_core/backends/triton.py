@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +50,36 @@ def unsupported(capability: tuple[int, int] | None) -> str | None:
     return f"its kernels are for GPUs of compute capability {known}, this one has {_text(capability)}"
 
 
-def too_wide(capability: tuple[int, int] | None, dtype: torch.dtype, width: int) -> str | None:
-    """Reason why no tile holds head dims of `width` on a GPU of this compute capability; None if one does."""
+class Heads(NamedTuple):
+    """Heads that a kernel's tile has to hold.
+
+    Attributes:
+        width: the widest head dim.
+        group: query heads of one kv head, which are in one tile.
+    """
+
+    width: int
+    group: int
+
+    @classmethod
+    def of(cls, q: Tensor, *others: Tensor) -> Heads:
+        """Heads of q [..,Hq,Dk] and of keys or values [..,Hkv,D]."""
+        return cls(max(x.shape[-1] for x in (q, *others)), q.shape[-2] // others[0].shape[-2])
+
+
+def too_large(capability: tuple[int, int] | None, dtype: torch.dtype, heads: Heads) -> str | None:
+    """Reason why no tile holds these heads on a GPU of this compute capability; None if one does, or if it is unknown.
+
+    The shared memory that tiles take is compiled ahead of time up to these limits (kernels/aot).
+    """
     old = capability is not None and capability < (9, 0)
-    limit = 128 if old and dtype == torch.float32 else _WIDEST
-    return f"its tiles hold head dims up to {limit} there, not {width}" if width > limit else None
+    widest = 128 if old and dtype == torch.float32 else _WIDEST
+    if heads.width > widest:
+        return f"its tiles hold head dims up to {widest} there, not {heads.width}"
+    most = _most_heads(old, dtype, heads.width)
+    if heads.group > most:
+        return f"its tiles hold up to {most} query heads of a kv head there, not {heads.group}"
+    return None
 
 
 def compressed(
@@ -144,11 +170,29 @@ def _kernels(q: Tensor, other: Tensor) -> ModuleType:
     if programs > _MOST and not q.is_meta:  # meta tensors: memory can still be predicted
         fix = f"{q.shape[0]} sequences of {other.shape[2]} kv heads are {programs}; it takes {_MOST} at once, use fewer"
         raise BackendError("backend", "'triton'", fix)
-    width = max(q.shape[-1], other.shape[-1])
-    if reason := too_wide(_capability(q.device), q.dtype, width):
-        fix = 'use backend="chunked"' + (", or half precision" if width <= _WIDEST else "")
-        raise BackendError("backend", "'triton'", f"{reason}; {fix}")
+    refuse_too_large(q, other)
     return operators
+
+
+def refuse_too_large(q: Tensor, *others: Tensor) -> None:
+    """Raise BackendError if no tile holds the heads of q [..,Hq,Dk] and of keys or values [..,Hkv,D]."""
+    capability, heads = _capability(q.device), Heads.of(q, *others)
+    if reason := too_large(capability, q.dtype, heads):
+        helps = q.itemsize > 2 and too_large(capability, torch.bfloat16, heads) is None
+        fix = 'use backend="chunked"' + (", or half precision" if helps else "")
+        raise BackendError("backend", "'triton'", f"{reason}; {fix}")
+
+
+def _most_heads(old: bool, dtype: torch.dtype, width: int) -> int:
+    """Most query heads of a kv head: with more, a row for each takes too much of the shared memory."""
+    if dtype != torch.float32:
+        return 64 if old and width > 128 else 128
+    return 128 if width <= 64 else 64 if width <= 128 else 32
+
+
+def too_large_here(device: torch.device, dtype: torch.dtype, heads: Heads) -> str | None:
+    """As `too_large`, for the GPU `device`."""
+    return too_large(_capability(device), dtype, heads)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

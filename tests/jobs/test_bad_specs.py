@@ -314,6 +314,31 @@ def test_heads_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
             spec.points(machine)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "limit"),
+    [
+        ("bfloat16", 128, "8.0", 128),
+        ("bfloat16", 256, "8.0", 64),
+        ("bfloat16", 256, "9.0", 128),
+        ("float32", 128, "8.0", 64),
+        ("float32", 256, "9.0", 32),
+    ],
+)
+def test_groups_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
+    tmp_path: Path, dtype: str, dim: int, capability: str, limit: int
+) -> None:
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, H200 | {"capability": capability})
+
+    def spec(group: int) -> Any:
+        shape = {"query_heads": 2 * group, "kv_heads": 2, "head_dim": dim}
+        return _load(tmp_path, {**SCALING, "implementations": ["triton"], "shape": shape, "dtype": dtype})
+
+    assert _implementations_on(machine, spec(limit)) == {"triton"}
+    said = f"its tiles hold up to {limit} query heads of a kv head there, not {limit + 1}"
+    with pytest.raises(SpecError, match=f"^implementations: 'triton': {said}; use .*chunked"):
+        spec(limit + 1).points(machine)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
 @pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
 def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:

@@ -86,6 +86,13 @@ def test_groups_and_head_dims(heads, kv_heads, dim):
 
 
 @torch.no_grad()
+def test_groups_that_no_tile_holds_are_refused():
+    layer, x = layer_of(SMALL, 129, 1, 64), torch.randn(1, 20, 24)
+    with pytest.raises(ValueError, match=r"^backend: 'triton': its tiles hold up to 128 query heads .*, not 129; use "):
+        in_steps(layer, x, [18])
+
+
+@torch.no_grad()
 def test_float16_is_near_the_oracle():
     layer, x = layer_of(SMALL).half(), torch.randn(1, 60, 24).half()
     layer.config = replace(SMALL, slc_count=8)  # all blocks are selected, so that rounding cannot change the choice
@@ -177,7 +184,7 @@ def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (70, 6, 1), (200, 2, 2)])
 @torch.no_grad()
 def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatch):
-    monkeypatch.setattr("nsa_core.decode.default", lambda device, dtype: "triton")
+    monkeypatch.setattr("nsa_core.decode.default", lambda device, dtype, heads: "triton")
     torch.manual_seed(0)
     layer, x = DenseAttention(24, heads, kv_heads, 8), torch.randn(2, tokens + 5, 24)
     for cache in (DenseCache(), DenseCache(tokens + 5)):

@@ -420,3 +420,21 @@ def test_heads_that_no_tile_holds_are_refused(make_case, config):
         nsa_attention(*case.leaves, config, backend="triton")
     with pytest.raises(BackendError, match="not 264"):
         select_blocks(case.q, case.k, config, backend="triton")
+
+
+def test_groups_that_no_tile_holds_are_refused(make_case, config):
+    case = make_case(20, 129, 1, 64, 16)
+    said = r"^backend: 'triton': its tiles hold up to 128 query heads of a kv head there, not 129; "
+    with pytest.raises(BackendError, match=said + 'use backend="chunked"$'):
+        nsa_attention(*case.leaves, config, backend="triton")
+    with pytest.raises(BackendError, match="not 129"):
+        select_blocks(case.q, case.k, config, backend="triton")
+    case = make_case(20, 65, 1, 128, 16)
+    with pytest.raises(BackendError, match=r'up to 64 .*, not 65; use backend="chunked", or half precision$'):
+        nsa_attention(*case.leaves, config, backend="triton")
+
+
+@pytest.mark.parametrize("heads", [24, 128])
+def test_many_query_heads_to_one_kv_head(make_case, config, heads):
+    """Each tile has as many rows as a group has heads, or the next power of two."""
+    assert max(distances(make_case(60, heads, 1), config)) < 1e-6

@@ -20,7 +20,7 @@ import torch
 from jobs._fit import backend_reasons
 from jobs.point import Machine
 from nsa_core import available_backends
-from nsa_core.backends import TORCH, TRITON, default, resolve, triton_problem, triton_version, untested
+from nsa_core.backends import BACKENDS, TORCH, TRITON, Heads, default, resolve, triton_problem, triton_version, untested
 from nsa_core.backends.triton import CAPABILITIES
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
@@ -36,7 +36,7 @@ from jobs._fit import backend_reasons
 from jobs.measure.route import route_of
 from jobs.point import Machine
 from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
-from nsa_core.backends import default, resolve, triton_problem, triton_version
+from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
 from nsa_core.errors import BackendError
 from nsa_core.layer import DenseAttention
 from nsa_core.memory import predicts
@@ -75,7 +75,8 @@ def outputs(layer, backend):
 
 if found["auto"] == "chunked":
     choose = backends.default
-    backends.default = decode.default = lambda device, dtype: choose(CUDA, HALF)  # the choice on a GPU, computed here
+    # The choice on a GPU, computed here.
+    backends.default = decode.default = lambda device, dtype, heads: choose(CUDA, HALF, heads)
     got, found["routes"] = outputs(layer, "auto")
     want, _ = outputs(plain, "reference")
     found["error"] = max((a - b).abs().max().item() for a, b in zip(got, want, strict=True))
@@ -89,7 +90,7 @@ torch.compiler.is_compiling = lambda: True
 with FakeTensorMode():
     found["fused training"] = in_compiled_training(torch.empty(4, 4, dtype=HALF, device=CUDA))
 machine = Machine("cuda", "A100", 80 * 2**30, {"capability": "8.0", "triton": triton_version() or ""})
-found["job"] = backend_reasons(machine, HALF, 64)["triton"]
+found["job"] = backend_reasons(machine, HALF, Heads(64, 2))["triton"]
 found["doctor"] = {one.name: [str(one.health), one.detail] for one in doctor.findings(Settings())}["triton"]
 print(json.dumps(found))
 """
@@ -215,7 +216,7 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
     fingerprint = {"capability": described, "triton": triton_version() or ""}
     reasons = [
         available_backends(cuda, torch.bfloat16)["triton"],
-        backend_reasons(Machine("cuda", "a card", 80 * 2**30, fingerprint), torch.bfloat16, 64)["triton"],
+        backend_reasons(Machine("cuda", "a card", 80 * 2**30, fingerprint), torch.bfloat16, Heads(64, 2))["triton"],
     ]
     said = f"its kernels are for GPUs of compute capability 8.0 and 9.0, this one has {described}"
     assert reasons == [None if supported else said] * 2
@@ -224,6 +225,19 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
         with pytest.raises(BackendError, match=f"{said}; use one of auto, "):
             resolve("triton", ["win"], cuda, torch.bfloat16)
         assert doctor._triton(Settings()).detail == f"auto takes chunked instead: {said}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim", "group", "taken"),
+    [((8, 0), 256, 64, True), ((8, 0), 256, 65, False), ((9, 0), 256, 65, True), ((8, 0), 264, 1, False)],
+)
+def test_auto_takes_chunked_for_heads_that_no_tile_holds(monkeypatch, capability, dim, group, taken) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    place = torch.device("cuda"), torch.bfloat16, Heads(dim, group)
+    assert default(*place) == ("triton" if taken else "chunked")
+    chosen = resolve("auto", ["cmp", "slc", "win", "select"], *place)
+    assert set(chosen.values()) == {BACKENDS["triton" if taken else "chunked"]}
 
 
 def test_capabilities_are_those_that_the_kernels_are_compiled_for() -> None:
