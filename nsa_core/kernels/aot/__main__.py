@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import table
-from .cases import CASES, CompileCase
+from .cases import CompileCase
 from .resources import SHARED
 
 
@@ -28,10 +28,11 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(SHARED), help="compute capabilities")
     parser.add_argument("--table", type=Path, metavar="CSV", help="take from it what is known, and write it again")
     options = parser.parse_args()
-    cases = CASES
     if options.heads:
-        cases = (CompileCase(*options.heads, options.dim, options.dim, torch.bfloat16),)
-    keys = table.wanted(cases, options.arch, options.kernel)
+        case = CompileCase(*options.heads, options.dim, options.dim, torch.bfloat16)
+        keys = table.wanted([case], options.arch, options.kernel)
+    else:
+        keys = table.all_wanted(options.arch, options.kernel)
     known = table.read(options.table) if options.table else {}
     found = {key: usage for key, usage in known.items() if key in keys}
     for some in table.compiled({key: pair for key, pair in keys.items() if key not in found}):

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
 
-from .cases import DTYPES, CompileCase, launches
+from .cases import CASES, DTYPES, ON_A100, CompileCase, launches
 from .resources import Usage, compile_for
 from .sources import launch_key
 
@@ -48,6 +48,11 @@ def wanted(cases: Iterable[CompileCase], archs: Iterable[int], kernel: str = "")
             if kernel in launch.kernel.__name__:
                 found.setdefault(launch_key(launch, arch), (case, arch))
     return found
+
+
+def all_wanted(archs: Iterable[int], kernel: str = "") -> dict[str, tuple[CompileCase, int]]:
+    """As `wanted`, of all cases that are kept."""
+    return wanted(ON_A100, {80}.intersection(archs), kernel) | wanted(CASES, archs, kernel)
 
 
 def compiled(missing: Mapping[str, tuple[CompileCase, int]]) -> Iterator[dict[str, Usage]]:

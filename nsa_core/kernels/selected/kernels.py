@@ -324,7 +324,7 @@ def _backward_tile(q: Tensor, v: Tensor, group: int) -> Tile:
     if wide > 128:
         return Tile(16, warps=8)
     if arch(q) < 90:
-        return Tile(32, warps=4) if wide <= 64 else Tile(64, warps=8)
+        return Tile(32, warps=4) if wide <= 64 and group <= 64 else Tile(64, warps=8)
     if wide <= 64:
         return Tile(64, warps=4, stages=3)
     if group > 32:  # a tile holds a group: more stages would not fit

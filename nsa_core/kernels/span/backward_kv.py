@@ -288,8 +288,11 @@ def _tile(q: Tensor, v: Tensor) -> Tile:
     wide = widest(q, v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
+    if wide <= 64 and arch(q) < 90:
+        # 128 rows of a group would spill with 64 keys.
+        return Tile(64, 64, 4, 2) if q.shape[2] <= 64 * v.shape[2] else Tile(128, 32, 8, 2)
     if wide <= 64:
-        return Tile(64, 64, 4, 2 if arch(q) < 90 else 3)
+        return Tile(64, 64, 4, 3)
     if wide > 128:
         return Tile(32, 32, 8, 1)
     if arch(q) < 90:

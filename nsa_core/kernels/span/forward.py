@@ -326,7 +326,9 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     if wide > 128:
         return Tile(64, 32, 8, 2)
     if arch(q) < 90:
-        return Tile(128, 64, 8, 2) if wide <= 64 else Tile(64, 64, 4, 2)
+        # Rows of a group beyond 64 heads would spill with four warps.
+        wide_tile = wide <= 64 or q.shape[2] > 64 * parts[0].k.shape[2]
+        return Tile(128, 64, 8, 2) if wide_tile else Tile(64, 64, 4, 2)
     if wide <= 64:
         return Tile(128, 64, 8, 3, registers=128)
     if q.shape[2] > 8 * parts[0].k.shape[2]:
