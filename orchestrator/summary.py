@@ -46,7 +46,7 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 
 
 def evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> str:
-    """What `print_evaluation` would print on the console, for a thread whose result may come too late to be shown."""
+    """Text of `print_evaluation` for the console, from a thread whose result may come too late to be shown."""
     with console.capture() as captured:
         print_evaluation(store, run_id, gates_file, console)
     return captured.get()

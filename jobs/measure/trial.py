@@ -75,7 +75,7 @@ class Trial:
     stderr: str
 
     def needed(self, name: str, failure: type[Exception]) -> Mapping[str, Any]:
-        """What the call returned, for a point that is nothing without it; else its stderr is printed.
+        """Result of the call, for a point that is nothing without it; else its stderr is printed.
 
         Args:
             name: the trial's name in messages.

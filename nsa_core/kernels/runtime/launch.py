@@ -180,7 +180,7 @@ def _start(asked: Launch) -> Compiled | None:
 
 
 def _exceeded(err: Exception) -> str | None:
-    """What a kernel takes too much of, in words, if the error says so; None if it says something else."""
+    """The resource that a kernel exceeds, in words; None if the error is another one."""
     from triton import OutOfResources  # here, for this module is also imported without Triton
 
     if not isinstance(err, OutOfResources):

@@ -178,7 +178,7 @@ exec sleep 60
 
 
 def test_stacks_of_a_nodes_ranks_come_in_time_where_py_spy_hangs(monkeypatch, tmp_path) -> None:
-    """Those by the signal come before, and py-spy waits for all ranks together no longer than for one."""
+    """Stacks by the signal come before, and py-spy waits for all ranks together no longer than for one."""
     seen, written = tmp_path / "seen", tmp_path / "written"
     (tmp_path / "py-spy").write_text(STACKS_THEN_PY_SPY.format(seen=seen, written=written))
     (tmp_path / "py-spy").chmod(0o755)

@@ -62,7 +62,7 @@ def test_a_table_is_stored_in_few_statements(store: Store, tmp_path: Path):
 
 
 def test_the_number_of_statements_does_not_grow_with_the_rows(store: Store, tmp_path: Path):
-    """Of one batch, as the server sees them: a table of 95 MB took Postgres minutes by a statement a row."""
+    """Statements of one batch as the server sees them: a table of 95 MB took Postgres minutes by a statement a row."""
     count = received if store.engine.dialect.name == "postgresql" else counted
     found = []
     for times in (1, 2, 5):
