@@ -1,4 +1,4 @@
-"""What ranks tell the process that started them: progress, imbalance, failures, and the pipe that it comes by."""
+"""Messages of ranks to the process that started them: progress, imbalance, failures, and the pipe that brings them."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_thinned_samples_are_those_of_all_gpus() -> None:
 
 
 def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
-    """Those of hours, which were taken less often, beside those of minutes."""
+    """Samples of hours, taken less often, beside samples of minutes."""
 
     def samples(utilization: float, throttled: float, weight: int) -> list[Sample]:
         told = (0.2 * weight, utilization, None, None, None, None, None, None, throttled)
