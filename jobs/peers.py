@@ -22,6 +22,7 @@ from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, me
 from jobs._peers import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
 from jobs._peers._shared import TORCH_FIXED
 from jobs._peers.check import check_peer
+from jobs._peers.tuning import forget_tuned_choices
 from jobs._sweep import LayoutsSpec, Sweep, in_a_case
 from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
 from jobs.point import Beat, Machine, Measurement, Point
@@ -193,6 +194,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         name, peer, case.model.nsa, case.shape, case.torch_dtype, device,
         backward=case.backward, seed=case.seed, window_kernel=case.window_kernel, factor=case.error_factor,
     )  # fmt: skip
+    forget_tuned_choices()
     beat("inputs")
     measured = measure_call(case, agreement, *_call(case, peer, device), beat)
     claimed = peer.semantics(case.model.nsa)

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,26 @@ def select(q, k, v, config):
     return torch.where(last >= config.slc_count, latest, blocks.long())
 """
 )
+TUNED = (
+    RIGHT
+    + """
+import triton
+
+@triton.autotune([triton.Config({"BLOCK": 1}), triton.Config({"BLOCK": 2})], key=[], cache_results=True)
+@triton.jit
+def kernel(BLOCK: triton.language.constexpr):
+    pass
+
+tune = attend
+
+def attend(inputs, config, window_kernel):
+    kernel.cache.setdefault("length", inputs["q"].shape[1])
+    return tune(inputs, config, window_kernel)
+"""
+)
 TOYS = {
     "right": RIGHT,
+    "tuned": TUNED,
     "shifted": RIGHT.replace("SHIFT = 0.0", "SHIFT = 0.1"),
     "narrow": NARROW,
     "blocks": OTHER_BLOCKS,
@@ -148,6 +167,15 @@ def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_
     assert found["dense-pytorch"].environment["peer"]["computes"] == "dense causal attention"
     assert found["right"].route == found["naive"].route
     assert set(offered_sources(spec)) == {f"toy_peers/{name}.py" for name in ("__init__", *TOYS)}
+
+
+def test_a_peers_kernels_are_tuned_with_the_sizes_that_are_measured(toys: Path) -> None:
+    pytest.importorskip("triton")
+    (point,) = _spec("tuned").points(_here())
+    _measure(point)
+    kernel = import_module("toy_peers.tuned").kernel
+    assert kernel.cache == {"length": 64}, "the check's sequences have another length"
+    assert not kernel.cache_results, "else a choice for other sizes is read from disk"
 
 
 @pytest.mark.parametrize(
