@@ -15,8 +15,8 @@ from jobs.point import Beat
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _OPTIONS = {
-    "parquet": {},
-    "json": {"encoding_errors": "replace"},
+    "parquet": {"batch_size": 1000},  # rows; without it as many as the first row group has, and an empty one fails
+    "json": {"encoding": "utf8", "encoding_errors": "replace"},  # under its usual name "utf-8" nothing is replaced
     "text": {"encoding_errors": "replace", "sample_by": "document"},
 }
 
@@ -89,10 +89,12 @@ class Documents:
         return DataError(f"data.text_field: {spec.text_field!r}: no field of the documents; use one of {known}")
 
     def _unreadable(self, err: Exception) -> DataError:
-        fix = "mend or remove the file"
+        reason, fix = first_line(err), "mend or remove the file"
+        if type(err).__name__ == "CastError":  # of `datasets`; its first line is "Couldn't cast"
+            reason, fix = "fields of one file are not those of the first", "give files whose documents have the same"
         if self._spec.dataset is not None:
             fix = "correct it, its subset or split; without a network give a folder with its files as data.path"
-        return DataError(f"{self._spec.source}: cannot be read ({first_line(err)}); {fix}")
+        return DataError(f"{self._spec.source}: cannot be read ({reason}); {fix}")
 
 
 class TrainingDocuments(Iterator[str]):

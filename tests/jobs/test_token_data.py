@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
@@ -165,6 +166,26 @@ def test_documents_without_text_are_left_out(tmp_path: Path, tokenizer: Path) ->
     end = tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(END)
     assert ids[0] != end
     assert (end, end) not in list(pairwise(ids))
+
+
+def test_files_without_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "parquet")
+    expected = _corpus(_data(folder, tokenizer)).about()
+    for name in ("a.parquet", "z.parquet"):
+        pq.write_table(pq.read_table(folder / "test-0.parquet").slice(0, 0), folder / name)
+    corpus = _corpus(_data(folder, tokenizer))
+    assert corpus.about() == expected
+    batches = corpus.batches(4, 32, 0)
+    while batches.about()["epochs"] < 2:
+        next(batches)
+
+
+def test_bytes_that_are_no_text_are_replaced(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "jsonl")
+    with (folder / "test-0.jsonl").open("ab") as file:
+        file.write(b'{"text": "Katze \xff", "n": 0}\n')
+    found = Documents(DataSpec.model_validate(_data(folder, tokenizer, heldout=1 - 1e-9)))
+    assert "Katze \ufffd" in set(found.heldout(SILENT))
 
 
 def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: Path, tokenizer: Path) -> None:
@@ -327,6 +348,9 @@ def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]
     write(tmp_path / "mixed", texts(), "jsonl")
     (tmp_path / "mixed" / "readme.txt").touch()
     yield _data(tmp_path / "mixed", tokenizer), r"data\.path: .*has documents as (json|text) and as (json|text); give"
+    with (write(tmp_path / "other", texts(), "jsonl") / "test-2.jsonl").open("a") as file:
+        file.write('{"title": "Katze"}\n')
+    yield _data(tmp_path / "other", tokenizer), r"data\.path: .*\(fields of one file are not those of the first\); give"
     file = write(tmp_path / "torn", texts(), "parquet", files=1) / "test-0.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes(2000) + content[2100:])
