@@ -159,7 +159,18 @@ def resumed_plan(
     if interrupted:
         message = f"{_measured_again(interrupted)}: an earlier resume began to, and was interrupted"
         plan.records.append(EventRecord(run_id=run.run_id, message=message))
+    if plan.assignments and old.run.artifact_store not in (None, run.artifact_store):
+        message = _elsewhere(run, old.run)
+        plan.records.append(EventRecord(run_id=run.run_id, level="warning", message=message))
     return plan
+
+
+def _elsewhere(run: RunRecord, before: RunRecord) -> str:
+    """Warning of a run that goes on with another artifact store."""
+    return (
+        f"NSA_ARTIFACT_STORE: {run.artifact_store}: was {before.artifact_store}; checkpoints that are only there are "
+        "not gone on from, and its files not shown; set it as it was, unless they were moved"
+    )
 
 
 def _why_again(points: int, run: RunRecord, before: RunRecord, elsewhere: bool) -> str:

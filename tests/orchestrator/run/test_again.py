@@ -73,6 +73,19 @@ def test_nothing_is_said_where_no_point_is_measured_again(points: list[Point]):
     assert (todo.assignments, said(todo)) == ([], [])
 
 
+def test_another_artifact_store_is_warned_of_where_points_are_left(points: list[Point]):
+    """A training would begin anew there, without its checkpoints."""
+    old = ended(points, "same")
+    old.run = old.run.model_copy(update={"artifact_store": "file:///a"})
+    there = run("same").model_copy(update={"artifact_store": "file:///b"})
+    assert said(plan.resumed_plan(there, points, {None: CPU}, old, again=False)) == [], "nothing is left to do"
+    name = next(iter(old.points))
+    old.points[name] = replace(old.points[name], state=PointState.CANCELLED)
+    (warning,) = said(plan.resumed_plan(there, points, {None: CPU}, old, again=False))
+    assert warning.startswith("NSA_ARTIFACT_STORE: file:///b: was file:///a; checkpoints that are only there are not")
+    assert said(plan.resumed_plan(old.run, points, {None: CPU}, old, again=False)) == []
+
+
 def test_a_run_that_ended_before_its_first_point_is_resumed(points: list[Point]):
     todo = plan.resumed_plan(run("same"), points, {None: CPU}, History(run("same")), again=False)
     assert len(todo.assignments) == len(points)
