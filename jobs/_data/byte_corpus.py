@@ -89,14 +89,21 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
             break
     for held_out, content in parts.items():
         if len(content) <= seq_len + 1:
-            part = "held-out" if held_out else "training"
-            raise DataError(
-                f"data.path: {str(root)!r}: its {part} part has {len(content)} bytes, too few for seq_len {seq_len}; "
-                "give more text or shorten seq_len"
-            )
+            raise DataError(f"data.path: {str(root)!r}: {_too_few(held_out, len(content), count, seq_len)}")
     digest = hashlib.sha256(parts[False] + parts[True]).hexdigest()
     train, held = (torch.frombuffer(parts[key], dtype=torch.uint8) for key in (False, True))
     return ByteCorpus(train, held, count, digest)
+
+
+def _too_few(held_out: bool, size: int, files: int, seq_len: int) -> str:
+    """The reason why a part of so many bytes, of some of so many files, is refused, and what to do."""
+    part, other = ("held-out", "training") if held_out else ("training", "held-out")
+    if files > 1 and not size:
+        return (
+            f"its {part} part is empty, as the contents of its {files} files put all of them into the {other} part; "
+            "give more files that differ, or one alone, of which the end is held out"
+        )
+    return f"its {part} part has {size} bytes, too few for seq_len {seq_len}; give more text or shorten seq_len"
 
 
 def _beginning(file: Path, most: int) -> tuple[bytes, bytes]:

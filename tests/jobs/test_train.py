@@ -261,6 +261,11 @@ def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Pa
     assert set(corpus.train.tolist()) == {ord("a")}
     with pytest.raises(ValueError, match=r"data\.path: .*held-out part has 101 bytes, too few for seq_len 128"):
         load_corpus(file, 0.1, 128)
+    (tmp_path / "copy.txt").write_bytes(file.read_bytes())
+    with pytest.raises(
+        ValueError, match=r"held-out part is empty, as the contents of its 2 files put all .* one alone"
+    ):
+        load_corpus(tmp_path, 0.1, 16)
 
 
 def test_the_default_corpus_is_on_this_machine() -> None:
