@@ -21,6 +21,9 @@ Device = Literal["cpu", "cuda"]
 WAITING = "waiting for "
 """Begin of the phases in which a point waits for room to be measured in: its deadlines count from their end."""
 
+STARTING = "start"
+"""Phase in which processes of a point start again: silence in it is judged as that before the first progress."""
+
 FAILURE_FILES = "failure-files"
 """Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long."""
 

@@ -19,7 +19,7 @@ from jobs._training.layout import Layout
 from jobs._training.soak_history import SoakPlan
 from jobs._training.soak_metrics import COUNTS, SLOPES, soak_measurement
 from jobs.axes import Axis
-from jobs.point import Beat, Machine, Measurement, Point
+from jobs.point import STARTING, Beat, Machine, Measurement, Point
 
 __all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
 
@@ -112,3 +112,4 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
                 return soak_measurement(config, reports, restarts)
             if stop.is_set():
                 raise Suspended(f"SIGTERM ended the soak after piece {history.pieces}: nsa submit SPEC --resume RUN")
+            beat(STARTING)

@@ -84,7 +84,12 @@ class Resources(Strict):
 class Deadlines(Strict):
     """Time limits in seconds. On expiry the point's stacks are dumped and its process group killed."""
 
-    startup_s: float = Field(default=300, gt=0, le=10**6, description="until the first progress: imports, compilation")
+    startup_s: float = Field(
+        default=300,
+        gt=0,
+        le=10**6,
+        description="until the first progress, also of ranks that start again: imports, compilation",
+    )
     heartbeat_s: float = Field(
         default=120, gt=0, le=10**6, description="between two signs of progress; longer silence is a hang"
     )

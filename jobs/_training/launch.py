@@ -27,7 +27,7 @@ from jobs._training.rank_metrics import LiveImbalance
 from jobs._training.report import RankReport
 from jobs.launcher import Launcher, RanksEnded
 from jobs.measure.check import WrongResult
-from jobs.point import WAITING, Beat, Surroundings, reporter
+from jobs.point import STARTING, WAITING, Beat, Surroundings, reporter
 
 _ENDS = (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
 _KNOWN = {cls.__name__: cls for cls in _ENDS}
@@ -64,7 +64,7 @@ def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> l
             first, *_ = str(err).splitlines()
             where = "the beginning" if _saved_step(report.surroundings) is None else "the last checkpoint"
             report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from {where}")
-            report("start")  # in place of the dead ranks' progress
+            report(STARTING)  # in place of the dead ranks' progress
 
 
 def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:

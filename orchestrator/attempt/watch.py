@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jobs.point import FAILURE_FILES, NOWHERE, WAITING, Measurement, Point, Surroundings
+from jobs.point import FAILURE_FILES, NOWHERE, STARTING, WAITING, Measurement, Point, Surroundings
 from orchestrator.artifacts import Source, checkpoints_place
 from orchestrator.attempt import diagnostics, protocol, ray_watches
 from orchestrator.attempt.child import Child, Violation
@@ -171,7 +171,7 @@ class Watch:
     def _overdue(self) -> Ended | None:
         deadlines, clock = self._conditions.deadlines, time.monotonic()
         silent = clock - (self._start if self._last_sign is None else self._last_sign)
-        starts = self._last_sign is None or self._phase.startswith(WAITING)
+        starts = self._last_sign is None or self._phase == STARTING or self._phase.startswith(WAITING)
         if starts and silent > deadlines.startup_s:
             return self._expired(PointState.HANG, f"no progress within the {deadlines.startup_s:g} s for start-up")
         if not starts and silent > deadlines.heartbeat_s:

@@ -24,7 +24,7 @@ from jobs._training.soak_history import INTERVALS, Interval, SoakHistory, SoakPl
 from jobs._training.soak_metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
 from jobs._training.soak_watch import SoakWatch
 from jobs.measure.trend import common_slope
-from jobs.point import Machine, Measurement
+from jobs.point import STARTING, Machine, Measurement
 from jobs.soak import QUANTITIES, Spec, measure
 from jobs.spec import SpecError, parse_spec
 from jobs.train import Spec as TrainSpec
@@ -264,9 +264,23 @@ def test_the_ranks_of_a_soak_are_compared() -> None:
 # Real processes
 
 
+class _Phases(Watching):
+    """Keeps the phases in the order of their first progress, too."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.phases: list[str] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        super().__call__(phase, done, total)
+        self.phases += [] if phase in self.phases[-1:] else [phase]
+
+
 def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Path) -> None:
-    watching = Watching(tmp_path)
+    watching = _Phases(tmp_path)
     result = _soak(text, watching)
+    assert watching.phases.count(STARTING) == 1, "imports of the second process are no stall"
+    assert watching.phases[watching.phases.index(STARTING) + 1] == "corpus"
     found, rows = by_name(result), _rows(result)
     assert found["pieces"].value == 2
     assert found["interruptions"].value == found["restarts"].value == found["alert_time"].value == 0

@@ -93,11 +93,10 @@ def test_a_point_with_progress_that_takes_too_long_is_a_timeout(measure) -> None
 
 def test_a_slow_point_with_progress_is_not_a_hang(measure) -> None:
     conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=2, point_s=120))
-    slow = (
-        "import time\nfor i in range(25): beat('slow', i, 25); time.sleep(0.2)"  # longer than two heartbeat deadlines
-    )
+    start = "import time; from jobs.point import STARTING\nbeat(STARTING); time.sleep(2.5)"  # judged as the first start
+    slow = "for i in range(13): beat('slow', i, 13); time.sleep(0.2)"  # longer than the heartbeat deadline
     begun = time.monotonic()
-    updates = measure(slow, conditions=conditions)
+    updates = measure(f"{start}\n{slow}", conditions=conditions)
     assert states(updates) == [PointState.OK]
     signs = [update for update in updates if isinstance(update, Progress)]
     assert 2 <= len(signs) <= 1 + time.monotonic() - begun  # at most one a second is sent
