@@ -148,7 +148,7 @@ class Checkpoints:
             route=dict(route),
             text=self._text,
         )
-        saving = _Saving(Writer(self._folder, manifest, self._wrote), begun)
+        saving = _Saving(Writer(self._folder, manifest, self._wrote), time.perf_counter())
         options: dict[str, Any] = {"storage_writer": saving.writer, "process_group": self._exchange.group}
         if self._spec.asynchronous:
             saving.future = self._begin_asynchronous(self._content(state, run), options)
