@@ -47,13 +47,30 @@ class Bisection:
         if self.smallest is None:
             return f"nothing failed: {_words(max(self.tried))}, the largest, passes; smaller sizes were not tried"
         trial = self.tried[self.smallest]
-        return f"the smallest size that fails: {_words(self.smallest)} ({trial.end}: {trial.reason})"
+        return (
+            f"the smallest size that fails: {_words(self.smallest)} ({trial.end}: {trial.reason}); {self._neighbours}"
+        )
+
+    @property
+    def _neighbours(self) -> str:
+        """What was found of the next smaller sizes; a search has none below its fewest layers and shortest length."""
+        assert self.smallest is not None, "of a search that found one"
+        layers, length = self.smallest
+        fewer = [size for size in self.tried if size[0] < layers and size[1] == length]
+        shorter = [size for size in self.tried if size[0] == layers and size[1] < length]
+        found = [_words(max(sizes)) for sizes in (fewer, shorter) if sizes]
+        ends = [
+            *([f"{' and '.join(found)} pass{'' if found[1:] else 'es'}"] if found else []),
+            *([] if fewer else ["fewer layers are not among the sizes"]),
+            *([] if shorter else ["shorter lengths are not among the sizes"]),
+        ]
+        return ", ".join(ends)
 
     def metrics(self) -> list[Metric]:
         failed = sum(trial.end is not End.OK for trial in self.tried.values())
         found = [Metric.of(SIZES_FAILED, failed), Metric.of(SIZES_TRIED, len(self.tried))]
         if self.smallest is not None:
-            method = "bisection, each size in a process of its own; a layer fewer and the next shorter length pass"
+            method = f"bisection, each size in a process of its own; {self._neighbours}"
             layers, length = self.smallest
             found += [Metric.of(FAILING_LAYERS, layers, method=method)]
             found += [Metric.of(FAILING_LENGTH, length, method=method)]

@@ -16,7 +16,7 @@ import pytest
 from processes import descendants, is_alive
 
 from jobs import backward
-from jobs._bisection import bisect, most_trials, smallest_failing
+from jobs._bisection import Bisection, bisect, most_trials, smallest_failing
 from jobs.measure.trial import End, Limits, Trial, run_trial
 from jobs.point import Machine
 
@@ -140,8 +140,29 @@ def test_a_search_names_the_smallest_size_and_keeps_what_explains_it(sizes: str)
     values = {metric.name: metric.value for metric in found.metrics()}
     assert values == {"failing_layers": 2, "failing_length": 128, "sizes_tried": 5, "sizes_failed": 2}
     assert found.sentence.startswith("the smallest size that fails: 2 layers, S=128 (crash: was killed by SIGSEGV")
+    assert found.sentence.endswith("; 1 layer, S=128 and 2 layers, S=64 pass")
     assert found.files["bisection.txt"].startswith(found.sentence)
     assert "tried_here.py" in found.files["2-layers-128-stderr.txt"]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "passed", "told"),
+    [
+        ((8, 128), [(5, 128), (4, 128), (8, 64)], "5 layers, S=128 and 8 layers, S=64 pass"),
+        ((1, 128), [(1, 64)], "1 layer, S=64 passes, fewer layers are not among the sizes"),
+        ((8, 64), [(5, 64)], "5 layers, S=64 passes, shorter lengths are not among the sizes"),
+        ((1, 64), [], "fewer layers are not among the sizes, shorter lengths are not among the sizes"),
+    ],
+)
+def test_only_sizes_that_were_tried_are_said_to_pass(
+    smallest: tuple[int, int], passed: list[tuple[int, int]], told: str
+) -> None:
+    trial = Trial(End.OOM, "full", 1.0, {}, "")
+    found = Bisection(smallest, {smallest: trial, **{size: replace(trial, end=End.OK) for size in passed}})
+    assert found.sentence.endswith(f" (oom: full); {told}")
+    assert {metric.method for metric in found.metrics() if metric.method} == {
+        f"bisection, each size in a process of its own; {told}"
+    }
 
 
 def _search(**changes: Any) -> backward.Spec:
@@ -180,7 +201,8 @@ def test_a_point_warns_of_the_smallest_size_that_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr("jobs._bisection.run_trial", always)
     (point,) = _search(drill={"hang_in_layer": 1}).points(CPU)
     backward.measure(json.loads(json.dumps(point.config)), told := Told())
-    assert told.warnings == ["the smallest size that fails: 1 layer, S=64 (hang: no progress)"]
+    (warning,) = told.warnings
+    assert warning.startswith("the smallest size that fails: 1 layer, S=64 (hang: no progress); ")
 
 
 @pytest.mark.parametrize("branch", ["all", "win"])
