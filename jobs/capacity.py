@@ -164,9 +164,9 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     beat("check")
     agreement = agree(config)
     lengths: list[int] = config["lengths"]
-    guess = _predicted_place(config)
+    predicted_to_fit = _predicted_to_fit(config)
     trials = _Trials(config, beat)
-    longest = search(lambda place: trials[place] is not None, len(lengths), 0 if guess is None else guess)
+    longest = search(lambda place: trials[place] is not None, len(lengths), max(predicted_to_fit - 1, 0))
     if longest is None:
         raise NothingFits(f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones")
     found = trials[longest]
@@ -177,8 +177,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         *found.peak.metrics(),
         *agreement.metrics(),
     ]
-    if guess is not None:
-        metrics.append(Metric.of(LONGEST_PREDICTED, lengths[guess], method="nsa_core.memory"))
+    if predicted_to_fit:
+        metrics.append(Metric.of(LONGEST_PREDICTED, lengths[predicted_to_fit - 1], method="nsa_core.memory"))
     if longest + 1 < len(lengths):
         metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
     if "plan" in config:
@@ -218,12 +218,12 @@ def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
     return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
 
 
-def _predicted_place(config: Mapping[str, Any]) -> int | None:
-    """Place of the longest length predicted to fit, the first if none is; None without a prediction."""
+def _predicted_to_fit(config: Mapping[str, Any]) -> int:
+    """Number of lengths, from the shortest on, that are predicted to fit; 0 also without a prediction."""
     if not predicts(config["implementation"]):
-        return None
+        return 0
     needs = [predicted({**config, "seq_len": length}).total for length in config["lengths"]]
-    return max(sum(need <= config["limit_bytes"] for need in needs) - 1, 0)
+    return sum(need <= config["limit_bytes"] for need in needs)
 
 
 def _without_tokens(config: Mapping[str, Any]) -> int | None:

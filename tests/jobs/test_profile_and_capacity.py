@@ -200,6 +200,12 @@ def test_capacity_shows_the_next_longer_one_fail(monkeypatch: pytest.MonkeyPatch
     assert found["peak_memory"] > 0
 
 
+def test_a_length_that_was_not_predicted_to_fit_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that holds the weights and the optimizer's state, and by the prediction no step of any length."""
+    found = _capacity(monkeypatch, capacity._train, memory_gib=0.0015, lengths=[64])
+    assert (found["longest"], found.get("longest_predicted")) == (64, None)
+
+
 def test_capacity_stops_at_a_limit_that_is_enforced(tmp_path: Path) -> None:
     """Measured in a child with 256 MiB: the masks of 2,048 tokens do not fit, those of 64 do, as predicted."""
     data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["naive"]}
