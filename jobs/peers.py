@@ -54,10 +54,10 @@ def _known(names: list[str]) -> list[str]:
     return names
 
 
-def _as_implementation(name: str, nsa: NSAConfig) -> str:
+def _as_implementation(name: str, nsa: NSAConfig | None) -> str:
     """An implementation that the same fields of NSAConfig act on as on a peer: all but slots, or none."""
     try:
-        dense = find_peer(name).semantics(nsa) is None
+        dense = find_peer(name).semantics(nsa or NSAConfig()) is None
     except Exception:  # of an adapter from outside; its points tell
         return "reference"
     return "dense" if dense else "reference"
@@ -85,8 +85,10 @@ class Spec(LayoutsSpec):
         for name in self.peers:
             if name in self.implementations:
                 raise ValueError(f"implementations: {name!r}: is among the peers, too; name it once")
+        peers = [_as_implementation(name, self.nsa) for name in self.peers]
+        if self.window_kernel != "auto" and set(peers) == {"dense"}:
+            raise ValueError(f"window_kernel: {self.window_kernel!r}: changes nothing of dense peers; use auto")
         if self.nsa is not None:
-            peers = [_as_implementation(name, self.nsa) for name in self.peers]
             refuse_idle(self, self.nsa, [*peers, *self.implementations], self.dtype)
         return self
 

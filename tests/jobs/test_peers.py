@@ -294,10 +294,15 @@ def test_the_window_of_fixed_lengths_takes_grouped_heads_and_gives_gradients() -
         (
             ["dense-pytorch"],
             {"window_kernel": "flash-attn-4", "nsa": None},
-            r"^window_kernel: 'flash-attn-4': .*; use auto$",
+            r"^window_kernel: 'flash-attn-4': changes nothing of dense peers; use auto$",
         ),
         (
-            ["dense-pytorch"],
+            ["flash-linear-attention"],
+            {"window_kernel": "flash-attn-4", "nsa": None},
+            r"^window_kernel: 'flash-attn-4': .*cuda.*; use auto$",
+        ),
+        (
+            ["flash-linear-attention"],
             {"window_kernel": "torch-fixed", "nsa": None},
             r"^window_kernel: 'torch-fixed': it runs on cuda, not on the cpu; use auto$",
         ),
