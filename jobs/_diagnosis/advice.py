@@ -43,14 +43,14 @@ class Diagnosis:
     Attributes:
         ranks: states of the ranks, by number.
         hosts: topology of the hosts that were looked at.
-        variables: environment variables that steer PyTorch, CUDA and NCCL.
+        variables: environment variables that steer PyTorch, CUDA and NCCL; None where no process was read.
         utilization: of each rank's GPU, or of its cores on a CPU [%].
         imbalance: of the ranks' own compute time [%]; None if unknown.
     """
 
     ranks: Sequence[RankState] = ()
     hosts: Sequence[Topology] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] | None = None
     utilization: Mapping[int, float] = field(default_factory=dict)
     imbalance: float | None = None
 
@@ -63,7 +63,7 @@ def advise(found: Diagnosis) -> list[Advice]:
 
 def _variables(found: Diagnosis) -> Iterator[Advice]:
     for name, effect in _VARIABLES.items():
-        value = found.variables.get(name, "")
+        value = (found.variables or {}).get(name, "")
         if value.lower() not in _OFF and (name not in _ONLY_SEVERAL or len(found.ranks) > 1):
             yield Advice(f"{name}={value}: {effect}", f"unset {name}")
 

@@ -97,6 +97,9 @@ def _facts(host: Topology) -> Iterator[str]:
 
 def _variables(found: Diagnosis, shown: Shown) -> Iterator[str]:
     yield "## Environment variables\n"
+    if found.variables is None:
+        yield "unknown: no process of the training was read on this host"
+        return
     yield from (f"- {shown(f'{name}={value}')}" for name, value in sorted(found.variables.items()))
     if not found.variables:
         yield "none of PyTorch, CUDA, NCCL or their libraries is set"

@@ -172,10 +172,11 @@ def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tup
     from jobs.measure.topology import topology
 
     processes = {rank.rank: psutil.Process(rank.pid) for rank in here}
-    variables, busy, resident = {}, dict(found.utilization), {}
+    variables: dict[str, str] | None = None
+    busy, resident = dict(found.utilization), {}
     for process in processes.values():
         with contextlib.suppress(psutil.Error):
-            variables |= steering(process.environ())
+            variables = {**(variables or {}), **steering(process.environ())}
             process.cpu_percent()
     time.sleep(seconds)
     for rank in here:

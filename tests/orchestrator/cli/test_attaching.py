@@ -30,6 +30,7 @@ __all__ = ["complete", "complete_file", "database", "half_finished"]  # fixtures
 
 POINT = f"{HALF}/2"
 BUSY = "import time\ndef train():\n    while True:\n        time.sleep(0.001)\nprint('on', flush=True)\ntrain()\n"
+UNSEEN = "## Environment variables\n\nunknown: no process of the training was read on this host\n\n"
 
 
 @pytest.fixture
@@ -149,6 +150,7 @@ def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) 
     _, out, _ = diagnose("--attach", HALF)
     assert "new-host" in out
     assert "old-host" not in out
+    assert out.endswith(UNSEEN)
 
 
 def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, diagnose: Nsa) -> None:
@@ -157,6 +159,7 @@ def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_fini
     code, out, _ = diagnose("--attach", "last")
     assert code == 0
     assert "has not done its first step" in out
+    assert out.endswith(UNSEEN)
     assert re.search(r"no progress for 3\d\d s, last in phase 'corpus'; see `nsa logs", out)
 
 
