@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from jobs.plain_text import in_a_line
 from jobs.quantities import readable
 from orchestrator.messages import Progress as Sign
-from orchestrator.records import MetricData, OutcomeRecord, StartRecord
+from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord
 from orchestrator.states import PointState
 from orchestrator.terminal import PlainConsole
 
@@ -72,6 +72,10 @@ class LogWatcher:
         self._line(
             f"{count} {outcome.state:<9} {self._labels[outcome.point_id]}: {told} ({seconds:.1f} s)", outcome.state
         )
+
+    def noted(self, event: EventRecord) -> None:
+        label = self._labels.get(event.point_id or "")  # several points may run at once
+        self.tell(f"{event.level}: {f'{label}: ' if label else ''}{event.message}")
 
     def tell(self, message: str) -> None:
         self._line(message, None)

@@ -33,6 +33,7 @@ class Watcher(Protocol):
     def started(self, record: StartRecord) -> None: ...
     def progress(self, sign: Progress) -> None: ...
     def ended(self, outcome: OutcomeRecord) -> None: ...
+    def noted(self, event: EventRecord) -> None: ...
     def tell(self, message: str) -> None: ...
 
 
@@ -128,7 +129,7 @@ class Scheduler:
             self._visibility.add(self._nodes.get(update.point_id), update.artifact.path)
         elif isinstance(update, EventRecord):
             self._recorder.write([update])
-            self._watcher.tell(f"{update.level}: {update.message}")
+            self._watcher.noted(update)
         else:
             if (last := self._keeping.pop(batch, None)) and update.state is not None:
                 self._recorder.write([_incomplete(last, update.reason)])
