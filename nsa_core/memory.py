@@ -27,8 +27,9 @@ class MemoryEstimate:
         inputs: tensors that the caller holds: the operator's and the output's gradient, or tokens and targets.
         gradients: gradients of parameters, or of the operator's tensors.
         activations: outputs, and tensors kept for the backward pass; among them the loss's gradients, which are made
-            with its value, until the backward pass scales them.
-        workspace: temporary tensors within an operation.
+            with its value, until the backward pass scales them. Of a model those that its forward pass leaves.
+        workspace: temporary tensors within an operation; of a model all that its forward pass frees or, with
+            checkpointing, that the backward pass computes anew.
     """
 
     parameters: int

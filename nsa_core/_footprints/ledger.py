@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 Part = Literal["gradients", "activations", "workspace"]
@@ -14,12 +16,30 @@ class Ledger:
     def __init__(self) -> None:
         self.now: Counter[Part] = Counter()
         self.peak: Counter[Part] = Counter()
+        self._kept: int | None = None  # activations beyond which all are temporary; None: none is
+
+    @contextmanager
+    def temporary(self, really: bool) -> Iterator[None]:
+        """Count activations that are held within as workspace of the peak: none outlives the forward pass.
+
+        Args:
+            really: False: do nothing.
+        """
+        if not really or self._kept is not None:
+            yield
+            return
+        self._kept = self.now["activations"]
+        yield
+        self._kept = None
 
     def hold(self, part: Part, size: float) -> None:
         """Count `size` more bytes as live."""
         self.now[part] += round(size)
         if self.now.total() > self.peak.total():
             self.peak = self.now.copy()
+            if self._kept is not None:
+                passing = self.now["activations"] - self._kept
+                self.peak.update(workspace=passing, activations=-passing)
 
     def release(self, part: Part, size: float) -> None:
         """Count `size` bytes as freed."""

@@ -43,14 +43,20 @@ class Model:
 
     def forward(self, ledger: Ledger, grad: bool) -> None:
         """Account from tokens to the loss; with `grad`, the backward's tensors stay held."""
+        with ledger.temporary(not grad):
+            self._forward(ledger, grad)
+
+    def _forward(self, ledger: Ledger, grad: bool) -> None:
         ledger.hold("activations", self._stream)  # the embedded tokens
+        keeps = grad and not self.config.checkpointing
         for _ in range(self.config.layers):
-            self._block_forward(ledger, grad and not self.config.checkpointing)
+            with ledger.temporary(not keeps):
+                self._block_forward(ledger, keeps)
             ledger.hold("activations", self._stream)
             if not grad:
                 ledger.release("activations", self._stream)  # the block's input
         self._norm_forward(ledger, grad)
-        kept_by_autocast = 0 if grad and not self.config.checkpointing else self.config.layers * self._cast_weights
+        kept_by_autocast = 0 if keeps else self.config.layers * self._cast_weights
         ledger.hold("workspace", kept_by_autocast)  # until the forward pass ends; else released by each block
         self._loss_forward(ledger, grad)
         ledger.release("workspace", kept_by_autocast)
@@ -64,11 +70,12 @@ class Model:
         ledger.hold("workspace", self._stream)  # the gradient of the residual stream
         for _ in range(c.layers):
             ledger.release("activations", self._stream)  # the block's output, which only the next one needed
-            if c.checkpointing:
-                self._block_forward(ledger, grad=True)
-            self._ffn_backward(ledger)
-            self._attention_backward(ledger)
-            ledger.release("activations", self._cast_weights)
+            with ledger.temporary(c.checkpointing):
+                if c.checkpointing:
+                    self._block_forward(ledger, grad=True)
+                self._ffn_backward(ledger)
+                self._attention_backward(ledger)
+                ledger.release("activations", self._cast_weights)
         if c.tie_embeddings:
             ledger.touch(embedding)  # added to the head's
         else:

@@ -51,9 +51,17 @@ def test_parts_of_a_known_pass() -> None:
     assert parts.workspace == pytest.approx(MIB / 2, abs=1024)  # the output's gradient
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "dense"])
-def test_predicted_and_allocated_parts_agree(implementation: str) -> None:
-    (point,) = _spec(implementations=[implementation], passes=["train"], lengths=[512]).points(CPU)
+@pytest.mark.parametrize(
+    ("implementation", "changes"),
+    [
+        ("chunked", {"passes": ["train"]}),
+        ("dense", {"passes": ["train"]}),
+        ("dense", {"passes": ["forward"]}),
+        ("naive", {"passes": ["forward+backward"], "checkpointing": True}),
+    ],
+)
+def test_predicted_and_allocated_parts_agree(implementation: str, changes: dict[str, Any]) -> None:
+    (point,) = _spec(implementations=[implementation], lengths=[512], **changes).points(CPU)
     result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
     found = {metric.name: metric.value for metric in result.metrics}
     assert abs(found["estimate_error"]) < 10
@@ -61,7 +69,8 @@ def test_predicted_and_allocated_parts_agree(implementation: str) -> None:
         assert found[f"predicted_{part}"] == pytest.approx(found[f"allocated_{part}"], rel=0.01)
     extra = sum(found[f"allocated_{part}"] for part in ("gradients", "activations", "workspace"))
     assert extra == pytest.approx(found["peak_extra_memory"], rel=0.02)  # two ways of measuring one peak
-    assert found["predicted_activations"] == pytest.approx(found["allocated_activations"], rel=0.1)
+    assert found["predicted_activations"] == pytest.approx(found["allocated_activations"], rel=0.1, abs=1e-3)
+    assert found["predicted_workspace"] == pytest.approx(found["allocated_workspace"], rel=0.15)
 
 
 def test_points_are_the_whole_grid_shortest_first() -> None:
