@@ -28,6 +28,12 @@ SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK, SCALING)
 
 _NSA = {"implementation": "triton"}
 _PHASES = {"boot": "boot", "loader": "after the loader", "step_1": "step 1", "now": "at the end"}
+_REPORTED = {  # by phase
+    "boot": "604 MB, 1.3 GB",
+    "loader": "604 MB, 1.3 GB",
+    "step_1": "1.3 GB, 57.9 GB",
+    "now": "59.6 GB in use",
+}
 _PARTS = ("parameters", "optimizer", "gradients", "activations", "workspace", "inputs")
 _SIZE = "train 12 layers dim 768 S=1024"
 
@@ -103,13 +109,16 @@ def _snapshots(e: Evidence) -> str:
     rows = [
         [
             title,
+            _REPORTED[phase],
             *(e.cell(DIAGNOSE, (f"{phase}_{size}", "MiB"), **_NSA) for size in ("allocated", "reserved", "resident")),
         ]
         for phase, title in _PHASES.items()
     ]
     then = ", ".join(_then(e))
-    return table(["phase, highest of the ranks", "allocated", "reserved", "on the host"], rows) + (
-        f"\n\nIn use on the report's cards: {then}; in `train_m7c.yaml`: {e.cell(TRAIN, DRIVER, **_NSA)}."
+    columns = ["phase, highest of the ranks", "the report: allocated, reserved", "allocated", "reserved", "on the host"]
+    return table(columns, rows) + (
+        "\n\nHere boot and loader come before the model is made, and allocated is the most so far."
+        f" In use on the report's cards: {then}; in `train_m7c.yaml`: {e.cell(TRAIN, DRIVER, **_NSA)}."
     )
 
 
