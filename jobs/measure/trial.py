@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ class Trial:
         reason: why it is not ok, in one line; empty if it is.
         seconds: its duration, start of the process included.
         found: what the call returned; {} if it did not.
-        stderr: the last lines printed there; of a hang they have the stacks of all threads.
+        stderr: the last lines printed there; they end with the traceback of an error, or the stacks of all threads of a
+            hang.
     """
 
     end: End
@@ -254,6 +256,8 @@ def main(argv: list[str]) -> None:
             "found", _call(function, config, gpu_share, lambda phase, done=0, total=0: send("beat", phase, done, total))
         )
     except Exception as err:
+        with suppress(MemoryError):
+            traceback.print_exc()  # before the end is told, as the process is killed then
         first, *_ = str(err).strip().splitlines() or [""]
         send("failed", End.OOM if ran_out_of_memory(err) else End.ERROR, f"{type(err).__name__}: {first}")
 
