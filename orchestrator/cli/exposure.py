@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -51,7 +52,7 @@ def asks_for_token(settings: Settings) -> bool:
             return json.load(answer).get("authentication_mode") != "disabled"
     except urllib.error.HTTPError as err:
         return err.code != 404  # a Ray older than its tokens
-    except (OSError, ValueError, AttributeError):
+    except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jobs.plain_text import error_in_a_line
 from jobs.spec import SpecError, load_spec
 from orchestrator.cli import console, submission
 from orchestrator.cli.services import answers
@@ -78,14 +79,13 @@ def cluster(settings: Settings) -> list[Node]:
     if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
         raise submission.no_cluster(settings)
     from ray.util.state import list_nodes
-    from ray.util.state.exception import RayStateApiException
 
     try:
         found = list_nodes(settings.ray_dashboard, [("state", "=", "ALIVE")], limit=_MOST_NODES, detail=True)
-    except (RayStateApiException, RuntimeError, ConnectionError) as err:
-        reason = str(err).splitlines()[0]
+    except Exception as err:  # also of an answer of another server than Ray's
         raise submission.SubmissionError(
-            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes ({reason}); look at `nsa status`"
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes ({error_in_a_line(err)}); "
+            "look at `nsa status`"
         ) from None
     return [_node(vars(each)["resources_total"]) for each in found]
 

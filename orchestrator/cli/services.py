@@ -6,6 +6,7 @@ Other Ray clusters on the host are left alone: only processes started here are s
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import os
 import signal
@@ -122,7 +123,7 @@ def answers(url: str) -> bool:
             return True
     except urllib.error.HTTPError as err:
         return err.code in (401, 403)
-    except OSError:
+    except (OSError, http.client.HTTPException, ValueError):  # also of a server that speaks no HTTP
         return False
 
 

@@ -129,6 +129,11 @@ def _client(settings: Settings) -> JobSubmissionClient:
             f"RAY_AUTH_TOKEN: the cluster at {settings.ray_dashboard} asks for another token than this user's; "
             "set it to the owner's, or start a cluster of your own: nsa up with another NSA_RAY_DASHBOARD"
         ) from None
+    except Exception as err:  # also of what Ray's client takes for an answer of its server without a look
+        raise SubmissionError(
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: does not answer as Ray's job server does "
+            f"({in_a_line(err, _REASON)}); give the address of a cluster's dashboard, or start one with `nsa up`"
+        ) from None
 
 
 def _known(call: Callable[[], T], submission_id: str) -> T:
@@ -136,10 +141,10 @@ def _known(call: Callable[[], T], submission_id: str) -> T:
 
 
 def _answered(call: Callable[[], T], what: str, fix: str) -> T:
-    """The answer to a call of Ray's client. Raises SubmissionError for a refusal, and where the cluster is gone."""
-    from aiohttp import ClientError
-
+    """The answer to a call of Ray's client. Raises SubmissionError for a refusal, no answer, and what is none."""
     try:
         return call()
-    except (RuntimeError, OSError, ClientError) as err:
+    except StopAsyncIteration:
+        raise
+    except Exception as err:
         raise SubmissionError(f"{what}: {in_a_line(err, _REASON)}; {fix}") from None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 from nsa_command import Nsa
 from ray.dashboard.modules.version import CURRENT_VERSION
 
-from orchestrator.cli import submission
+from orchestrator.cli import exposure, planning, services, submission
 from orchestrator.cli.submission import SubmissionError, Submitted
 from orchestrator.gates.rules import READY_SPECS
 from orchestrator.run.upload import Upload
@@ -68,6 +70,42 @@ def test_a_job_that_is_not_taken_is_told(settings: Settings, monkeypatch: pytest
     monkeypatch.setattr(submission, "collect", lambda *_: Upload({}, "spec.yaml"))
     with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http.*': did not take the job: .*`nsa status`$"):
         submission.submit(settings, Path("spec.yaml"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "SSH-2.0-OpenSSH_9.6",
+        "HTTP/1.1 200 OK\r\nX: " + "x" * 70_000,
+        "HTTP/1.1 302 Found\r\nLocation: http://[",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz",
+        "HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+        "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]",
+        'HTTP/1.1 200 OK\r\nContent-Length: 41\r\n\r\n{"version": "4", "ray_version": "2.60.0"}',
+    ],
+    ids=lambda answer: answer[:20] + answer[-8:],
+)
+def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytest.MonkeyPatch):
+    class Stranger(StreamRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.request.recv(1 << 16)
+                self.wfile.write(answer.encode() + b"\r\n\r\n")
+
+    monkeypatch.setattr(submission, "load_spec", lambda *_: None)
+    monkeypatch.setattr(submission, "collect", lambda *_: Upload({}, "spec.yaml"))
+    with ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        settings = Settings(ray_dashboard=f"http://127.0.0.1:{server.server_address[1]}")
+        assert len(services.status(settings)) == 2
+        assert exposure.asks_for_token(settings)
+        for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: planning.cluster(settings)):
+            with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http://127\.0\.0\.1:\d+'.*; ") as caught:
+                ask()
+            assert "\n" not in str(caught.value)
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize("options", [(), ("--retry-failed",)])
