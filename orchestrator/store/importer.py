@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from pydantic import ValidationError
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from jobs.plain_text import from_csv_cell, in_a_line, shown
@@ -118,6 +119,7 @@ def store_journal(store: Store, path: Path, records: Sequence[Record]) -> None:
 def _store_records(store: Store, path: Path, found: _Contents, records: Iterable[Record]) -> None:
     with store.session(writes=True) as session:
         for run_id, first in found.first.items():
+            _in_turn(session, f"nsa import of {run_id}")
             stored = session.get(Run, run_id)
             if stored is not None and not _same_run(stored, first, found.begun[run_id]):
                 raise ImportFileError(
@@ -125,6 +127,12 @@ def _store_records(store: Store, path: Path, found: _Contents, records: Iterable
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
         writer.apply_all(session, numbered(records))
+
+
+def _in_turn(session: Session, what: str) -> None:
+    """Wait for the end of another import of the same: Postgres would refuse the rows that both found missing."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
 
 
 def numbered(records: Iterable[Record]) -> Iterator[Record]:
@@ -159,6 +167,7 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
     if not any(run.points or run.notes for run, _ in runs):
         raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
     with store.session(writes=True) as session:
+        _in_turn(session, "nsa import of tables")
         changed = [run for run, begin in runs if _begun(session, begin)]
         # Points of many runs before their metrics: with the first metric, Postgres plans how it finds their points.
         bulk.add_points(session, chain.from_iterable(run.ended() for run in changed))

@@ -6,8 +6,10 @@ import csv
 import gzip
 import json
 import os
+import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from orchestrator import journal
 from orchestrator.errors import UserError
 from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord, Record
 from orchestrator.states import PointState
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, bulk, queries, writer
 from orchestrator.store.exporter import export
 from orchestrator.store.importer import ImportFileError, import_file
 
@@ -120,6 +122,30 @@ def test_a_journal_is_imported_without_its_torn_last_line(store: Store, sweep, t
 def written(path: Path, records: list[Record]) -> Path:
     path.write_text("".join(RECORD.dump_json(record).decode() + "\n" for record in records))
     return path
+
+
+@pytest.mark.parametrize(("step", "where"), [("add_events", bulk), ("apply_all", writer)])
+def test_a_file_may_be_imported_twice_at_once(
+    store: Store, sweep, tmp_path: Path, step: str, where: object, monkeypatch: pytest.MonkeyPatch
+):
+    path = DATA / "peers_h200.csv" if where is bulk else written(tmp_path / "journal.jsonl", sweep())
+    stored, other_asks, real = threading.Event(), threading.Event(), getattr(where, step)
+
+    def slow(*args: object) -> None:
+        real(*args)
+        stored.set()
+        other_asks.wait(10)
+
+    monkeypatch.setattr(where, step, slow)
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(import_file, store, path)
+        assert stored.wait(10)
+        second = beside.submit(import_file, store, path)
+        threading.Timer(0.3, other_asks.set).start()
+        assert first.result().points == second.result().points
+    before = dump(store)
+    import_file(store, path)
+    assert dump(store) == before
 
 
 def test_a_compressed_journal_is_the_journal(store: Store, sweep, tmp_path: Path):
