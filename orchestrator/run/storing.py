@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from orchestrator.database_url import StoreError, StoreUnavailable
+from orchestrator import journal
+from orchestrator.database_url import RunMissingError, StoreError, StoreUnavailable
 from orchestrator.journal import JournalError
 from orchestrator.messages import Progress
 from orchestrator.records import EventRecord, OutcomeRecord, Record, RunRecord, instead_of
@@ -116,12 +118,30 @@ class Storing(threading.Thread):
                 return
             except StoreUnavailable:
                 raise
+            except RunMissingError:
+                refused = self._apply_all_again(records)
             except Exception:
                 refused = self._store.apply_each(records)
         for record, reason in refused:
             if isinstance(record, RunRecord) or (isinstance(record, EventRecord) and record.point_id is None):
                 raise StoreError(reason)  # nothing can be said in its place
             self.instead.put(instead_of(record, reason))
+
+    def _apply_all_again(self, records: Sequence[Record]) -> list[tuple[Record, str]]:
+        """Store the whole journal, then `records`: the database was replaced by an older or an empty one.
+
+        Returns:
+            Those of `records` that are refused, and of the journal the run's beginning.
+        """
+        from orchestrator.store.importer import numbered
+
+        whole = numbered(journal.read(self._backlog.journal.path))
+        refused = self._store.apply_each(chain(whole, records))
+        run_id = records[0].run_id
+        message = "the database had lost this run; what the journal has of it was stored again"
+        self.instead.put(EventRecord(run_id=run_id, level="warning", message=message))
+        again = {id(record) for record in records}
+        return [one for one in refused if isinstance(one[0], RunRecord) or id(one[0]) in again]
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
+    DisconnectionError,
     IntegrityError,
     InterfaceError,
     InternalError,
@@ -21,10 +22,19 @@ from sqlalchemy.exc import (
     ProgrammingError,
     StatementError,
 )
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.plain_text import in_a_line
 from orchestrator import pending_queries
-from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, check_url, hide_password, sqlite_path
+from orchestrator.database_url import (
+    SETTING,
+    BrokenStoreError,
+    StoreError,
+    StoreUnavailable,
+    check_url,
+    hide_password,
+    sqlite_path,
+)
 
 BUSY_SECONDS = 30
 """Seconds that a statement waits for another process's lock."""
@@ -39,6 +49,7 @@ _POSTGRES = {
     "tcp_user_timeout": 30_000,
 }
 _NO_RIGHT = "42501"  # Postgres: insufficient_privilege
+_NO_TABLE = ("42P01", "42703", "3F000")  # Postgres: undefined_table, undefined_column, invalid_schema_name
 
 
 def parse(url: str) -> URL:
@@ -56,9 +67,9 @@ def shown(url: URL) -> str:
     return hide_password(url.render_as_string(hide_password=True))
 
 
-def make_engine(url: URL, *, readonly: bool = False) -> Engine:
-    """An engine for `url`, not connected yet."""
-    engine = _sqlite(url, readonly) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
+def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
+    """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
+    engine = _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
     for name in ("before_cursor_execute", "commit", "rollback"):
         event.listen(engine, name, lambda *_: pending_queries.sent())
     event.listen(engine, "after_cursor_execute", lambda *_: pending_queries.answered())
@@ -86,9 +97,9 @@ def _mode(path: Path) -> str:
     return "ro" if os.access(path.parent, os.W_OK) or os.path.exists(log) else "ro&immutable=1"
 
 
-def _sqlite(url: URL, readonly: bool) -> Engine:
+def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     path = Path(url.database or "").absolute()
-    address = f"file:{quote(str(path))}?mode={_mode(path) if readonly else 'rwc'}"
+    address = f"file:{quote(str(path))}?mode={_mode(path) if readonly else 'rwc' if create else 'rw'}"
 
     def connect() -> sqlite3.Connection:
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
@@ -104,6 +115,15 @@ def _sqlite(url: URL, readonly: bool) -> Engine:
 
     engine = create_engine(url, creator=connect)
 
+    @event.listens_for(engine, "connect")
+    def note(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+        record.info["file"] = _identity(path)
+
+    @event.listens_for(engine, "checkout")
+    def look(connection: DBAPIConnection, record: ConnectionPoolEntry, proxy: object) -> None:
+        if record.info.get("file") != _identity(path):  # SQLite would go on with the one that was moved away or removed
+            raise DisconnectionError
+
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         # A writer takes its lock at once: upgrading a read lock later fails without waiting for the other writer.
@@ -111,6 +131,15 @@ def _sqlite(url: URL, readonly: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file at a path; None if there is none."""
+    try:
+        there = path.stat()
+    except OSError:
+        return None
+    return there.st_dev, there.st_ino
 
 
 @contextmanager
@@ -134,13 +163,15 @@ def errors(url: URL) -> Iterator[None]:
             raise StoreUnavailable(
                 f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
             ) from None
-        if getattr(err.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
-            raise StoreError(f"{SETTING}: {shown(url)!r}: {text}; name another file") from None
+        if getattr(err.orig, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: {text}; name another file") from None
         if isinstance(err, ProgrammingError) and err.statement is None:  # in connecting
             raise StoreError(f"{SETTING}: {shown(url)!r}: cannot be used ({text}); correct the URL") from None
         if getattr(err.orig, "sqlstate", None) == _NO_RIGHT:
             fix = "name a role in the URL that has this right"
-            raise StoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None
+            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None
+        if getattr(err.orig, "sqlstate", None) in _NO_TABLE:
+            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: {text}; run `nsa db upgrade`") from None
         raise StoreError(f"{SETTING}: {shown(url)!r}: refused the data ({text}); report this as a bug") from None
     except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, StatementError) else err)

@@ -33,7 +33,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
                 f"{SETTING}: {shown(parsed)!r}: no folder {str(folder)!r} ({err.strerror}); name another"
             ) from None
         refuse_another(parsed)
-    engine = make_engine(parsed)
+    engine = make_engine(parsed, create=True)
     try:
         with errors(parsed):
             return migrate(engine)

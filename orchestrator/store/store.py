@@ -13,7 +13,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from jobs.user_files import is_missing
-from orchestrator.database_url import SETTING, StoreError, StoreUnavailable
+from orchestrator.database_url import SETTING, BrokenStoreError, StoreError, StoreUnavailable
 from orchestrator.records import Record
 from orchestrator.store import claim, schema, writer
 from orchestrator.store.engine import BUSY_SECONDS, errors, make_engine, parse, shown
@@ -98,7 +98,7 @@ class Store:
             The refused records, each with the reason.
 
         Raises:
-            StoreUnavailable: nothing is stored.
+            StoreUnavailable, BrokenStoreError: nothing is stored.
         """
         refused = []
         with self.session(writes=True) as session:
@@ -106,7 +106,7 @@ class Store:
                 try:
                     with errors(self.engine.url), session.begin_nested():
                         writer.apply(session, record)
-                except StoreUnavailable:
+                except (StoreUnavailable, BrokenStoreError):
                     raise
                 except Exception as err:  # also of a value that a driver cannot pass on
                     refused.append((record, str(err)))

@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from jobs.quantities import SHARED, Quantity
-from orchestrator.database_url import StoreError
+from orchestrator.database_url import RunMissingError, StoreError
 from orchestrator.records import (
     STORED_BYTES,
     ArtifactData,
@@ -59,7 +59,12 @@ _STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointStat
 
 
 def apply(session: Session, record: Record) -> None:
-    """Write one record. Raises StoreError if it is inconsistent (metrics of a failed point) or its run is unknown."""
+    """Write one record.
+
+    Raises:
+        StoreError: it is inconsistent (metrics of a failed point), or its point is unknown.
+        RunMissingError: its run is unknown.
+    """
     match record:
         case RunRecord():
             _run(session, record)
@@ -154,7 +159,7 @@ def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> 
 def _run_end(session: Session, record: RunEndRecord) -> None:
     run = session.get(Run, record.run_id, with_for_update=True)
     if run is None:
-        raise _unknown("run", record.run_id)
+        raise _missing(record.run_id)
     if record.resumed is None:
         later = record.at >= run.state_at
     else:
@@ -175,7 +180,7 @@ def _point(session: Session, record: PointRecord) -> None:
     point = session.get(Point, record.point_id, with_for_update=True)
     if point is None:
         if session.get(Run, record.run_id) is None:
-            raise _unknown("run", record.run_id)
+            raise _missing(record.run_id)
         point = Point(id=record.point_id, run_id=record.run_id)
         rows.reach(point, record)
         rows.plan(point, record)
@@ -239,10 +244,10 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
 def _events(session: Session, records: Sequence[EventRecord]) -> None:
     for run_id, point_id in {(record.run_id, record.point_id) for record in records}:
         if session.get(Run, run_id) is None:
-            raise _unknown("run", run_id)
+            raise _missing(run_id)
         if point_id is not None:
             if (point := session.get(Point, point_id)) is None:
-                raise _unknown("point", point_id)
+                raise _unknown(point_id)
             _of_run(point, run_id)
     insert_new(session, Event, [rows.event(record) for record in records])
 
@@ -306,10 +311,12 @@ def _place(attempt: int, stage: int, resumed: int, at: datetime) -> tuple[int, i
 
 
 def _existing(session: Session, record: StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord) -> Point:
-    """The point of a record, locked. Raises StoreError if it is unknown, or another run's."""
+    """The point of a record, locked. Raises StoreError if it is unknown, or another run's, RunMissingError."""
     point = session.get(Point, record.point_id, with_for_update=True)
+    if point is None and session.get(Run, record.run_id) is None:
+        raise _missing(record.run_id)
     if point is None:
-        raise _unknown("point", record.point_id)
+        raise _unknown(record.point_id)
     _of_run(point, record.run_id)
     return point
 
@@ -321,8 +328,12 @@ def _of_run(point: Point, run_id: str) -> None:
         )
 
 
-def _unknown(what: str, name: str) -> StoreError:
-    return StoreError(f"{what}: {name!r} is not in the database; import the whole journal with `nsa import`")
+def _missing(run_id: str) -> RunMissingError:
+    return RunMissingError(f"run: {run_id!r} is not in the database; import the whole journal with `nsa import`")
+
+
+def _unknown(point_id: str) -> StoreError:
+    return StoreError(f"point: {point_id!r} is not in the database; import the whole journal with `nsa import`")
 
 
 def _dialect(session: Session) -> Any:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from full_disk import full_disk
+from sqlalchemy import delete
 from waiting import wait_for
 
 from orchestrator import journal
@@ -21,7 +22,8 @@ from orchestrator.records import EventRecord, MetricData, OutcomeRecord, Record,
 from orchestrator.run import backlog, resume
 from orchestrator.run.recorder import Recorder
 from orchestrator.states import PointState
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, queries, upgrade
+from orchestrator.store.models import Run
 
 AWAY = StoreUnavailable("NSA_DATABASE_URL: 'x': cannot be reached")
 
@@ -305,6 +307,59 @@ def test_a_record_that_the_database_refuses_costs_no_other(
     found = queries.run(sqlite_store, run.run_id)
     assert found is not None
     assert found["state"] == "done"
+
+
+@pytest.mark.parametrize("file", ["another", "none for a while", "the same without the run"])
+def test_a_database_that_is_replaced_while_a_run_goes_on_gets_all_of_it(
+    sqlite_store: Store, sweep, path, told, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outcome is no error because the database does not know its point."""
+    monkeypatch.setattr("orchestrator.run.storing._RETRY_S", 0.01)
+    records, database = sweep(), tmp_path / "nsa.db"
+    place = next(number for number, record in enumerate(records) if isinstance(record, OutcomeRecord))
+    with Journal(path) as book:
+        recorder = Recorder(records[0].run_id, book, sqlite_store, told.append)
+        recorder.begin(records[:place])
+        wait_for(lambda: stored(recorder))
+        if file == "the same without the run":
+            with sqlite_store.session(writes=True) as session:
+                session.execute(delete(Run))
+        else:
+            for part in tmp_path.glob("nsa.db*"):
+                part.rename(tmp_path / f"before-{part.name}")
+        if file == "another":
+            upgrade(f"sqlite:///{database}")
+        recorder.write([records[place]])
+        if file == "none for a while":
+            wait_for(lambda: bool(recorder.look() or told))
+            assert not database.exists()
+            for part in tmp_path.glob("before-*"):
+                part.rename(tmp_path / part.name.removeprefix("before-"))
+        wait_for(lambda: stored(recorder))
+        recorder.write(records[place + 1 :])
+        recorder.close(patience_s=20)
+        assert recorder.stored, told
+    assert set(queries.points(sqlite_store, records[0].run_id).state) == {PointState.OK}
+    assert {record.state for record in journal.read(path) if isinstance(record, OutcomeRecord)} == {PointState.OK}
+    assert told[-1].startswith("warning: the database ")
+
+
+def test_a_table_that_is_gone_turns_no_result_into_an_error(store: Store, sweep, path, told) -> None:
+    records = sweep()
+    with Journal(path) as book:
+        recorder = Recorder(records[0].run_id, book, store, told.append)
+        recorder.begin(records[:1])
+        wait_for(lambda: stored(recorder))
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql(
+                "DROP TABLE metric" + (" CASCADE" if connection.dialect.name != "sqlite" else "")
+            )
+        recorder.write(records[1:])
+        recorder.close(patience_s=0.5)
+        assert not recorder.stored
+        assert len(recorder.missing()) == 1
+    assert {record.state for record in journal.read(path) if isinstance(record, OutcomeRecord)} == {PointState.OK}
+    assert ["metric" in line for line in told] == [True]
 
 
 def test_a_record_of_no_point_is_told_and_left_out(sqlite_store: Store, sweep, path, told) -> None:
