@@ -54,8 +54,9 @@ _CODE = re.compile(r"(?<!`)`(?!`)")
 _ADDRESS = re.compile(r"(?i)((?:https?|ftp)\\?:\\?/\\?/|www(?=\\?\.)|@)(?=[^\s@])")
 _JOINER = "\N{WORD JOINER}"
 
-# Beginnings that a spreadsheet takes for a formula; one more apostrophe for cells that begin so themselves.
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+# Beginnings that a spreadsheet takes for a formula, also in the full width of East Asian scripts; one more apostrophe
+# for cells that begin so themselves.
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 
 
 def shortened(text: str, most: int = LINE) -> str:
