@@ -5,6 +5,7 @@ Other Ray clusters on the host are left alone: only processes started here are s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import http.client
 import json
@@ -87,7 +88,11 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
     services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
     with _alone(settings):
-        begun = [service for service in services if _start(settings, service)]
+        begun = [service for service in services if _pid(settings, service) is None]
+        for service in begun:
+            _refuse_taken(service)
+        for service in begun:
+            _start(settings, service)
     for service in services:
         _await(settings, service, noted=service.name == "ray" and service in begun)
     return status(settings)
@@ -150,10 +155,9 @@ def ray_env(settings: Settings) -> dict[str, str]:
 
 
 def _ray(settings: Settings, options: Sequence[str]) -> Service:
-    url = urlsplit(settings.ray_dashboard)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
-    command += [f"--dashboard-port={url.port or 8265}", "--dashboard-agent-listen-port=0"]
+    command += [f"--dashboard-port={_port(settings.ray_dashboard)}", "--dashboard-agent-listen-port=0"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
     return Service("ray", (*command, *options), f"{settings.ray_dashboard.rstrip('/')}/api/version")
 
@@ -187,15 +191,27 @@ def _told(err: OSError) -> str:
     return f"{err.strerror}: '{err.filename}'" if err.filename else str(err.strerror)
 
 
-def _start(settings: Settings, service: Service) -> bool:
-    """Start a service; False if it runs already."""
-    if _pid(settings, service) is not None:
-        return False
+def _refuse_taken(service: Service) -> None:
+    """Raise ServiceError if another process holds a service's port, whatever it says there: it would get our calls."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((LOOPBACK, _port(service.health)))
+        except OSError as err:
+            if err.errno == errno.EADDRINUSE:
+                raise _taken(service) from None
     if answers(service.health):
-        raise ServiceError(
-            f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
-            "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
-        )
+        raise _taken(service)
+
+
+def _taken(service: Service) -> ServiceError:
+    return ServiceError(
+        f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
+        "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
+    )
+
+
+def _start(settings: Settings, service: Service) -> None:
     environment = ray_env(settings) if service.name == "ray" else service_env(settings)
     with _log(settings, service).open("ab") as log:
         process = subprocess.Popen(
@@ -214,7 +230,6 @@ def _start(settings: Settings, service: Service) -> bool:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    return True
 
 
 def _await(settings: Settings, service: Service, noted: bool) -> None:
@@ -226,6 +241,18 @@ def _await(settings: Settings, service: Service, noted: bool) -> None:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
             raise ServiceError(f"{service.name}: {why} at {_base(service.health)}; see {_log(settings, service)}")
         time.sleep(0.2)
+    if not _holds_port(_pid(settings, service), _port(service.health)):  # another process was faster
+        raise _taken(service)
+
+
+def _holds_port(pid: int | None, port: int) -> bool:
+    """Whether a process or one of its children listens at a port; True where that cannot be known."""
+    try:
+        parent = psutil.Process(pid)
+        sockets = [one for each in (parent, *parent.children(recursive=True)) for one in each.net_connections("tcp")]
+    except psutil.Error:
+        return True
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
 
 
 def _stop(settings: Settings, service: Service) -> bool:
@@ -280,3 +307,7 @@ def _free_port() -> int:
 def _base(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _port(url: str) -> int:
+    return urlsplit(url).port or 8265

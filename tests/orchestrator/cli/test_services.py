@@ -19,7 +19,7 @@ from free_ports import free_ports
 from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
-from orchestrator.cli.services import ServiceError
+from orchestrator.cli.services import Service, ServiceError
 from orchestrator.run import ray_folder
 from orchestrator.settings import Settings
 
@@ -108,6 +108,27 @@ def test_a_taken_port_is_named_and_its_owner_left_alone(settings: Settings) -> N
         assert services.answers(settings.ray_dashboard)
     finally:
         server.shutdown()
+
+
+@pytest.mark.parametrize("field", ["ray_dashboard", "dashboard_port"])
+def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(settings: Settings, field: str) -> None:
+    """It could begin to answer once Ray has failed to listen there, and be sent the token."""
+    port = int(str(getattr(settings, field)).rpartition(":")[2])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ServiceError, match=rf":{port} is already in use.* NSA_RAY_DASHBOARD"),
+    ):
+        services.up(settings)
+    assert services.down(settings) == []
+
+
+def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: Settings, monkeypatch) -> None:
+    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard)
+    monkeypatch.setattr(services, "local_services", lambda *_: [service])
+    monkeypatch.setattr(services, "answers", lambda _: True)
+    services._start(settings, service)
+    with pytest.raises(ServiceError, match="is already in use by a process that `nsa up` did not start"):
+        services._await(settings, service, noted=False)
 
 
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
