@@ -20,6 +20,7 @@ LEAST_PIECE_S = 2.0
 _MOST_PIECES = 1000  # of a series before its pieces begin to grow, so that the journal grows no faster than the samples
 _PACE_WINDOW_S = 60.0
 _PACE_STEP_S = 1.0
+_MOST_PHASES = 100  # of which a pace is kept, the latest
 
 
 @dataclass
@@ -133,6 +134,9 @@ class Pace:
         elif total and done > count.done and others:
             self._interrupted, self._interrupting = phase, self._interrupting | others
         self._counts[phase] = count
+        if len(self._counts) > _MOST_PHASES:  # of a kind that names each step
+            del self._counts[next(iter(self._counts))]
+            self._interrupting &= self._counts.keys() if self._interrupted in self._counts else set()
         count.note(clock, done, total)
         return done, total, count.rate(clock)
 

@@ -213,7 +213,7 @@ def classify(err: BaseException) -> PointState:
     while cause is not None:
         if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
             return PointState.OOM
-        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OOM_TEXTS):
+        if isinstance(cause, RuntimeError) and any(text in _said(cause) for text in _OOM_TEXTS):
             return PointState.OOM
         cause = cause.__cause__
     return PointState.ERROR
@@ -233,8 +233,16 @@ def _check(measurement: Measurement, declared: Quantities) -> None:
             raise ValueError(f"metric {metric.name} is not finite (value {metric.value}); a failure is not a number")
 
 
+def _said(err: BaseException) -> str:
+    """An error's text; "" of one that cannot be made into a text."""
+    try:
+        return str(err)
+    except Exception:
+        return ""
+
+
 def _failure(err: Exception, folder: str | None = None) -> protocol.Failure:
-    text = str(err).strip().split("\n")[0]  # its file has the whole text
+    text = _said(err).strip().split("\n")[0]  # its file has the whole text
     reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err)), **_cuda_memory()}

@@ -139,6 +139,15 @@ def test_an_exception_is_a_failure_with_its_traceback(pipe, snippet_kind) -> Non
     assert "Traceback" in Path(file.path).read_text()
 
 
+@pytest.mark.parametrize("base", ["RuntimeError", "ValueError"])
+@pytest.mark.parametrize("text", ["5", "1 / 0"])
+def test_an_exception_without_a_text_is_a_failure(pipe, snippet_kind, base: str, text: str) -> None:
+    event = run_point(snippet(f"class Odd({base}):\n  def __str__(self): return {text}\nraise Odd"), pipe[1])
+    assert isinstance(event, protocol.Failure)
+    assert (event.state, event.reason) == (PointState.ERROR, "Odd")
+    assert "Odd" in Path(event.files[0].path).read_text()
+
+
 def test_an_exception_with_a_text_that_is_no_unicode_is_readable(pipe, snippet_kind) -> None:
     event = run_point(snippet(r"raise ValueError('caf\udcff')"), pipe[1])
     assert isinstance(event, protocol.Failure)
