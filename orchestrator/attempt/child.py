@@ -24,6 +24,8 @@ from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 _EXIT_GRACE_S = 10.0
 _REAP_S = 30.0
 _LAST_WORDS = 1 << 16  # bytes
+_READ, _READS = 1 << 16, 32  # bytes, and how often at once: more than a pipe holds
+_LONGEST = 64 << 20  # bytes of an event
 _GUARD = """exec 3<&0
 {
   read -r _ <&3 || {
@@ -127,12 +129,19 @@ class Child:
         """
         if not select.select([self._events], [], [], timeout)[0]:
             return []
+        pieces = [self._buffer]
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._events, 1 << 16):
-                self._buffer += chunk
-            time.sleep(min(timeout, 0.05))  # end of file stays readable: do not spin until the process is gone
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [self._event(line) for line in lines]
+            for _ in range(_READS):  # a worker that writes without end holds up no deadline
+                if not (chunk := os.read(self._events, _READ)):
+                    time.sleep(min(timeout, 0.05))  # end of file stays readable: do not spin until the process is gone
+                    break
+                pieces.append(chunk)
+        *lines, self._buffer = b"".join(pieces).split(b"\n")
+        found = [self._event(line) for line in lines]
+        if len(self._buffer) > _LONGEST:
+            self._buffer = b""
+            found.append(Violation(f"the worker sent more than {_LONGEST:,} bytes that are no event"))
+        return found
 
     def alive(self) -> bool:
         """False once the worker has ended. Does not reap it: its process group's number stays taken."""

@@ -54,6 +54,20 @@ def states(updates: list) -> list[PointState]:
     return [e.outcome.state for e in ended(updates)]
 
 
+def test_a_point_that_writes_without_end_holds_up_no_deadline(measure) -> None:
+    beats = protocol.encode(protocol.Beat("p" * 5_000, 0, 0)) * 13
+    flood = f"while True: os.write(int(sys.argv[1]), {beats!r})"
+    short = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=1.5))
+    assert states(measure(flood, "pass", conditions=short)) == [PointState.TIMEOUT, PointState.OK]
+
+
+def test_a_line_longer_than_any_event_ends_its_point(measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_LONGEST", 3 << 20)
+    [end] = ended(measure("while True: os.write(int(sys.argv[1]), b'x' * 65_536)"))
+    assert end.outcome.state is PointState.ERROR
+    assert end.outcome.reason == "the worker sent more than 3,145,728 bytes that are no event"
+
+
 def test_an_ok_point_has_metrics_route_environment_and_files(measure) -> None:
     updates = measure("beat('timing', 1, 2); print('said'); value = 2.5; files = {'a.txt': 'text'}")
     assert isinstance(updates[0], StartRecord)
