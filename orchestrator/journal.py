@@ -39,7 +39,7 @@ class JournalHeld(JournalError):  # noqa: N818  (a temporary condition, not a mi
 
 
 class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
-    """The journal's disk takes no more now; the journal is as it was before."""
+    """The journal's disk takes no more now, or the journal is not in its place; it is as it was before."""
 
 
 class Journal:
@@ -81,7 +81,12 @@ class Journal:
         return self._end
 
     def append(self, records: Iterable[Record]) -> None:
-        """Append records and sync them to disk: all of them or none. Raises JournalFull if the disk takes no more."""
+        """Append records and sync them to disk: all of them or none.
+
+        Raises JournalFull if the disk takes no more, or the file was moved away or removed.
+        """
+        if not self._in_place():
+            raise JournalFull(f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back")
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
         fd, left = self._file.fileno(), memoryview(lines)
         try:
@@ -112,6 +117,13 @@ class Journal:
             size *= 4
         lines = data.split(b"\n")[:-1][:most]
         return [RECORD.validate_json(line) for line in lines], start + sum(map(len, lines)) + len(lines)
+
+    def _in_place(self) -> bool:
+        """Whether the file is the one that readers find."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
 
     def _read(self, start: int, size: int) -> bytes:
         return os.pread(self._file.fileno(), size, start)

@@ -225,6 +225,31 @@ def test_a_full_disk_costs_no_record(recorder, flaky, told, path) -> None:
     assert recorder.missing() == []
 
 
+@pytest.mark.parametrize("database", ["there", "away"])
+def test_a_journal_that_is_removed_is_told_and_what_nothing_has_is_said_to_be_lost(
+    recorder, flaky, told, path, database: str
+) -> None:
+    recorder.write([note("a")])
+    wait_for(lambda: stored(recorder))
+    path.unlink()
+    flaky.error = AWAY if database == "away" else None
+    recorder.write([note("b")])
+    assert "was moved away or removed" in told[0]
+    recorder.close(patience_s=0.3)
+    assert recorder.kept is (database == "there")
+    assert any("the journal lacks" in line or "which are lost" in line for line in recorder.missing())
+
+
+def test_a_journal_that_is_put_back_is_whole(recorder, flaky, told, path, tmp_path) -> None:
+    recorder.write([note("a")])
+    path.rename(tmp_path / "aside")
+    recorder.write([note("b")])
+    (tmp_path / "aside").rename(path)
+    recorder.close(patience_s=20)
+    assert texts(list(journal.read(path)))[:2] == ["a", "b"]
+    assert recorder.missing() == []
+
+
 def test_results_that_nothing_takes_are_said_to_be_lost(recorder, flaky, path) -> None:
     flaky.error = AWAY
     recorder.write([note("a")])
