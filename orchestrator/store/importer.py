@@ -210,7 +210,7 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
     """The rows of a table, each with its file and line, and their reader. Raises ImportFileError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            if os.fstat(file.fileno()).st_size > TABLE_LIMIT:
+            if (size := os.fstat(file.fileno()).st_size) > TABLE_LIMIT:
                 raise ImportFileError(
                     f"file: '{path}' has more than {TABLE_LIMIT >> 20} MiB; split it into one file a run"
                 )
@@ -221,7 +221,8 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            return read, list(_cells(((reader.line_num, cells) for cells in reader), columns, path.name))
+            whole = os.pread(file.fileno(), 1, max(0, size - 1)) in (b"\n", b"\r")
+            return read, list(_cells(((reader.line_num, cells) for cells in reader), columns, path.name, whole))
     except (OSError, UnicodeDecodeError) as err:
         reason = err.strerror if isinstance(err, OSError) else "not text"
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
@@ -229,13 +230,24 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
         raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None
 
 
-def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: str) -> Iterator[Row]:
-    """The rows by their columns, each with its place in the file as its column `file`."""
+def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: str, whole: bool) -> Iterator[Row]:
+    """The rows by their columns, each with its place in the file as its column `file`.
+
+    Args:
+        whole: whether the last line has an end.
+
+    Raises:
+        ImportFileError: it has none, and lacks cells: the file was cut off, perhaps in a number.
+    """
     places = {"file": 0} | {column: place for place, column in enumerate(columns, 1) if column not in ("", "file")}
-    texts = _Texts()
+    texts, line, cells = _Texts(), 0, columns
     for line, cells in numbered:
         if cells:
             yield _Cells(places, (f"{name} line {line}", *map(texts.__getitem__, cells)))
+    if not whole and len(cells) < len(columns):
+        raise ImportFileError(
+            f"file: '{name}' ends in line {line}, in the cell {len(cells)} of {len(columns)}; give the whole file"
+        )
 
 
 def _begun(session: Session, begin: RunRecord) -> bool:

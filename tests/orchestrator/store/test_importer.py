@@ -124,6 +124,18 @@ def written(path: Path, records: list[Record]) -> Path:
     return path
 
 
+def test_a_table_that_was_cut_off_replaces_nothing(sqlite_store: Store, tmp_path: Path):
+    whole = (DATA / "peers_h200.csv").read_bytes()
+    path = tmp_path / "peers_h200.csv"
+    path.write_bytes(whole.rstrip())  # without the last line's end it is whole all the same
+    import_file(sqlite_store, path)
+    before = dump(sqlite_store)
+    path.write_bytes(whole[: whole.rindex(b",", 0, 3000) - 1])
+    with pytest.raises(ImportFileError, match=r"'peers_h200.csv' ends in line \d+, in the cell \d+ of 15; give the wh"):
+        import_file(sqlite_store, path)
+    assert dump(sqlite_store) == before
+
+
 @pytest.mark.parametrize(("step", "where"), [("add_events", bulk), ("apply_all", writer)])
 def test_a_file_may_be_imported_twice_at_once(
     store: Store, sweep, tmp_path: Path, step: str, where: object, monkeypatch: pytest.MonkeyPatch
