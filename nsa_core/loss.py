@@ -46,15 +46,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, rows: int, fused: bool
     ) -> Tensor:
         cast = weight.to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        dx: list[Tensor] = []
-        dweight = torch.zeros_like(weight, dtype=wide)
-        for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-            loss, dpart = _take(part.to(dtype), cast, wanted, dweight, fused)
-            total = total + loss
-            dx.append(dpart)
-        ctx.save_for_backward(torch.cat(dx), dweight)
+        if fused:
+            from .kernels.training.cross_entropy import head_cross_entropy as by_kernel  # needs Triton
+
+            total, dx, dweight = by_kernel(x.to(dtype).contiguous(), cast, targets, rows)
+        else:
+            total, dx, dweight = _in_chunks(x, cast, targets, rows)
+        ctx.save_for_backward(dx, dweight)
         ctx.dtypes = x.dtype, weight.dtype
         return total
 
@@ -65,21 +63,25 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return (dx * dtotal).to(of_x), (dweight * dtotal).to(of_weight), None, None, None, None
 
 
-def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of rows x, and its gradient with respect to x; that with respect to weight is added to dweight.
+def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss, at least float32, and its gradients: of x in weight's dtype, and of weight, at least float32."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=x.device)
+    dx: list[Tensor] = []
+    dweight = torch.zeros_like(weight, dtype=wide)
+    for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+        loss, dpart = _take(part.to(weight.dtype), weight, wanted, dweight)
+        total = total + loss
+        dx.append(dpart)
+    return total, torch.cat(dx), dweight
 
-    fused: use the project's kernel, on logits in x's dtype.
-    """
-    if fused:
-        from .kernels.training.cross_entropy import cross_entropy  # needs Triton
 
-        losses, dlogits = cross_entropy(x @ weight.T, targets)
-        loss = losses.sum()
-    else:
-        logits, is_target, counted = _logits(x, weight, targets)
-        loss, lse = _summed(logits, is_target, counted)
-        dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
-        del logits, is_target
+def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of rows x, and its gradient with respect to x; that with respect to weight is added to dweight."""
+    logits, is_target, counted = _logits(x, weight, targets)
+    loss, lse = _summed(logits, is_target, counted)
+    dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
+    del logits, is_target
     dweight += dlogits.T @ x
     return loss, dlogits @ weight
 

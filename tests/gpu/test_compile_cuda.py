@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jobs.measure.memory import measure_peak
 from jobs.point import Machine
 from jobs.train import Spec, measure
 from nsa_core.kernels.runtime.launch import observe
+from nsa_core.loss import head_cross_entropy
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 
@@ -69,6 +71,26 @@ def test_compiled_training_in_half_precision_is_as_near_as_an_eager_one():
         assert own <= ran if compiled else own.isdisjoint(ran)
     for exact, eager, ours in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 2 * (eager - exact).norm()
+
+
+def test_the_compiled_loss_holds_the_logits_of_two_chunks():
+    """The compiler must not take those of all chunks first."""
+    torch.compiler.reset()
+    x = torch.randn(8 * 1024, 256, device="cuda", requires_grad=True)
+    weight = torch.randn(50_304, 256, device="cuda", requires_grad=True)
+    targets = torch.zeros(len(x), dtype=torch.long, device="cuda")
+    compiled = torch.compile(
+        lambda: head_cross_entropy(torch.nn.functional.silu(x), weight, targets, 1024), fullgraph=True, dynamic=False
+    )
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            compiled().backward()
+        x.grad = weight.grad = None
+
+    step()
+    chunk = 1024 * 50_304 * 2
+    assert measure_peak(step, torch.device("cuda"), 0).extra < 3 * chunk + 4 * weight.nbytes
 
 
 def train(**changes):

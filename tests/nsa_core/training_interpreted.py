@@ -7,6 +7,7 @@ import torch
 from kernel_interpreter import MARKS
 from torch import Tensor, nn
 
+from jobs.measure.memory import measure_peak
 from nsa_core import NativeSparseAttention, layer, loss, model
 from nsa_core.kernels.runtime.launch import Started, observe
 from nsa_core.model import SwiGLU
@@ -95,6 +96,16 @@ def test_the_loss_and_its_gradients(vocabulary: int, spread: float) -> None:
     value = nn.functional.cross_entropy(wide[0] @ wide[1].T, targets)
     want = [value.detach(), *torch.autograd.grad(value, wide, torch.tensor(2.0).double())]
     assert are_near(got, want, 1e-5)
+
+
+def test_the_loss_holds_the_logits_of_two_chunks() -> None:
+    x, weight, targets = of(0, 64, 2), of(1, 4096, 2), torch.zeros(64, dtype=torch.long)
+    chunk = 8 * 4096 * 4
+
+    from nsa_core.kernels.training.cross_entropy import head_cross_entropy
+
+    peak = measure_peak(lambda: head_cross_entropy(x, weight, targets, 8), torch.device("cpu"), 0).extra
+    assert 2 * chunk < peak < 5 * chunk, "of eight; the interpreter has copies of both"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

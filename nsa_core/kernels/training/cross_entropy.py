@@ -1,6 +1,7 @@
 # pyright: reportMissingImports=false
-"""Cross entropy of rows of logits and its gradient in one launch, which reads a row twice, the second time from cache.
+"""Cross entropy of a language model's head and its gradients, without ever holding all logits.
 
+A launch computes the loss of rows of logits and their gradient; it reads a row twice, the second time from cache.
 PyTorch's compiler makes three passes. The log-sum-exp is computed online as by Milakov and Gimelshein (arXiv
 1805.02867), with a maximum and a sum for each lane of the tile: nothing is reduced before the row ends.
 """
@@ -17,7 +18,7 @@ from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, power_of_two
 
-__all__ = ["cross_entropy"]
+__all__ = ["head_cross_entropy"]
 
 _WIDEST = 8192  # logits of a tile
 
@@ -54,7 +55,31 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr, IG
         tl.store(DLOGITS + first + n, p.to(DLOGITS.dtype.element_ty), mask=first + n < V)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+@operator("head_cross_entropy")
+def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of -log softmax(x · weightᵀ)[target], float32 [nat], its gradient [N,dim], and weight's [V,dim], float32.
+
+    One node of a compiler's graph, for all chunks: one that sees them apart may take the logits of all at once, as
+    Inductor has done.
+
+    Args:
+        x: [N,dim].
+        weight: [V,dim], of x's dtype.
+        targets: as those of `forward`, [N].
+        rows: rows of x whose logits are held at a time.
+    """
+    total = x.new_zeros((), dtype=torch.float32)
+    dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    for part, wanted, dpart in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
+        loss, dlogits = forward(part @ weight.T, wanted)
+        total += loss.sum()
+        dweight += dlogits.T @ part
+        torch.mm(dlogits, weight, out=dpart)
+        del dlogits  # before the next logits are taken
+    return total, dx, dweight
+
+
+def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """-log softmax(logits)[target] of every row, float32 [R] [nat], and its gradient softmax - one-hot [R,V].
 
     Both are zero where the target is IGNORED.
@@ -63,11 +88,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits: [R,V].
         targets: int64 [R]; any other outside 0 .. V - 1 makes its row's loss infinite.
     """
-    return _operator(logits, targets)
-
-
-def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, as `cross_entropy`, which is this function as a custom operator."""
     logits = logits.contiguous()
     loss, dlogits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits)
     width = logits.shape[1]
@@ -76,6 +96,3 @@ def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     arguments = pointers | dict(V=width, log2e=LOG2_E)
     launch(_cross_entropy, (len(logits),), arguments, constants, Tile(warps=16), stage="cross_entropy")
     return loss, dlogits
-
-
-_operator = operator("cross_entropy")(forward)
