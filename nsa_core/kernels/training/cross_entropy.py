@@ -68,14 +68,16 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
         targets: as those of `forward`, [N].
         rows: rows of x whose logits are held at a time.
     """
-    total = x.new_zeros((), dtype=torch.float32)
-    dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    total, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x)
+    dweight: Tensor | None = None
     for part, wanted, dpart in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
         loss, dlogits = forward(part @ weight.T, wanted)
         total += loss.sum()
-        dweight += dlogits.T @ part
+        product = dlogits.T @ part
+        dweight = product.float() if dweight is None else dweight.add_(product)
         torch.mm(dlogits, weight, out=dpart)
-        del dlogits  # before the next logits are taken
+        del dlogits, product  # before the next logits are taken
+    assert dweight is not None, "split gives one part at least"
     return total, dx, dweight
 
 
