@@ -98,14 +98,15 @@ def test_the_loss_and_its_gradients(vocabulary: int, spread: float) -> None:
     assert are_near(got, want, 1e-5)
 
 
-def test_the_loss_holds_the_logits_of_two_chunks() -> None:
+def test_the_loss_holds_the_logits_of_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel: the interpreter's objects keep tensors until they are collected."""
+    from nsa_core.kernels.training import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "forward", lambda y, _: (torch.zeros(len(y)), torch.empty_like(y)))
     x, weight, targets = of(0, 64, 2), of(1, 4096, 2), torch.zeros(64, dtype=torch.long)
     chunk = 8 * 4096 * 4
-
-    from nsa_core.kernels.training.cross_entropy import head_cross_entropy
-
-    peak = measure_peak(lambda: head_cross_entropy(x, weight, targets, 8), torch.device("cpu"), 0).extra
-    assert 2 * chunk < peak < 5 * chunk, "of eight; the interpreter has copies of both"
+    peak = measure_peak(lambda: cross_entropy.head_cross_entropy(x, weight, targets, 8), torch.device("cpu"), 0).extra
+    assert 2 * chunk < peak < 3 * chunk, "of eight"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
