@@ -53,7 +53,7 @@ class Bisection:
 
     @property
     def _neighbours(self) -> str:
-        """What was found of the next smaller sizes; a search has none below its fewest layers and shortest length."""
+        """Outcomes of the next smaller sizes, in words; none is below a search's fewest layers and shortest length."""
         assert self.smallest is not None, "of a search that found one"
         layers, length = self.smallest
         fewer = [size for size in self.tried if size[0] < layers and size[1] == length]
