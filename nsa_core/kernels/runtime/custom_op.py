@@ -12,20 +12,21 @@ from .launch import omit
 P, R = ParamSpec("P"), TypeVar("R")
 
 
-def operator(name: str) -> Callable[[Callable[P, R]], CustomOpDef]:
+def operator(name: str, fake: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], CustomOpDef]:
     """Decorator that registers nsa_core::`name`, an operator without side effects.
 
-    Its fake implementation is the function itself with launches omitted: the same tensors, unwritten.
+    Args:
+        fake: returns the same tensors, unwritten; None: the function itself with launches omitted.
     """
 
     def register(function: Callable[P, R]) -> CustomOpDef:
         operator = custom_op(f"nsa_core::{name}", function, mutates_args=())
 
-        @operator.register_fake
-        def fake(*args: P.args, **kwargs: P.kwargs) -> R:
+        def unlaunched(*args: P.args, **kwargs: P.kwargs) -> R:
             with omit():
                 return function(*args, **kwargs)
 
+        operator.register_fake(fake or unlaunched)
         return operator
 
     return register

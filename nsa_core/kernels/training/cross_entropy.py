@@ -55,7 +55,12 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr, IG
         tl.store(DLOGITS + first + n, p.to(DLOGITS.dtype.element_ty), mask=first + n < V)
 
 
-@operator("head_cross_entropy")
+def _unwritten(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like those of head_cross_entropy."""
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+
+
+@operator("head_cross_entropy", fake=_unwritten)
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of -log softmax(x · weightᵀ)[target], float32 [nat], its gradient [N,dim], and weight's [V,dim], float32.
 
@@ -73,12 +78,27 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
     for part, wanted, dpart in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
         loss, dlogits = forward(part @ weight.T, wanted)
         total += loss.sum()
-        product = dlogits.T @ part
-        dweight = product.float() if dweight is None else dweight.add_(product)
+        dweight = _plus_product(dweight, dlogits.T, part)
         torch.mm(dlogits, weight, out=dpart)
-        del dlogits, product  # before the next logits are taken
+        del dlogits  # before the next logits are taken
     assert dweight is not None, "split gives one part at least"
     return total, dx, dweight
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`total` + a · b in float32, in place; the product alone if `total` is None.
+
+    Args:
+        total: [n,m], float32.
+        a: [n,k].
+        b: [k,m], of a's dtype.
+    """
+    if not a.is_cuda:  # where no product has another dtype than its factors
+        product = (a @ b).float()
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
