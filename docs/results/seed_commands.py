@@ -6,18 +6,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
+
+from jobs.spec import JobSpec, SpecError
+
+
+def whole(stored: Mapping[str, Any], kind: type[JobSpec]) -> dict[str, Any]:
+    """A stored spec with the settings that it leaves out, which had their defaults."""
+    optional = {name: field for name, field in kind.model_fields.items() if not field.is_required()}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
+    return to_jsonable_python(defaults) | dict(stored)
 
 
 def needed(load: Callable[[list[str]], Mapping[str, Any]], ran: Mapping[str, Any]) -> list[str]:
     """Settings with which a ready spec is `ran`, without those that follow from the others.
 
     Args:
-        load: gives the ready spec with some settings, as a run of it would keep it.
+        load: gives the ready spec with some settings; raises SpecError if they do not go together.
+        ran: as `load` gives specs.
     """
+
+    def suffice(settings: list[str]) -> bool:
+        try:
+            return not changes(load(settings), ran)
+        except SpecError:
+            return False
+
     settings = changes(load([]), ran)
     for each in reversed(settings):
         others = [other for other in settings if other != each]
-        if not changes(load(others), ran):
+        if suffice(others):
             settings = others
     return settings
 
@@ -25,7 +43,7 @@ def needed(load: Callable[[list[str]], Mapping[str, Any]], ran: Mapping[str, Any
 def changes(ready: Mapping[str, Any], ran: Mapping[str, Any]) -> list[str]:
     """Settings of `ran` that differ from those of `ready`, as "key=value", nested ones as "section.key=value".
 
-    A key that `ran` lacks is passed over: specs leave out newer settings that add nothing.
+    A key that `ran` lacks is passed over.
     """
     found = []
     for name, value in ran.items():

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from seed_commands import needed, setting
+from seed_commands import needed, setting, whole
 from tables import CONFIGS, commits, device, number, rate
 
 from jobs.axes import AXES, MORE
-from jobs.spec import load_spec
+from jobs.spec import JobSpec, load_spec
 from orchestrator.analysis import Fit, scaling_fits
 from orchestrator.states import Origin, PointState
 from orchestrator.store import Store, queries
@@ -40,10 +40,10 @@ class Spec:
     @cached_property
     def asked(self) -> dict[str, Any]:
         """The spec with its settings, as a run of it would keep it."""
-        return self._with([])
+        return self._with([]).model_dump(mode="json")
 
-    def _with(self, settings: Iterable[str]) -> dict[str, Any]:
-        return load_spec(CONFIGS / self.file, (*self.settings, *settings)).model_dump(mode="json")
+    def _with(self, settings: Iterable[str]) -> JobSpec:
+        return load_spec(CONFIGS / self.file, (*self.settings, *settings))
 
     @property
     def name(self) -> str:
@@ -56,9 +56,14 @@ class Spec:
 
     def command(self, run: Row | None) -> str:
         """The command that submits what a run ran; without one, the spec with its settings."""
-        differing = needed(self._with, run["spec"]) if run else []
+        differing = self._differing(run["spec"]) if run else []
         sets = [f"--set {shlex.quote(each)}" for each in (*self.settings, *differing)]
         return " ".join(["nsa submit", f"jobs/configs/{self.file}", *sets])
+
+    def _differing(self, ran: Row) -> list[str]:
+        """Settings in which a run differs from this spec with its settings."""
+        kind = type(self._with([]))
+        return needed(lambda settings: whole(self._with(settings).model_dump(mode="json"), kind), whole(ran, kind))
 
     def matches(self, run: Row) -> bool:
         """Whether a run of the file was submitted with these settings."""
@@ -322,6 +327,7 @@ HANG = Spec("backward_hang.yaml")
 BRANCHES = Spec("branches_m7c.yaml")
 CAPACITY = Spec("capacity_m7c.yaml")
 DIAGNOSE = Spec("diagnose_m7c.yaml")
+DIAGNOSE_1GPU = Spec("diagnose_m7c.yaml", ("ranks=1",))
 ESTIMATE = Spec("estimate_m7c.yaml")
 PROFILE = Spec("profile_m7c.yaml")
 SCALING = Spec("scaling_m7c.yaml")
@@ -335,10 +341,11 @@ TRAIN_1GPU = Spec("train_2gpu.yaml", ("ranks=1", "resources.num_gpus=1", "micro_
 TRAIN_2GPU_LARGER = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", "parallel=ddp"))  # the same load of each GPU
 TRAIN_REPLICATED = Spec("train_2gpu.yaml", ("parallel=replicate", "bucket_mb=null"))
 TRAIN_2GPU_REPLICATED = Spec("train_2gpu.yaml", ("batch=4", "micro_batch=2", *TRAIN_REPLICATED.settings))
+TRAIN_SHARDED = Spec("train_2gpu.yaml", ("parallel=fsdp", "bucket_mb=null", "cuda_graphs=false"))
 TRAIN_COMPRESSED = Spec("train_2gpu.yaml", ("gradient_compression=bf16", "bucket_mb=100"))
 VARIANTS = (
     *(PASSES, SOAK_2GPU, TRAIN_SHORT, TRAIN_COMPRESSED, TRAIN_1GPU, TRAIN_2GPU_LARGER, TRAIN_2GPU_REPLICATED),
-    TRAIN_REPLICATED,
+    *(TRAIN_REPLICATED, TRAIN_SHARDED, DIAGNOSE_1GPU),
 )
 """Specs with settings whose runs are no evidence for the spec without them."""
 

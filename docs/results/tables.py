@@ -332,11 +332,14 @@ def _decoding(store: Store, runs: Sequence[dict[str, Any]]) -> str:
 def _by_length(
     store: Store, runs: Sequence[dict[str, Any]], name: str
 ) -> Iterable[tuple[int, dict[tuple[str, str], float]]]:
-    """Values by (implementation, metric) at each length of the runs of this name."""
-    frame = queries.measurements(store, run_ids=[run["run_id"] for run in runs if run["name"] == name])
-    for _, group in frame.groupby("seq_len", sort=True):
-        keys = zip(group["implementation"], group["metric"], strict=True)
-        yield int(group["seq_len"].iloc[0]), dict(zip(keys, group["value"], strict=True))
+    """Values by (implementation, metric) at each length: those of the newest run of this name with NSA and dense."""
+    found: dict[int, dict[tuple[str, str], float]] = {}
+    for run_id in (run["run_id"] for run in runs if run["name"] == name):
+        for _, group in queries.measurements(store, run_ids=[run_id]).groupby("seq_len"):
+            if {"triton", "dense"} <= set(group["implementation"]):
+                keys = zip(group["implementation"], group["metric"], strict=True)
+                found[int(group["seq_len"].iloc[0])] = dict(zip(keys, group["value"], strict=True))
+    return sorted(found.items())
 
 
 def rate(value: float) -> str:

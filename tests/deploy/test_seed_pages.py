@@ -277,10 +277,26 @@ def test_a_command_submits_what_ran(
 
 
 @pytest.mark.parametrize(
+    ("spec", "settings"),
+    [
+        ("train_2gpu", {"parallel=fsdp", "bucket_mb=null", "cuda_graphs=false"}),  # with fewer of them it is no spec
+        ("diagnose_m7c", {"ranks=1", "batch=2"}),  # a stored spec leaves out that it has one rank
+    ],
+)
+def test_a_command_has_every_setting_that_is_needed(pages: ModuleType, spec: str, settings: set[str]) -> None:
+    from seed_evidence import Spec  # pyright: ignore[reportMissingImports]
+
+    ran = load_spec(ROOT / "jobs" / "configs" / f"{spec}.yaml", sorted(settings)).model_dump(mode="json")
+    words = shlex.split(Spec(f"{spec}.yaml").command({"spec": ran}))
+    assert {value for option, value in pairwise(words) if option == "--set"} == settings
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         ("ranks=1", "resources.num_gpus=1", "micro_batch=2", "bucket_mb=null"),
         ("parallel=replicate", "bucket_mb=null"),
+        ("parallel=fsdp", "bucket_mb=null", "cuda_graphs=false"),
         ("batch=4", "micro_batch=2"),
     ],
 )
