@@ -204,12 +204,12 @@ def _optional(package: str, fix: str) -> Finding:
 
 
 def _ray(settings: Settings) -> Finding:
-    from orchestrator.cli.services import answers
+    from orchestrator.cli.services import ray_answers
 
     version, url = _version("ray"), settings.ray_dashboard
     if version is None:
         return Finding("ray", Health.BROKEN, "not installed", _INSTALL)
-    if not answers(f"{url.rstrip('/')}/api/version"):
+    if not ray_answers(settings):
         return Finding(
             "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
         )
@@ -297,11 +297,11 @@ def _pyspy(_: Settings) -> Finding:
 
 
 def _dashboard(settings: Settings) -> Finding:
-    from orchestrator.cli.services import answers
+    from orchestrator.cli.services import dashboard_answers, dashboard_url
 
-    url = f"http://127.0.0.1:{settings.dashboard_port}"
+    url = dashboard_url(settings)
     if importlib.util.find_spec("streamlit") is None:
         return Finding("dashboard", Health.BROKEN, "streamlit is not installed", _INSTALL)
-    if not answers(f"{url}/_stcore/health"):
+    if not dashboard_answers(settings):
         return Finding("dashboard", Health.MISSING, f"not running at {url}", "nsa up")
     return Finding("dashboard", Health.OK, url)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jobs.plain_text import error_in_a_line
 from jobs.spec import SpecError, load_spec
 from orchestrator.cli import console, submission
-from orchestrator.cli.services import answers
+from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError
 from orchestrator.gates.rules import READY_SPECS, Gates, GatesError
 from orchestrator.gates.steps import Step
@@ -76,7 +76,7 @@ def cluster(settings: Settings) -> list[Node]:
     Raises:
         SubmissionError: no cluster answers.
     """
-    if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
+    if not ray_answers(settings):
         raise submission.no_cluster(settings)
     from ray.util.state import list_nodes
 

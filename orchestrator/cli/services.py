@@ -35,6 +35,7 @@ from orchestrator.terminal import warn
 
 _READY_S = 90.0
 _STOP_S = 40.0
+_ANSWER = 4096  # bytes of an answer that are read
 
 
 class ServiceError(UserError):
@@ -43,11 +44,12 @@ class ServiceError(UserError):
 
 @dataclass(frozen=True)
 class Service:
-    """A local process with a health URL."""
+    """A local process with a health URL; `says` is a text in its answer, by which it is told from other servers."""
 
     name: str
     command: tuple[str, ...]
     health: str
+    says: str
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,29 @@ def down(settings: Settings) -> list[str]:
 
 
 def status(settings: Settings) -> list[ServiceStatus]:
-    return [
-        ServiceStatus(s.name, _base(s.health), _pid(settings, s), answers(s.health)) for s in local_services(settings)
-    ]
+    return [ServiceStatus(s.name, _base(s.health), _pid(settings, s), is_healthy(s)) for s in local_services(settings)]
 
 
-def answers(url: str) -> bool:
-    """Whether an HTTP server at `url` answers; a refusal (401, 403) counts."""
+def ray_answers(settings: Settings) -> bool:
+    """Whether a Ray cluster answers at NSA_RAY_DASHBOARD."""
+    return is_healthy(_ray(settings))
+
+
+def dashboard_answers(settings: Settings) -> bool:
+    """Whether a dashboard answers at NSA_DASHBOARD_PORT of this machine."""
+    return is_healthy(_dashboard(settings))
+
+
+def is_healthy(service: Service) -> bool:
+    """Whether a service answers at its health URL, this one or another of its sort."""
+    return answers(service.health, service.says)
+
+
+def answers(url: str, says: str = "") -> bool:
+    """Whether an HTTP server at `url` answers with a text that has `says` in it; a refusal (401, 403) counts."""
     try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return says.encode() in answer.read(_ANSWER)
     except urllib.error.HTTPError as err:
         return err.code in (401, 403)
     except (OSError, http.client.HTTPException, ValueError):  # also of a server that speaks no HTTP
@@ -154,12 +169,13 @@ def ray_env(settings: Settings) -> dict[str, str]:
     return service_env(settings) | alone | ray_token.environment_of_a_cluster()
 
 
-def _ray(settings: Settings, options: Sequence[str]) -> Service:
+def _ray(settings: Settings, options: Sequence[str] = ()) -> Service:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
     command += [f"--dashboard-port={_port(settings.ray_dashboard)}", "--dashboard-agent-listen-port=0"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
-    return Service("ray", (*command, *options), f"{settings.ray_dashboard.rstrip('/')}/api/version")
+    health = f"{settings.ray_dashboard.rstrip('/')}/api/version"
+    return Service("ray", (*command, *options), health, says="ray_version")
 
 
 def _dashboard(settings: Settings) -> Service:
@@ -167,7 +183,12 @@ def _dashboard(settings: Settings) -> Service:
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     command += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
     command += ["--browser.gatherUsageStats=false"]
-    return Service("dashboard", tuple(command), f"http://127.0.0.1:{settings.dashboard_port}/_stcore/health")
+    return Service("dashboard", tuple(command), f"{dashboard_url(settings)}/_stcore/health", says="ok")
+
+
+def dashboard_url(settings: Settings) -> str:
+    """Address of this machine's dashboard."""
+    return f"http://127.0.0.1:{settings.dashboard_port}"
 
 
 @contextmanager
@@ -235,7 +256,7 @@ def _start(settings: Settings, service: Service) -> None:
 def _await(settings: Settings, service: Service, noted: bool) -> None:
     """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
-    while not (answers(service.health) and (not noted or local_address(settings))):
+    while not (is_healthy(service) and (not noted or local_address(settings))):
         dead = _pid(settings, service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jobs.plain_text import in_a_line
 from jobs.spec import load_spec
 from orchestrator.cli.exposure import asks_for_token
-from orchestrator.cli.services import answers
+from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError
 from orchestrator.provenance import git_state
 from orchestrator.run import ray_token
@@ -110,13 +110,13 @@ def stop(settings: Settings, submission_id: str) -> bool:
 def no_cluster(settings: Settings) -> SubmissionError:
     """The error of an address at which no cluster answers."""
     return SubmissionError(
-        f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r} does not answer; start a cluster with `nsa up`, "
+        f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: no Ray cluster answers there; start one with `nsa up`, "
         "or run without one: python -m jobs SPEC --local"
     )
 
 
 def _client(settings: Settings) -> JobSubmissionClient:
-    if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/version"):
+    if not ray_answers(settings):
         raise no_cluster(settings)
     ray_token.send_it()
     from ray.exceptions import AuthenticationError

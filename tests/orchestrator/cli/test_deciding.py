@@ -94,7 +94,7 @@ def test_gate_stores_verdicts_by_hardware(nsa: Nsa, tmp_path: Path):
 def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
     code, _, err = nsa("resolve", "linear-scaling", "--dry-run")
     assert code == 2
-    assert err.startswith("error: NSA_RAY_DASHBOARD: 'http://127.0.0.1:1' does not answer; start a cluster")
+    assert err.startswith("error: NSA_RAY_DASHBOARD: 'http://127.0.0.1:1': no Ray cluster answers there; start one")
     code, _, err = nsa("resolve", "linear-scaling/tpu")
     assert code == 2
     assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m-training, m7c-125m-training/1x-a100," in err

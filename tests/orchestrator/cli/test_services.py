@@ -123,9 +123,9 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
 
 
 def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: Settings, monkeypatch) -> None:
-    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard)
+    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard, "")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
-    monkeypatch.setattr(services, "answers", lambda _: True)
+    monkeypatch.setattr(services, "answers", lambda *_: True)
     services._start(settings, service)
     with pytest.raises(ServiceError, match="is already in use by a process that `nsa up` did not start"):
         services._await(settings, service, noted=False)
@@ -158,7 +158,7 @@ def _one_service(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]
         begun.append(popen(*args, **options))
         return begun[-1]
 
-    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1")
+    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     monkeypatch.setattr(services, "answers", lambda _: bool(time.sleep(0.2)))
     monkeypatch.setattr(services, "_await", lambda *_, **__: None)
