@@ -9,18 +9,20 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 
-from jobs.measure.environment import environment
 from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.quantities import TELEMETRY, Quantity, Role
 from jobs.spec import JobSpec
 
+if TYPE_CHECKING:
+    import torch
+
 ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
 QUANTITIES = (ELAPSED, *TELEMETRY)
+IMPORTS = ("torch",)  # most of a driver's start, which only reads the spec
 
 Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip", "spin", "fill", "assert"]
 _ON_GPU = {"spin", "fill", "assert"}
@@ -63,6 +65,10 @@ def _skip_reason(behaviour: Behaviour, machine: Machine) -> str | None:
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     """Run the point's behaviour. Only `ok` and `slow` return."""
+    import torch
+
+    from jobs.measure.environment import environment
+
     start = time.perf_counter()
     device = torch.device(config["device"])
     beat("drill")
@@ -74,6 +80,8 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
 
 def _ok(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     """Do a little work on the device."""
+    import torch
+
     torch.ones(8, device=device).sum().item()
 
 
@@ -112,6 +120,8 @@ def _exit(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
 
 def _oom(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     """Allocate 1 PiB, for PyTorch's own out-of-memory error without harm to the host."""
+    import torch
+
     torch.empty(2**50, dtype=torch.int8, device=device)
 
 
@@ -121,12 +131,16 @@ def _raise(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
 
 def _spin(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     """Wait for a kernel that runs for years: the process is stuck in the driver, and the GPU is busy."""
+    import torch
+
     torch.cuda._sleep(2**62)  # pyright: ignore[reportPrivateUsage] - clock cycles
     torch.cuda.synchronize(device)
 
 
 def _fill(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     """Take the card's memory, a GiB at a time, until there is none left."""
+    import torch
+
     taken: list[torch.Tensor] = []
     while True:
         taken.append(torch.zeros(2**30, dtype=torch.int8, device=device))
@@ -134,6 +148,8 @@ def _fill(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
 
 def _assert(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:
     """Read beyond a tensor's end: the assertion in the kernel leaves a CUDA context that runs nothing any more."""
+    import torch
+
     torch.zeros(1, device=device)[torch.ones(1, dtype=torch.int64, device=device)]
     torch.cuda.synchronize(device)
 

@@ -1,7 +1,8 @@
 """Job kinds: modules of this package, and modules that installed distributions offer as entry points.
 
 A kind's module defines `Spec` (a JobSpec whose `kind` is the kind's name), `measure`, `QUANTITIES` (everything it may
-measure) and, if it has axes of its own, `AXES`. A distribution offers one in the group `nsa_bench.jobs`: name =
+measure) and, if it has axes of its own, `AXES`; `IMPORTS` names modules that a point's process is to import before it
+says what it found there, and that drivers do without. A distribution offers one in the group `nsa_bench.jobs`: name =
 kind, value = module. Only the requested kind is imported, so that a broken kind does not affect the others.
 """
 

@@ -152,6 +152,8 @@ def _prepared(
 ) -> tuple[Any, Quantities, SamplingReporter]:
     """The point's kind, what it declares, and its reporter; `block` ends the reporter and the limit of the memory."""
     kind = kind_module(run.kind)
+    for name in getattr(kind, "IMPORTS", ()):
+        importlib.import_module(name)
     declared, there, limit = Quantities(kind.QUANTITIES), run.surroundings, run.memory_bytes
     if run.cluster is None:
         events.send(protocol.Environment(described(run.device, run.settings)))
