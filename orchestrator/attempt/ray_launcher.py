@@ -231,14 +231,17 @@ class _Fit(threading.Thread):
 
 
 def _trainer_class() -> Any:
-    """Ray Train's trainer without its cleaner of placement groups: an actor that outlives a killed driver, and may not
-    end where a host has several clusters. Ray removes a driver's placement groups with the driver."""
+    """Ray Train's trainer without two of its actors, each a process that has to start before the ranks.
+
+    The cleaner of placement groups outlives a killed driver, and may not end where a host has several clusters; Ray
+    removes a driver's placement groups with the driver. The manager of Ray's datasets has none to manage.
+    """
     from ray.train.torch import TorchTrainer
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            cleaner = "PlacementGroupCleanerCallback"
-            return [one for one in super()._create_default_callbacks() if type(one).__name__ != cleaner]
+            unused = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+            return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
 
     return Trainer
 
