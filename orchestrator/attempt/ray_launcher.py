@@ -27,7 +27,8 @@ from jobs.plain_text import in_a_line
 from jobs.point import Measurement, Reading
 from orchestrator.attempt import protocol
 from orchestrator.attempt.description import described
-from orchestrator.attempt.ray_rank import Mailbox, Placed, Raised, RankRaised, Returned, Work, rank_main
+from orchestrator.attempt.mailbox import Mailbox
+from orchestrator.attempt.ray_rank import Placed, Raised, RankRaised, Returned, Work, rank_main
 from orchestrator.attempt.ray_watches import ANSWER_S, Watches, actor
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class RayLauncher:
                 raise RanksEnded(
                     dict.fromkeys(found.placed, f"lost its mailbox: {_in_words(err)}"), found.tails
                 ) from None
-            for message in messages:
+            for message in map(pickle.loads, messages):
                 found.note(message)
                 if isinstance(message, Placed) and message.environment:
                     self._tell(protocol.Environment(message.environment))
@@ -180,7 +181,7 @@ class _Found:
             case Placed(rank=number):
                 self.placed[number] = message
             case Returned(rank=number, result=result):
-                self.results[number] = pickle.loads(result)
+                self.results[number] = result
             case Raised(rank=number, tail=tail):
                 self.tails[number] = tail
             case _:

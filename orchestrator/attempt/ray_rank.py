@@ -1,8 +1,7 @@
-"""Actors of a point with several ranks: the ranks, their mailbox, and a watch on each of their nodes."""
+"""Actors of a point with several ranks: the ranks, and a watch on each of their nodes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
@@ -57,10 +56,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Returned:
-    """The result of a rank, pickled: the mailbox, which would import PyTorch to read it, passes it on unread."""
+    """The result of a rank."""
 
     rank: int
-    result: bytes
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Work:
 
     Attributes:
         main: as jobs.launcher.Launcher.run.
-        mailbox: handle of the Mailbox.
+        mailbox: handle of the orchestrator.attempt.mailbox.Mailbox.
         memory_bytes: as orchestrator.attempt.memory_limit.
         card: name of the GPU that the point is planned for; None: any.
         describe: gives the environment of the point on a device, in the rank's process.
@@ -93,34 +92,6 @@ class Work:
     memory_bytes: int | None
     card: str | None
     describe: Callable[[str], Mapping[str, Any]]
-
-
-class Mailbox:
-    """An actor that keeps the ranks' messages until their point's process takes them, and its word to stop for them."""
-
-    def __init__(self) -> None:
-        self._messages: list[Any] = []
-        self._arrived = asyncio.Event()
-        self._stopped = False
-
-    async def post(self, messages: Sequence[Any]) -> bool:
-        """Keep messages of a rank. Returns whether the ranks are to end."""
-        self._messages += messages
-        if messages:
-            self._arrived.set()
-        return self._stopped
-
-    async def taken(self, timeout: float) -> list[Any]:
-        """The messages, in the order of their arrival; waits up to `timeout` seconds for the first."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), timeout)
-        self._arrived.clear()
-        messages, self._messages = self._messages, []
-        return messages
-
-    async def stop(self) -> None:
-        """Ask the ranks to end."""
-        self._stopped = True
 
 
 class NodeWatch:
@@ -189,7 +160,7 @@ def rank_main(settings: Mapping[str, Work]) -> None:
             _check_card(placed.gpu, work.card)
             with memory_limit(work.device, work.memory_bytes):
                 result = work.main(Rank(number, device, post, stop, folder))
-        post(Returned(number, pickle.dumps(result)))
+        post(Returned(number, result))
     except BaseException as err:
         post(failure(number, err))
         post(Raised(number, "\n".join(traceback.format_exc().splitlines()[-_TAIL:])))
@@ -204,13 +175,13 @@ class _Post:
     def __init__(self, mailbox: Any, stop: threading.Event) -> None:
         self._mailbox = mailbox
         self._stop = stop
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
         self._thread.start()
 
     def __call__(self, message: Any) -> None:
-        self._queue.put(message)
+        self._queue.put(pickle.dumps(message))
 
     def close(self) -> None:
         """Send what is left."""
@@ -221,7 +192,7 @@ class _Post:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
-        messages: list[Any] = []
+        messages: list[bytes] = []
         while True:
             last = self._closing.wait(_SEND_S)
             messages += [self._queue.get() for _ in range(self._queue.qsize())]

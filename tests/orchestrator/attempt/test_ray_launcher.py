@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from threading import Event
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.M
     def get(messages: list[Any]) -> bool:
         if messages and faults:
             raise faults.pop()
-        arrived.extend(messages)
+        arrived.extend(map(pickle.loads, messages))
         return False
 
     monkeypatch.setattr(ray, "get", get)
