@@ -23,6 +23,10 @@ from waiting import wait_for
 
 BIN = Path(sys.executable).parent
 NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+FEW_WORKERS = {  # of a node's processes, each of which takes seconds of the processor to start
+    "RAY_prestart_worker_first_driver": "0",  # those would lack a job's environment: none would be used
+    "RAY_idle_worker_killing_time_threshold_ms": "30000",  # else that of a probe may end before the job's first point
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,12 @@ def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     names = ["port", "dashboard-port", *NODE_PORTS]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = ["ray", "start", "--head", "--block", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"]
-    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000", "--no-monitor"]  # there is no autoscaler
     command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
     found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
     with (folder / "head.log").open("w") as log:
-        head = subprocess.Popen(command, env=found.env(folder), stdout=log, stderr=log, start_new_session=True)
+        env = found.env(folder) | FEW_WORKERS
+        head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_for(lambda: _answers(found), 60, lambda: (folder / "head.log").read_text())
         yield found
@@ -77,7 +82,7 @@ def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variab
     command += [f"--{port}={number}" for port, number in zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)]
     log = cluster.folder / f"{name}.log"
     with log.open("w") as out:
-        env = cluster.env(cluster.folder) | variables
+        env = cluster.env(cluster.folder) | FEW_WORKERS | variables
         node = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
         wait_for(lambda: _living_nodes(cluster) == before + 1, 60, log.read_text)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from free_ports import free_ports
 from ftp_server import FtpServer, ftp_server
-from ray_clusters import stop_node
+from ray_clusters import FEW_WORKERS, stop_node
 
 from dashboard import data
 from orchestrator import journal
@@ -63,11 +63,13 @@ def env(tmp_path: Path, server: FtpServer) -> Iterator[dict[str, str]]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     clean |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
     clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(KINDS), "OMP_NUM_THREADS": "1"}
+    clean |= FEW_WORKERS
     ports = free_ports(7)
     address = f"127.0.0.1:{ports[0]}"
     common = ["ray", "start", "--block", "--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
     common += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-    head = [*common, "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", *_agent_ports(ports[2:4])]
+    head = [*common, "--head", "--no-monitor", f"--port={ports[0]}", f"--dashboard-port={ports[1]}"]
+    head += _agent_ports(ports[2:4])
     nodes = [head, [*common, f"--address={address}", *_agent_ports(ports[4:6])]]
     started: list[subprocess.Popen[bytes]] = []
     try:

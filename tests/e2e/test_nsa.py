@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_ports
+from ray_clusters import FEW_WORKERS
 from waiting import wait_for
 
 from jobs.kinds import kinds
@@ -37,7 +38,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "NSA_RAY_DASHBOARD": f"http://127.0.0.1:{ray}",
         "NSA_DASHBOARD_PORT": str(dashboard),
     }
-    up = _run(env, "nsa", "up", "--num-cpus", "2")
+    up = _run(env | FEW_WORKERS, "nsa", "up", "--num-cpus", "2")
     try:
         assert up.returncode == 0, up.stdout + up.stderr
         yield env
@@ -121,7 +122,7 @@ LESS = {  # of specs with many points alike, many steps or long sequences: most 
     "toolchain": ["lengths=[64]", "passes=[forward]"],
     "train": ["attention=[nsa]", "seq_len=32", "batch=2", "steps=20", "data.heldout_batches=2"],
 }
-AT_ONCE = 2  # runs, as cores: Ray ends the worker of a probe whose driver then waits for a core, and starts another
+AT_ONCE = 2  # runs, as cores: Ray ends the worker of a probe whose driver then waits long, and starts another
 
 _SUBMIT = """
 import json, sys

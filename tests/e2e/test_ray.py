@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from ray_clusters import Cluster, point_processes, running_cluster, running_node
+from ray_clusters import Cluster, point_processes, running_node
 from waiting import wait_for
 
 from orchestrator import journal
@@ -28,12 +28,6 @@ from orchestrator.store import Store, StoreError, queries
 ROOT = Path(__file__).resolve().parents[2]
 DRILL = "jobs/configs/drill.yaml"
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(cpus=2, gpus=2) as found:
-        yield found
 
 
 @pytest.fixture

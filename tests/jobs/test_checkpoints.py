@@ -109,7 +109,7 @@ def _kill_last_rank() -> None:
     descendants(psutil.Process(), "spawn_main")[-1].kill()
 
 
-# Under ddp: tests/e2e/test_resumed_training.py.
+# Under ddp: tests/e2e/test_local_training.py.
 def test_sharded_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_path: Path) -> None:
     changes = {"ranks": 2, "parallel": "fsdp", "steps": 40, "restarts": 1, "checkpoints": {"every": 5}}
     whole = _train(text, Watching(None), steps=40, checkpoints=None)
