@@ -58,12 +58,12 @@ def _start(home: Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def _until(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
+def _until(condition: Callable[[], bool], running: subprocess.Popen[str], pause: float = 0.01) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 def _newest(home: Path) -> int:
@@ -92,7 +92,7 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     _worker(driver).kill()
     first = _newest(home)
     _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
-    _until(lambda: _has_an_end(home), driver)
+    _until(lambda: _has_an_end(home), driver, pause=0.1)  # asking takes the processor from the training
     worker = _worker(driver)
     driver.kill()
     assert psutil.wait_procs([worker], timeout=30)[1] == []  # until then it may save another checkpoint
