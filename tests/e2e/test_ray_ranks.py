@@ -338,7 +338,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
     cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
     deadlines = "deadlines={startup_s: 120, heartbeat_s: 12, point_s: 400}"
-    run = _start(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
+    run = _submit(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
     ranks = run.until_trained(cluster)
     ranks[0].suspend()
     end = run.ended(1)
@@ -365,7 +365,7 @@ def test_a_loss_that_is_not_a_number_fails_the_point_and_starts_nothing_again(
     cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
     wild = "optimizer={warmup_steps: 0, learning_rate: 1.0e+30, grad_clip: 1.0e+30}"
-    run = _start(cluster, tmp_path / "home", spec, wild, "checkpoints={every: 20}", "restarts=1")
+    run = _submit(cluster, tmp_path / "home", spec, wild, "checkpoints={every: 20}", "restarts=1")
     end = run.ended(1)
     assert end.state == "error"
     assert re.fullmatch(r"Diverged: loss (nan|inf) at step \d+; lower optimizer\.learning_rate", str(end.reason))
