@@ -304,9 +304,10 @@ def test_memory_is_bounded_by_leaving_out_samples(recorder, flaky, path, monkeyp
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_record_that_the_database_refuses_costs_no_other(
-    sqlite_store: Store, sweep, path, told, place, tmp_path
+    sqlite_store: Store, sweep, path, told, place, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its point ends in the database as an error that says why, and the run goes on being stored, also when resumed."""
+    monkeypatch.setattr("orchestrator.run.recorder.SLOW_S", 600)  # a slow disk is not told of among the rest
     run, *rest = sweep()
     bad = [record for record in rest if isinstance(record, OutcomeRecord)][place]
     twice = bad.model_copy(update={"metrics": bad.metrics * 2})
