@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.launcher import Launcher
 from jobs.point import Measurement, Metric, Surroundings
 
 
@@ -37,8 +38,8 @@ def small(text: Path, **changes: Any) -> dict[str, Any]:
 class Keeping:
     """A Reporter that keeps warnings, texts (name -> text) and series (name -> step -> value)."""
 
-    def __init__(self, folder: Path | None = None, key: str = "k") -> None:
-        self.surroundings = Surroundings(f"file://{folder}" if folder else None, key)
+    def __init__(self, folder: Path | None = None, key: str = "k", launcher: Launcher | None = None) -> None:
+        self.surroundings = Surroundings(f"file://{folder}" if folder else None, key, launcher)
         self.warnings: list[str] = []
         self.series: dict[str, dict[int, float]] = {}
         self.kept: dict[str, str] = {}
@@ -64,9 +65,15 @@ class Watching(Keeping):
     """A Reporter that keeps what it is told, and acts once when training has got to a step."""
 
     def __init__(
-        self, folder: Path | None, *, key: str = "k", at: int = -1, act: Callable[[], None] = lambda: None
+        self,
+        folder: Path | None,
+        *,
+        key: str = "k",
+        launcher: Launcher | None = None,
+        at: int = -1,
+        act: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(folder, key)
+        super().__init__(folder, key, launcher)
         self.trained: list[int] = []
         self._at, self._act = at, act
 

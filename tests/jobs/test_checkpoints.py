@@ -21,6 +21,7 @@ from processes import descendants
 from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Watching, by_name, interrupt, of_the_kill, small, write_text
+from warm_ranks import WarmRanks
 
 from jobs._training.checkpoint_folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs._training.checkpoint_io import Reader
@@ -109,35 +110,56 @@ def _kill_last_rank() -> None:
     descendants(psutil.Process(), "spawn_main")[-1].kill()
 
 
+class _KilledThenInterrupted(Watching):
+    """A Watching that interrupts the training, too, once it was started again and has got further."""
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        if "; restart " in text:
+            self._at, self._act = 11, interrupt
+
+
 # Under ddp: tests/e2e/test_local_training.py.
-def test_sharded_ranks_of_which_one_is_killed_start_again_and_train_on(text: Path, tmp_path: Path) -> None:
-    changes = {"ranks": 2, "parallel": "fsdp", "steps": 40, "restarts": 1, "checkpoints": {"every": 5}}
-    whole = _train(text, Watching(None), steps=40, checkpoints=None)
-    watching = Watching(tmp_path, at=12, act=_kill_last_rank)
-    resumed = _train(text, watching, **changes)
+def test_sharded_ranks_start_again_after_a_kill_and_another_number_of_ranks_goes_on_after_sigterm(
+    text: Path, tmp_path: Path
+) -> None:
+    """Two ranks with sharded weights; then one rank reads what both wrote."""
+    before = signal.getsignal(signal.SIGTERM)
+    tame = {"steps": 80, "optimizer": {"warmup_steps": 3, "learning_rate": 1e-3}}  # what is rounded stays small
+    watching = _KilledThenInterrupted(tmp_path, at=12, act=_kill_last_rank)
+    with pytest.raises(Suspended, match=r"go on from the checkpoint of step (\d+): nsa submit SPEC --resume RUN"):
+        _train(text, watching, **tame, checkpoints={"every": 5}, ranks=2, parallel="fsdp", restarts=1)
+    assert signal.getsignal(signal.SIGTERM) is before
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
-    assert (whole.environment["training"].get("restarts"), resumed.environment["training"]["restarts"]) == (None, 1)
-    assert by_name(resumed)["resumed_step"].value in range(10, 40, 5)
-    assert _losses(resumed) == pytest.approx(_losses(whole), rel=1e-4)
-    assert by_name(resumed)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-4)
-    assert len(_losses(resumed)) == 40
+    (step, *_) = _steps(tmp_path)
+    alone = _train(text, Watching(tmp_path), **tame, checkpoints={"every": 80})
+    restarted, continued = alone.environment["training"]["resumed_from"]
+    assert restarted in range(10, continued, 5)
+    assert continued == step < 80
+    whole = _train(text, Watching(None), **tame, checkpoints=None)
+    assert "restarts" not in whole.environment["training"]
+    assert _losses(alone) == pytest.approx(_losses(whole), rel=1e-5)
+    assert by_name(alone)["heldout_loss"].value == pytest.approx(by_name(whole)["heldout_loss"].value, rel=1e-5)
+    assert len(_losses(alone)) == 80
 
 
 def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp_and_after_a_kill(
-    text: Path, tmp_path: Path
+    text: Path, tmp_path: Path, two_warm_ranks: WarmRanks
 ) -> None:
-    """Sums of two ranks have one order, and halves of them are exact."""
+    """Two passes of one rank, and two ranks: sums of two have one order, and halves of them are exact."""
     two = {"ranks": 2, "steps": 60}
-    whole = _train(text, Watching(tmp_path / "whole"), **two, parallel="replicate", checkpoints={"every": 60})
+    whole = _train(text, Watching(tmp_path / "whole"), steps=60, micro_batch=2, checkpoints={"every": 60})
+    begun = Watching(tmp_path / "parts", launcher=two_warm_ranks, at=5, act=interrupt)
     with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path / "parts", at=5, act=interrupt), **two, parallel="ddp")
+        _train(text, begun, **two, parallel="ddp")
     (step, *_) = _steps(tmp_path / "parts")
     assert 5 < step < 60
     watching = Watching(tmp_path / "parts", at=step + 6, act=_kill_last_rank)  # a step or two after a checkpoint
     resumed = _train(text, watching, **two, parallel="replicate", restarts=1)
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
+    assert resumed.environment["training"]["restarts"] == 1
     first, second = by_name(resumed)["resumed_step"].samples
     assert step == first < second < 60
     assert _losses(resumed) == _losses(whole)
@@ -146,20 +168,6 @@ def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp_and_aft
     assert by_name(resumed)["rank_compute_time"].value > 0
     expected = _weights(tmp_path / "whole")
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(tmp_path / "parts").items())
-
-
-def test_sigterm_ends_all_ranks_with_a_checkpoint_and_another_number_of_ranks_goes_on(
-    text: Path, tmp_path: Path
-) -> None:
-    """Two ranks with sharded weights; then one rank reads what both wrote."""
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Suspended, match=r"go on from the checkpoint of step (\d+): nsa submit SPEC --resume RUN"):
-        _train(text, Watching(tmp_path, at=5, act=interrupt), ranks=2, parallel="fsdp", steps=60)
-    assert signal.getsignal(signal.SIGTERM) is before
-    (step, *_) = _steps(tmp_path)
-    alone = _train(text, Watching(tmp_path), steps=60, checkpoints={"every": 60})
-    assert alone.environment["training"]["resumed_from"] == [step]
-    assert _losses(alone) == pytest.approx(_losses(_train(text, Watching(None), steps=60, checkpoints=None)), rel=1e-3)
 
 
 def test_checkpoints_that_would_never_come_are_refused(text: Path, tmp_path: Path) -> None:
