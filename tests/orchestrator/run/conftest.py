@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from quick_driver import MACHINE
 from sqlalchemy import text
 
-from jobs.point import Machine
 from orchestrator.run.local import LocalExecutor
 from orchestrator.store import Store
 
@@ -48,7 +48,7 @@ def spec(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the probe, which imports torch in a child for two seconds."""
-    monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: Machine("cpu", "test", 8 << 30, {"torch": "0"})})
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: MACHINE})
 
 
 @pytest.fixture

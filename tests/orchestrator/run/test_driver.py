@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import descendants
+from quick_driver import COMMAND
 
 from orchestrator import journal
 from orchestrator.journal import Journal
@@ -31,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(*args: str | Path, env: dict[str, str]) -> subprocess.Popen[str]:
-    """`python -m jobs` in its own process."""
+    """`python -m jobs` in its own process, with the quick probe."""
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs", *map(str, args)],
+        [*COMMAND, *map(str, args)],
         cwd=ROOT,
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
@@ -124,7 +125,9 @@ def test_without_sqlalchemy_the_journal_alone_is_written_and_imports_complete(
 MARK = "open({0!r}, 'a').write('{1}\\n')"  # counts how often each point was measured
 
 
-def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp_path, kinds_path) -> None:
+def test_a_killed_driver_is_resumed_with_the_missing_points_only(
+    home, spec, tmp_path, kinds_path, quick_probe, capsys
+) -> None:
     log = tmp_path / "measured"
     codes = [MARK.format(str(log), i) + f"; value = {i}.5" for i in range(4)]
     codes[1] += "; raise ValueError('settled, too')"
@@ -133,10 +136,10 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
         + codes[2]
     )
     path = spec(*codes)
-    driver = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
-    child = _child_in_third_point(driver, home)
-    driver.kill()
-    driver.wait()
+    killed = start(path, "--local", env={**kinds_path, "NSA_HOME": str(home)})
+    child = _child_in_third_point(killed, home)
+    killed.kill()
+    killed.wait()
     assert psutil.wait_procs([child], timeout=10)[1] == []
     journal_path = home / "artifacts" / only_run(home) / journal.NAME
     with journal_path.open("a") as file:
@@ -144,10 +147,8 @@ def test_a_killed_driver_is_resumed_with_the_missing_points_only(home, spec, tmp
     assert Counter(log.read_text().split()) == {"0": 1, "1": 1}
 
     (tmp_path / "second").touch()
-    # Again in its own process: the key includes the machine as the real probe describes it.
-    again = start("--local", "--resume", only_run(home), env={**kinds_path, "NSA_HOME": str(home)})
-    told, _ = again.communicate()
-    assert again.returncode == 1
+    assert driver.main(["--local", "--resume", only_run(home)]) == 1
+    told = capsys.readouterr().out
 
     assert Counter(log.read_text().split()) == {"0": 1, "1": 1, "2": 1, "3": 1}
     kept = records(home)
@@ -333,7 +334,7 @@ def test_a_stopped_driver_cancels_the_remaining_points(home, spec, kinds_path, n
 @pytest.mark.parametrize("redirection", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
 def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection: str) -> None:
     path = spec("value = 1.0", "import time; time.sleep(0.5)", "value = 3.0")
-    command = ["bash", "-c", f'"$0" -m jobs "$1" --local {redirection}', sys.executable, path]
+    command = ["bash", "-c", f'"$@" --local {redirection}', "bash", *COMMAND, path]
     env = {**os.environ, **kinds_path, "NSA_HOME": str(home)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -345,7 +346,7 @@ def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection
 
 def test_a_driver_that_was_started_by_nohup_outlives_its_terminal(home, spec, kinds_path) -> None:
     path = spec("pass", "import time; time.sleep(2)", "pass")
-    command = ["bash", "-c", 'trap "" HUP; exec "$0" -m jobs "$1" --local', sys.executable, path]
+    command = ["bash", "-c", 'trap "" HUP; exec "$@" --local', "bash", *COMMAND, path]
     env = {**os.environ, **kinds_path, "NSA_HOME": str(home)}
     driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None

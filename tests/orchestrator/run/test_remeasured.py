@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from orchestrator import journal
+from orchestrator import journal, provenance
 from orchestrator.cli.cancel import cancel_run
-from orchestrator.run import plan
+from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, history, importer, queries
 
@@ -76,6 +76,21 @@ def start(kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen
 
 
 @pytest.fixture
+def run(
+    quick_probe: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs a driver to its end, as `start` does, but in this process; returns its exit code and what it told."""
+
+    def whole(*args: str | Path, code: str) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(provenance, "code_hash_of", lambda spec: code)
+            capsys.readouterr()
+            return driver.main(["--local", *map(str, args)]), "".join(capsys.readouterr())
+
+    return whole
+
+
+@pytest.fixture
 def codes(tmp_path: Path) -> list[str]:
     return [CODE.format(str(tmp_path), number) for number in range(2)]
 
@@ -111,16 +126,11 @@ def same_elsewhere(at: Path, url: str, new_database: Callable[[], str]) -> None:
     assert rebuilt.points == told.points
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    told, _ = process.communicate(timeout=120)
-    return process.returncode, told
-
-
 @ON_BOTH
 def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_again(
-    at, spec, codes, start, tmp_path, database_url, new_database, interrupted: str
+    at, spec, codes, run, start, tmp_path, database_url, new_database, interrupted: str
 ) -> None:
-    code, told = finished(start(spec(*codes), code="old"))
+    code, told = run(spec(*codes), code="old")
     assert code == 0, told
     run_id, old = only_run(database_url), ("ok", 1, 1.5)
     assert points(database_url) == [(*old, "ok")] * 2
@@ -139,8 +149,8 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
         left = ["running", "pending"]
     else:
         again.terminate()
-        code, told = finished(again)
-        assert code == 130
+        told, _ = again.communicate(timeout=120)
+        assert again.returncode == 130
         assert "2 points that had ended are measured again: the sources" in told
         assert "points that had ended before keep that outcome" in told
         left = ["cancelled", "cancelled"]
@@ -153,7 +163,7 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
 
     shutil.rmtree(at)  # the database alone knows it now
     (tmp_path / "wait0").unlink()
-    code, told = finished(start("--resume", run_id, code="new"))
+    code, told = run("--resume", run_id, code="new")
     assert code == 0, told
     assert "2 points that had ended are measured again: an earlier resume began to, and was interrupted" in told
     assert points(database_url) == [("ok", 3, 2.5, "ok")] * 2
@@ -162,16 +172,16 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
 
 @ON_SQLITE
 def test_points_whose_sources_are_as_before_again_are_not_measured(
-    at, spec, codes, start, tmp_path, database_url, new_database
+    at, spec, codes, run, start, tmp_path, database_url, new_database
 ) -> None:
-    assert finished(start(spec(*codes), code="old"))[0] == 0
+    assert run(spec(*codes), code="old")[0] == 0
     (tmp_path / "wait0").touch()
     run_id = only_run(database_url)
     again = start("--resume", run_id, code="new")
     wait_for(lambda: [latest for *_, latest in points(database_url)] == ["running", "pending"], 60)
     again.kill()
     again.wait()
-    code, told = finished(start("--resume", run_id, code="old"))
+    code, told = run("--resume", run_id, code="old")
     assert code == 0, told
     assert "settled: 2 ok" in told
     assert points(database_url) == [("ok", 1, 1.5, "cancelled")] * 2
@@ -180,10 +190,10 @@ def test_points_whose_sources_are_as_before_again_are_not_measured(
 
 @ON_SQLITE
 def test_failures_stay_until_they_are_tried_again_and_that_is_gone_on_with(
-    at, spec, codes, start, tmp_path, database_url, new_database
+    at, spec, codes, run, start, tmp_path, database_url, new_database
 ) -> None:
     (tmp_path / "fail0").touch()
-    assert finished(start(spec(*codes), code="old"))[0] == 1
+    assert run(spec(*codes), code="old")[0] == 1
     run_id, good = only_run(database_url), ("ok", 1, 1.5, "ok")
     (tmp_path / "wait0").touch()
     again = start("--resume", run_id, "--retry-failed", code="old")
@@ -193,14 +203,14 @@ def test_failures_stay_until_they_are_tried_again_and_that_is_gone_on_with(
     same_elsewhere(at, database_url, new_database)
     (tmp_path / "wait0").unlink()
     (tmp_path / "fail0").unlink()
-    assert finished(start("--resume", run_id, code="old"))[0] == 0
+    assert run("--resume", run_id, code="old")[0] == 0
     assert points(database_url) == [("ok", 3, 1.5, "ok"), good]
 
 
 @ON_SQLITE
-def test_a_new_failure_replaces_an_old_result(at, spec, codes, start, tmp_path, database_url, new_database) -> None:
-    assert finished(start(spec(*codes), code="old"))[0] == 0
+def test_a_new_failure_replaces_an_old_result(at, spec, codes, run, tmp_path, database_url, new_database) -> None:
+    assert run(spec(*codes), code="old")[0] == 0
     (tmp_path / "fail0").touch()
-    assert finished(start("--resume", only_run(database_url), code="new"))[0] == 1
+    assert run("--resume", only_run(database_url), code="new")[0] == 1
     assert points(database_url) == [("error", 2, None, "error"), ("ok", 2, 1.5, "ok")]
     same_elsewhere(at, database_url, new_database)

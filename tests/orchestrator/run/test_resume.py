@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from quick_driver import COMMAND
 from waiting import wait_for
 
 from orchestrator import journal
@@ -34,11 +34,11 @@ def at(home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def processes(kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m jobs --local` with the settings of this process; ends what is left."""
+    """Starts `python -m jobs --local` with the settings of this process and the quick probe; ends what is left."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*args: str | Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "jobs", "--local", *map(str, args)]
+        command = [*COMMAND, "--local", *map(str, args)]
         env = {**os.environ, **kinds_path}
         started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
         return started[-1]
@@ -98,7 +98,6 @@ def test_a_run_whose_disk_is_lost_in_mid_run_is_resumed_from_the_database(
     assert stored(database_url, run_id) == ("running", [("ok", 1), ("ok", 1), ("running", 1), ("pending", 0)])
     shutil.rmtree(at, ignore_errors=True)
 
-    # In processes of their own: the key includes the machine as the real probe describes it.
     two = [processes("--resume", run_id) for _ in range(2)]
     wait_for(lambda: any(process.poll() is not None for process in two), 60)
     refused, again = sorted(two, key=lambda process: process.poll() is None)

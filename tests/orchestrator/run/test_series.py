@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from quick_driver import COMMAND
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
@@ -53,13 +53,13 @@ deadlines: {{startup_s: 60, heartbeat_s: 20, point_s: 120}}
 
 @pytest.fixture
 def run(tmp_path: Path, kinds_path: dict[str, str]):
-    """Starts `python -m jobs --local` on a database, with pieces of code as points; ends what is left."""
+    """Starts a driver with the quick probe on a database, with pieces of code as points; ends what is left."""
     started: list[subprocess.Popen] = []
 
     def begin(url: str, *codes: str) -> subprocess.Popen:
         (tmp_path / "spec.yaml").write_text(SPEC.format(codes=json.dumps(codes)))
         env = {**os.environ, **kinds_path, "NSA_HOME": str(tmp_path / "home"), "NSA_DATABASE_URL": url}
-        command = [sys.executable, "-m", "jobs", str(tmp_path / "spec.yaml"), "--local"]
+        command = [*COMMAND, str(tmp_path / "spec.yaml"), "--local"]
         with (tmp_path / "said.txt").open("w") as said:
             started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said))
         return started[-1]

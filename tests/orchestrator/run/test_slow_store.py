@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from quick_driver import COMMAND
 
 from orchestrator import journal
 from orchestrator.records import OutcomeRecord, RunEndRecord
@@ -32,7 +32,7 @@ def start(
         def start(**more: str) -> subprocess.Popen[str]:
             path = spec(*["value = 1.0"] * POINTS)
             env = {**os.environ, **kinds_path, "NSA_HOME": str(home), "NSA_DATABASE_URL": database_url, **more}
-            command = [sys.executable, "-m", "jobs", str(path), "--local"]
+            command = [*COMMAND, str(path), "--local"]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
