@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ DATA = Path(__file__).resolve().parent / "data"
 _PATH = re.compile(r"(?<![\w/.:-])(?:file://)?/(?:[\w.@+~-]+/)+([\w.@+~-]*)")
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 _CARD = re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]+")
-_LOGIN = re.compile(r"://[^/\s\"]*@|[\w.-]+@[\w-]+\.\w+")
+_LOGIN = re.compile(r"://[^/\s\"]*@|(?<![\w.-])[\w.-]+@[\w-]+\.\w+")  # from its beginning: each word is tried once
 _PLATFORM = re.compile(r"(\w+)-.*-(\w+-with-.*)")  # system, release, machine, C library
 
 
@@ -50,13 +50,23 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
     run = next((record for record in records if isinstance(record, RunRecord)), None)
     if run is None or not isinstance(records[-1], RunEndRecord):
         raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
+    target = folder / f"{run.run_id}{journal.COMPRESSED}"
+    content = "".join(f"{line}\n" for line in public_lines(path, records)).encode()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(gzip.compress(content, 9, mtime=0))
+    return target
+
+
+def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
+    """The lines of the public form of a journal's records.
+
+    Raises:
+        PrivateError: as take_in; `path` is what it names.
+    """
     lines, hosts = [RECORD.dump_json(record).decode() for record in public(records)], _hosts(records)
     for number, line in enumerate(lines, 1):
         _check(path, number, line, hosts)
-    target = folder / f"{run.run_id}{journal.COMPRESSED}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
-    return target
+    return lines
 
 
 def public(records: Iterable[Record]) -> list[Record]:

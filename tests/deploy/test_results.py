@@ -18,6 +18,7 @@ import pytest
 
 from orchestrator import journal
 from orchestrator.errors import UserError
+from orchestrator.records import RECORD, ArtifactRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -72,13 +73,15 @@ def test_an_edited_table_would_be_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", JOURNALS, ids=lambda path: path.name)
-def test_a_committed_journal_tells_of_no_machine(path: Path, tmp_path: Path) -> None:
-    take_in(path, tmp_path)
-    unchanged = list(journal.read(tmp_path / path.name)) == list(journal.read(path))
+def test_a_committed_journal_tells_of_no_machine(path: Path) -> None:
+    """Its public form is what it is."""
+    records = list(journal.read(path))
+    taken = of_results("take_in").public_lines(path, records)
+    unchanged = taken == [RECORD.dump_json(record).decode() for record in records]
     assert unchanged  # by itself: a comparison of megabytes takes pytest minutes to explain
     text = gzip.decompress(path.read_bytes()).decode().replace("https://docs.pytorch.org/", "")  # in its messages
     assert not [word for word in ("/tmp", "/home", "/root", "GPU-", "uuid", "://") if word in text]
-    assert all(record["type"] != "artifact" for record in lines(path))
+    assert not any(isinstance(record, ArtifactRecord) for record in records)
 
 
 def take_in(path: Path, folder: Path) -> None:
