@@ -1,4 +1,4 @@
-"""What the points of kind drill do, which most of them do not survive."""
+"""Behaviours of the points of kind drill, which most of them do not survive."""
 
 from __future__ import annotations
 

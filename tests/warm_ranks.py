@@ -64,7 +64,7 @@ class WarmRanks:
         return [ended[number][0] for number in range(ranks)]
 
     def _ended(self, note: Callable[[Any], None], stop: threading.Event) -> dict[int, tuple[Any, str]]:
-        """What each rank returned, and its exception's text; passes their messages on."""
+        """Result and exception text of each rank; passes their messages on."""
         ended: dict[int, tuple[Any, str]] = {}
         while len(ended) < len(self._pipes):
             if stop.is_set():

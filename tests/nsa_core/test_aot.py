@@ -75,7 +75,7 @@ def test_every_kernel_fits_the_device(arch: int, kernels: set[str], usages: dict
 
 @pytest.fixture(scope="module")
 def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
-    """What is compiled here, in one start of processes: launches of the lowest keys, and of a group of 128 heads.
+    """Compiled kernels, in one start of processes: launches of the lowest keys, and of a group of 128 heads.
 
     Keys are hashes: the lowest are others whenever kernels change.
     """
