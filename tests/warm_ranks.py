@@ -37,11 +37,6 @@ class WarmRanks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    @property
-    def pids(self) -> set[int | None]:
-        """Numbers of the processes."""
-        return {process.pid for process in self._processes}
-
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:

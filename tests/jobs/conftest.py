@@ -1,12 +1,14 @@
-"""Fixtures: the text of small trainings, ranks that serve several of them, and a folder for temporary files."""
+"""Fixtures: the text of small trainings, ranks that serve several of them or one, and a folder for temporary files."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import descendants
 from trainings import write_text
 from warm_ranks import WarmRanks
 
@@ -23,6 +25,13 @@ def two_warm_ranks() -> Iterator[WarmRanks]:
     launcher = WarmRanks(2)
     yield launcher
     launcher.close()
+
+
+@pytest.fixture
+def started_ranks() -> Callable[[], list[psutil.Process]]:
+    """Looks up the processes of the ranks that the test has started, the oldest first: warm ones were there before."""
+    before = descendants(psutil.Process(), "spawn_main")
+    return lambda: [process for process in descendants(psutil.Process(), "spawn_main") if process not in before]
 
 
 @pytest.fixture

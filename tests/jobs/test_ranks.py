@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import descendants, is_alive
+from processes import is_alive
 from trainings import Keeping, by_name, small
 from warm_ranks import WarmRanks
 
@@ -305,16 +305,13 @@ def test_two_ranks_train_as_one_does(
 # When it goes wrong
 
 
-def _ranks(warm: WarmRanks) -> list[psutil.Process]:
-    """The processes of the ranks that a training has started, which are not the warm ones."""
-    return [process for process in descendants(psutil.Process(), "spawn_main") if process.pid not in warm.pids]
-
-
-def test_a_killed_rank_ends_the_training_and_is_named(text: Path, two_warm_ranks: WarmRanks) -> None:
+def test_a_killed_rank_ends_the_training_and_is_named(
+    text: Path, started_ranks: Callable[[], list[psutil.Process]]
+) -> None:
     killed: list[psutil.Process] = []
 
     def kill() -> None:
-        killed.extend(_ranks(two_warm_ranks))
+        killed.extend(started_ranks())
         killed[1].kill()
 
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL"):
@@ -370,7 +367,7 @@ def test_sigterm_ends_a_training_after_a_step(text: Path) -> None:
 
 
 def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
-    text: Path, tmp_path: Path, two_warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "site").mkdir()
@@ -390,7 +387,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
         return [record for update in list(seen) if isinstance(update, Series) for record in update.records]
 
     def stall() -> None:
-        ranks = _ranks(two_warm_ranks)
+        ranks = started_ranks()
         ranks[1].suspend()
         time.sleep(3)
         ranks[1].resume()  # it was slow

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import descendants
 from trainings import Keeping, small
 
 from jobs._training import elastic
@@ -191,7 +190,10 @@ def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_pa
 
 
 def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started_ranks: Callable[[], list[psutil.Process]],
 ) -> None:
     """One rank is stopped, so that neither ends its step."""
     monkeypatch.setattr(elastic, "_STOP_S", 1)
@@ -200,7 +202,7 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
     class Acting(Keeping):
         def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
             if phase == "train" and done >= 12 and not acted:
-                acted.extend(descendants(psutil.Process(), "spawn_main"))
+                acted.extend(started_ranks())
                 acted[1].suspend()
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -215,16 +217,18 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
     assert found is not None, str(caught.value)
     assert int(found[1]) == CheckpointFolder(f"file://{tmp_path}").complete()[0].step
     assert not any("restart" in warning for warning in acting.warnings)
-    assert not descendants(psutil.Process(), "spawn_main")
+    assert not started_ranks()
 
 
-def test_sigterm_while_ranks_start_ends_them_at_once(text: Path, tmp_path: Path) -> None:
+def test_sigterm_while_ranks_start_ends_them_at_once(
+    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]]
+) -> None:
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     with pytest.raises(Suspended) as caught:
         measure(_config(text, steps=100_000, restarts=1), Keeping(tmp_path))
     assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
-    assert not descendants(psutil.Process(), "spawn_main")
+    assert not started_ranks()
 
 
 RANKS = """
