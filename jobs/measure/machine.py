@@ -1,18 +1,23 @@
-"""Probe of this machine for points. Asks NVML first, so that probing creates no CUDA context."""
+"""Probe of this machine for points. Asks NVML first, so that probing creates no CUDA context.
+
+PyTorch, whose import takes seconds, is imported where it may find a GPU alone.
+"""
 
 from __future__ import annotations
 
 import platform
+import runpy
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
-import torch
 
 from jobs.measure import nvml
 from jobs.point import Machine
-from nsa_core.backends import triton_problem, triton_version
 
 TRITON_PROBLEM = "triton-problem"  # in a fingerprint: why the kernels do not load with the host's Triton
 _FLASH = ("flash-attn", "flash-attn-4")
@@ -27,23 +32,57 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     """Device that a point started here would use; "auto" is CUDA if a GPU is visible.
 
     Raises:
+        ModuleNotFoundError: there is no PyTorch here.
         ValueError: `device` is "cuda" and no GPU is visible here.
     """
-    gpu = device != "cpu" and torch.cuda.is_available()
+    build = _pytorch_build()
+    gpu = device != "cpu" and _gpu_is_visible()
     if device == "cuda" and not gpu:
         raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if triton := triton_version():
+    versions = {"python": platform.python_version(), "torch": build["__version__"]}
+    if triton := _triton_version():
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)
+    from nsa_core.backends import triton_problem
+
     card = _card()
-    versions["cuda"] = torch.version.cuda or "unknown"
+    versions["cuda"] = build["cuda"] or "unknown"
     versions |= {name: card.get(name, "unknown") for name in ("driver", "capability")}
     versions |= {package: version for package in _FLASH if (version := installed(package))}
     if triton and (problem := triton_problem()):
         versions[TRITON_PROBLEM] = problem
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
+
+
+@cache
+def _pytorch_build() -> Mapping[str, Any]:
+    """The names of torch.version (`__version__`, `cuda`, `hip`), from its file."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return runpy.run_path(str(Path(spec.submodule_search_locations[0], "version.py")))
+
+
+def _gpu_is_visible() -> bool:
+    """Whether PyTorch finds a GPU. A build for CPUs alone is not asked."""
+    build = _pytorch_build()
+    if build["cuda"] is None and build["hip"] is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _triton_version() -> str | None:
+    """Version of the installed Triton; None without one. A build of another name is looked for with PyTorch's help."""
+    if find_spec("triton") is None:
+        return None
+    if version := installed("triton"):
+        return version
+    from nsa_core.backends import triton_version
+
+    return triton_version()
 
 
 def _card() -> dict[str, str]:
@@ -54,6 +93,8 @@ def _card() -> dict[str, str]:
             return card
     except (nvml.NvmlError, IndexError):
         pass
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"
     return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20), "capability": capability}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.axes import check_values
 from jobs.kinds import kind_module, own_axes
+from jobs.measure.machine import probe
 from jobs.plain_text import in_a_line
 from jobs.point import Machine, Point
 from jobs.quantities import Quantities, Role
@@ -78,8 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(argv: Sequence[str]) -> None:
     """Validate arguments as `main` would before it contacts anything. Raises UserError, SpecError, StoreError."""
     order = read_order(argv)
-    from jobs.measure.machine import probe  # PyTorch, for which there must be a current folder
-
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
         _points(order.spec, dict.fromkeys(order.spec.python, probe("cpu")))
 

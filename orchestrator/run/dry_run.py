@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from jobs.measure.machine import probe
 from jobs.point import Machine
 from jobs.quantities import readable_bytes
 from jobs.spec import JobSpec
@@ -28,8 +29,6 @@ def print_points(spec: JobSpec, *, local: bool = False) -> None:
     wanted = Requirements.of(spec)
     if local and (faults := requirements.missing(wanted)):
         raise ExecutorError("\n".join(faults))
-    from jobs.measure.machine import probe
-
     note = ""
     try:
         machine = probe(spec.device)

@@ -155,8 +155,11 @@ def test_a_lost_worker_costs_its_point_one_attempt(cluster: Cluster, home: Path)
     assert "got lost" in out
 
 
-def test_a_probe_that_is_lost_with_its_worker_is_made_again(cluster: Cluster, home: Path) -> None:
-    command = [sys.executable, "-m", "jobs", DRILL, *settings("[ok]")]
+def test_a_probe_that_is_lost_with_its_worker_is_made_again(cluster: Cluster, home: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "python"  # else the probe may end before it is seen
+    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    command = [sys.executable, "-m", "jobs", DRILL, *settings("[ok]", f"python={slow}")]
     driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, text=True)
     wait_for(lambda: bool(point_processes(cluster)), 120)
     assert not (home / "artifacts").exists()  # no point yet: it is the probe's

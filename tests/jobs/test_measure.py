@@ -18,6 +18,7 @@ from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.measure.stats import summarize
 from jobs.quantities import TIME
 from nsa_core import NSAConfig
+from nsa_core.backends import triton_version
 from nsa_core.model import ModelConfig
 
 CPU = torch.device("cpu")
@@ -112,6 +113,7 @@ def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
     assert found.device == "cpu"
     assert found.memory_bytes > 2**28
     assert found.fingerprint["torch"] == torch.__version__
+    assert found.fingerprint.get("triton") == triton_version()
     if not torch.cuda.is_available():
         assert probe("auto").device == "cpu"
         with pytest.raises(ValueError, match="device: 'cuda': no CUDA device is visible here; use device: cpu"):
@@ -120,10 +122,10 @@ def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
 
 def test_a_host_whose_triton_does_not_serve_says_so_in_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"name": "NVIDIA A100", "memory_mib": "81920", "capability": "8.0"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("jobs.measure.machine._gpu_is_visible", lambda: True)
     monkeypatch.setattr("jobs.measure.machine._card", lambda: card)
     assert "triton-problem" not in probe("cuda").fingerprint
-    monkeypatch.setattr("jobs.measure.machine.triton_problem", lambda: "the kernels do not load")
+    monkeypatch.setattr("nsa_core.backends.triton_problem", lambda: "the kernels do not load")
     assert probe("cuda").fingerprint["triton-problem"] == "the kernels do not load"
 
 
