@@ -203,11 +203,11 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
     least = float(fine.total[best])
     seen = least / (n - parameters) * float(special.fdtri(1, n - parameters, _LEVEL))
     bound = least + max(seen, LEAST_NOISE**2 * float(special.chdtri(1, 1 - _LEVEL)))
-    inside = [*_EXPONENTS[squares.total <= bound], *exponents[fine.total <= bound]]
+    inside = np.concatenate([_EXPONENTS[squares.total <= bound], exponents[fine.total <= bound]])
     law = Growth(
         exponent=float(exponents[best]),
-        ci_low=float(min(inside)),
-        ci_high=float(max(inside)),
+        ci_low=float(inside.min()),
+        ci_high=float(inside.max()),
         coefficient=float(np.log10(fine.scale[best]) - exponents[best] * np.log10(x.max())),
         overhead=float(fine.overhead[best]),
         residual=math.sqrt(least / (n - parameters)),
@@ -220,8 +220,9 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
 def _squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.ndarray, with_overhead: bool) -> _Squares:
     """For each exponent, the least sum over weights · (1 - (a + b (x / x_max)^p) / y)² with a >= 0, which is linear."""
     root = np.sqrt(weights)
-    grown = np.exp(np.outer(exponents, np.log(x / x.max()))) * (root / y)
     constant = root / y
+    grown = np.exp(np.outer(exponents, np.log(x / x.max())))
+    grown *= constant
     gg, go = np.einsum("pn,pn->p", grown, grown), grown @ root
     overhead, scale = np.zeros(len(exponents)), go / gg
     if with_overhead:
@@ -232,7 +233,9 @@ def _squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.nd
         a, b = (gg * co - gc * go) / determinant, (cc * go - gc * co) / determinant
         real = solvable & (a > 0) & (b > 0)
         overhead, scale = np.where(real, a, overhead), np.where(real, b, scale)
-    residuals = root - overhead[:, None] * constant - scale[:, None] * grown
+    residuals = root - scale[:, None] * grown
+    if overhead.any():
+        residuals -= overhead[:, None] * constant
     return _Squares(np.einsum("pn,pn->p", residuals, residuals), overhead, scale)
 
 
