@@ -96,7 +96,8 @@ class _Interpreter:
         except ProbeError as err:
             if not env:
                 raise ProbeError(self._explained(str(err))) from None
-            self._must_answer({}, ())  # else it is not the environment's fault
+            if self.machine is None:
+                self._must_answer({}, ())  # else it is not the environment's fault
             (name, value), *others = env.items()
             name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
             self.faults.append(f"{name}: {value!r}: a process with it fails on {self._where()} ({err}); mend it")

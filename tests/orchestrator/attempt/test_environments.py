@@ -13,15 +13,16 @@ import torch
 from other_interpreters import make_interpreter
 from supervised import Ended, supervised
 
-from jobs.point import Point
+from jobs.point import Machine, Point
 from jobs.spec import Deadlines
-from orchestrator.attempt import gpu_release, requirements
+from orchestrator.attempt import gpu_release, protocol, requirements
 from orchestrator.attempt.child import Child
-from orchestrator.attempt.supervisor import ProbeError, probe
+from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Conditions, Requirements
 from orchestrator.states import PointState
 
 KINDS = Path(__file__).parents[1] / "kinds"
+MACHINE = Machine("cpu", "test", 8 << 30, {"torch": "0"})
 WARM = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=30, point_s=60), warm=True)
 
 
@@ -172,13 +173,29 @@ def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
 def test_the_long_search_for_a_variable_is_made_once(monkeypatch) -> None:
     asked = []
 
-    def noted(wanted, *args, **options):
+    def noted(wanted, *args, env, **options):
         asked.append(wanted.settings)
-        return probe(wanted, *args, **options)
+        return protocol.Machine(MACHINE, {name: env[name] for name in wanted.settings})
 
     monkeypatch.setattr(requirements, "probe", noted)
     requirements.check(wants(envs=[{"MALLOC_ARENA_MAX": value} for value in "12"]))
     assert asked == [("MALLOC_ARENA_MAX",), ()]
+
+
+def test_an_interpreter_that_answered_is_not_asked_again_whose_fault_it_is(monkeypatch) -> None:
+    asked = []
+
+    def noted(wanted, *args, env, **options):
+        asked.append(dict(env))
+        if env:
+            raise ProbeError("killed by SIGABRT")
+        return protocol.Machine(MACHINE)
+
+    monkeypatch.setattr(requirements, "probe", noted)
+    for envs in ([{}, {"TORCH_LOGS": "x"}], [{"TORCH_LOGS": "x"}, {}]):
+        with pytest.raises(ProbeError, match=r"^env\.TORCH_LOGS: 'x': a process with it fails on node .*SIGABRT"):
+            requirements.check(wants(envs=envs))
+    assert asked == [{}, {"TORCH_LOGS": "x"}, {"TORCH_LOGS": "x"}, {}, {}]
 
 
 def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:

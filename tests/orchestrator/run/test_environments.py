@@ -38,12 +38,12 @@ def test_a_second_interpreter_and_environment_measure_the_same_point(home, spec,
     assert len([r for r in journal.read(file) if isinstance(r, OutcomeRecord)]) == 4  # nothing was measured again
 
 
-def test_a_misspelt_setting_is_refused_before_anything_is_measured(home, spec, capsys, snippet_kind) -> None:
-    path = spec("pass", more="env: [{}, {TORCH_LOGGS: dynamo}]\n")
+def test_a_setting_without_effect_is_refused_before_anything_is_measured(home, spec, capsys, snippet_kind) -> None:
+    path = spec("pass", more="env: [{}, {NCCL_DEBUG: INFO}]\n")
     assert driver.main([str(path), "--local"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: env.TORCH_LOGGS: 'dynamo': has no effect on ")
-    assert line.endswith(" libraries reads a variable of this name; remove it")
+    assert line.startswith("error: env.NCCL_DEBUG: 'INFO': has no effect on ")
+    assert line.endswith(": it concerns GPUs, and the points run on the CPU; remove it")
     assert not (home / "artifacts").exists()
 
 
