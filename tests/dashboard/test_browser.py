@@ -19,7 +19,16 @@ from typing import Literal
 import pytest
 from free_ports import free_ports
 from hostile_run import ENDED, store_hostile_runs
-from playwright.sync_api import Browser, Error, Page, Playwright, ViewportSize, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    Error,
+    Page,
+    Playwright,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 from orchestrator import records as rec
 from orchestrator.artifacts import ArtifactStore, Source
@@ -32,6 +41,7 @@ RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
 TRAINED = "20261120-090000-train-m7c-ef56"
 WIDE, SMALL = ViewportSize(width=1440, height=900), ViewportSize(width=1280, height=720)
 NARROW = ViewportSize(width=420, height=800)
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 PATIENCE_MS = 30_000
 
 
@@ -51,13 +61,21 @@ def _launch(playwright: Playwright) -> Browser:
         pytest.skip(f"no Chromium: {str(err).splitlines()[0]}; install it, or run `playwright install chromium`")
 
 
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> BrowserContext:
+    """One context for all tests: its cache keeps Streamlit's scripts, which take seconds to load and compile."""
+    expect.set_options(timeout=PATIENCE_MS)
     context = browser.new_context(viewport=WIDE)
     context.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
+    return context
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
     yield context.new_page()
-    context.close()
+    for opened in context.pages:
+        opened.close()
+    context.clear_cookies()
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +212,7 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     expect(rules.get_by_role("row")).to_have_count(17)  # header, verdict and fifteen rules
     first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
     inside = "e => [e, ...e.querySelectorAll('*')].filter(x => x.clientWidth && x.scrollWidth > x.clientWidth + 1)"
-    schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-    for size, scheme in itertools.product((WIDE, SMALL), schemes):
+    for size, scheme in itertools.product((WIDE, SMALL), SCHEMES):
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size(size)
         for shown in first:
@@ -266,26 +283,23 @@ def test_the_way_back_from_one_of_the_latest_runs_leads_to_the_overview_as_it_wa
     expect(page).to_have_url(opened)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, SMALL], ids=["1440x900", "1280x720"])
-def test_curves_and_exponents_are_on_the_first_screen_of_scaling(
-    page: Page, address: str, size: ViewportSize, scheme: Literal["light", "dark"]
-):
-    page.set_viewport_size(size)
-    page.emulate_media(color_scheme=scheme)
+def test_curves_and_exponents_are_on_the_first_screen_of_scaling(page: Page, address: str):
     visit(page, f"{address}/scaling", "Scaling")
-    for place, title in enumerate(("Memory", "Time")):
-        expect(page.get_by_role("heading", name=f"{title}, measured")).to_be_in_viewport(ratio=1)
-        chart = page.get_by_test_id("stVegaLiteChart").nth(place)
-        expect(chart).to_be_in_viewport(ratio=1)
-        exponent = (
-            page.locator(".legend")
-            .nth(place)
-            .get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
-        )
-        expect(exponent).to_be_in_viewport(ratio=0.99)
-    assert page.get_by_test_id("stMain").evaluate("main => main.scrollTop") == 0
-    expect(page.get_by_text("Implementation", exact=True)).to_be_hidden()  # the controls are folded
+    for size, scheme in itertools.product((WIDE, SMALL), SCHEMES):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size(size)
+        for place, title in enumerate(("Memory", "Time")):
+            expect(page.get_by_role("heading", name=f"{title}, measured")).to_be_in_viewport(ratio=1)
+            chart = page.get_by_test_id("stVegaLiteChart").nth(place)
+            expect(chart).to_be_in_viewport(ratio=1)
+            exponent = (
+                page.locator(".legend")
+                .nth(place)
+                .get_by_text(re.compile(r"^naive +~ S\^(1\.9|2\.0)\d \(.* to .*\), 512–4K$"))
+            )
+            expect(exponent).to_be_in_viewport(ratio=0.99)
+        assert page.get_by_test_id("stMain").evaluate("main => main.scrollTop") == 0
+        expect(page.get_by_text("Implementation", exact=True)).to_be_hidden()  # the controls are folded
 
 
 def test_no_name_in_a_legend_is_cut_on_a_narrow_screen(page: Page, address: str):
