@@ -253,7 +253,7 @@ def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, 
 def test_a_profile_has_each_stage_within_the_branches_and_in_the_backward(make_case, config):
     from nsa_core.kernels.runtime.launch import observe
 
-    case = make_case(100, 2, 1)
+    case = make_case(70, 2, 1)
     with observe() as made:
         run(case.leaves, config, "triton")
     stages = {"nsa_core." + one.stage for one in made}
