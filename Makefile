@@ -23,16 +23,23 @@ help:  ## list the commands
 
 env: $(DEV)  ## make the environment in .venv; with an NVIDIA driver, of the versions that ran on GPUs
 
-$(RUN): pyproject.toml $(wildcard constraints*.txt) docker/install.sh
-	@echo "installing into $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make env PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@bash docker/install.sh $(BIN)/python
+# $(call install,EXTRAS)
+define install
+@echo "installing into $(VENV)"
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make env PYTHON=python3.12")'
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+@bash docker/install.sh $(BIN)/python $1
+endef
+
+PINS := pyproject.toml $(wildcard constraints*.txt) docker/install.sh
+
+$(RUN): $(PINS)
+	$(call install)
 	@touch $@
 
-$(DEV): $(RUN)
-	@bash docker/install.sh $(BIN)/python dev
-	@touch $@
+$(DEV): $(PINS)
+	$(call install,dev)
+	@touch $(RUN) $@
 
 demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and others' figures beside it, verdict, dashboard
 	@$(BIN)/nsa up
