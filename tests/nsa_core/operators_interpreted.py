@@ -72,7 +72,7 @@ def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(
 
 
 def test_gradients_of_some_inputs_alone(make_case, config):
-    """Of q, of k, of v and gates: eager and compiled they have the bits of a call that wants all."""
+    """Gradients of q, of k, of v and gates, eager and compiled, have the bits of a call that wants all."""
     case = make_case(70, 2, 1)
     _, *expected = run(case.leaves, config, "triton")
 
