@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from other_interpreters import make_interpreter
+from quick_driver import MACHINE
 from supervised import Ended, supervised
 
-from jobs.point import Machine, Point
+from jobs.point import Point
 from jobs.spec import Deadlines
 from orchestrator.attempt import gpu_release, protocol, requirements
 from orchestrator.attempt.child import Child
@@ -22,7 +23,6 @@ from orchestrator.messages import Conditions, Requirements
 from orchestrator.states import PointState
 
 KINDS = Path(__file__).parents[1] / "kinds"
-MACHINE = Machine("cpu", "test", 8 << 30, {"torch": "0"})
 WARM = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=30, point_s=60), warm=True)
 
 
