@@ -42,3 +42,28 @@ def test_runs_the_check_that_developers_run() -> None:
 def test_hooks_run_ruff_from_the_environment_of_make() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["entry"].split()[:2] for hook in hooks] == [[".venv/bin/ruff", "format"], [".venv/bin/ruff", "check"]]
+
+
+def _uv_settings(listed: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / ".ci" / "uv_settings.py")]
+    return subprocess.run(command, input=listed, capture_output=True, text=True, check=False)
+
+
+def test_uv_takes_packages_from_where_pip_does() -> None:
+    listed = (
+        """:env:.index-url="https://f/it's"\n:env:.no-compile='1'\nglobal.index-url='https://a/simple'\n"""
+        "global.extra-index-url='\\nfile:///b\\nfile:///c'\nglobal.find-links='/d /e'\ndownload.no-deps='1'\n"
+    )
+    assert _uv_settings(listed).stdout.splitlines() == [
+        "export UV_INDEX_STRATEGY=unsafe-best-match",
+        "export UV_DEFAULT_INDEX='https://f/it'\"'\"'s'",
+        "export UV_INDEX='file:///b file:///c'",
+        "export UV_FIND_LINKS=/d,/e",
+    ]
+
+
+def test_a_setting_that_uv_does_not_have_leaves_the_installation_to_pip() -> None:
+    done = _uv_settings("global.client-cert='/k.pem'\n")
+    assert done.returncode == 1
+    assert done.stderr == "global.client-cert: uv has no setting that stands for it\n"
+    assert "env_by_uv || make env" in (ROOT / ".ci" / "run").read_text()

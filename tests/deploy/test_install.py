@@ -1,11 +1,11 @@
 """docker/install.sh: which versions an environment gets, on a host with and without an NVIDIA driver.
 
-The environment is real, but empty: its pip writes down what it is asked to install.
+The environment is real, but empty: its pip writes down what it is asked to install. So does uv, which a test may put on
+the path.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -72,7 +72,7 @@ class Environment:
 
     def install(self, *extras: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(ROOT / "docker" / "install.sh"), str(self.folder / "bin" / "python"), *extras]
-        env = {"PATH": f"{self.path}:{os.environ['PATH']}", "HOME": str(self.folder)}
+        env = {"PATH": f"{self.path}:/usr/bin:/bin", "HOME": str(self.folder)}
         done = subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done
@@ -122,6 +122,21 @@ def test_without_a_driver_the_versions_are_those_of_the_cpu(environment: Environ
     assert first.endswith("install --no-deps torch==2.13.0")
     assert second.endswith(f"-e {ROOT}[dev]")
     assert environment.pins == SHARED | CPU
+
+
+@needs_no_driver
+def test_uv_installs_the_same_where_it_is_on_the_path(environment: Environment) -> None:
+    program = environment.path / "uv"
+    program.write_text(f'#!/bin/sh\nexec "{environment.folder}/bin/python" -m pip uv "$@"\n')
+    program.chmod(0o755)
+    environment.install("dev")
+    python = f"uv pip install -q --python {environment.folder}/bin/python"
+    first, second = environment.asked
+    assert first == f"{python} --no-deps torch==2.13.0"
+    assert re.fullmatch(rf"{python} -c \S+ -e {ROOT}\[dev\]", second)
+    assert environment.pins == SHARED | CPU
+    environment.install()
+    assert not environment.asked[2].startswith("uv"), "a kept PyTorch may lie where uv does not look"
 
 
 def test_with_a_driver_the_versions_are_those_that_ran_on_the_card(environment: Environment) -> None:
