@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,11 +90,15 @@ def files_below(root: Path, pattern: str) -> list[Path]:
     """The file at `root`, or the files below it by name, without installed packages and hidden files."""
     if root.is_file():
         return [root]
-    found = (p for p in root.rglob(pattern) if p.is_file())
-    skipped = ("site-packages", "dist-packages", "__pycache__")
-    return sorted(
-        p for p in found if not any(part in skipped or part.startswith(".") for part in p.relative_to(root).parts)
-    )
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = filter(_is_data, folders)  # the others are not entered: packages have most of the files
+        found += (Path(folder, name) for name in names if _is_data(name))
+    return sorted(path for path in found if path.match(pattern) and path.is_file())
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith(".") and name not in ("site-packages", "dist-packages", "__pycache__")
 
 
 def windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -107,14 +107,6 @@ class Installation:
     shows_in_metadata: bool = True
 
 
-@dataclass(frozen=True)
-class Looked:
-    """An installation, and what LOOK found with it."""
-
-    given: Installation
-    found: dict[str, Any]
-
-
 INSTALLATIONS = {
     "a newer version": Installation(
         {"triton-3.10.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: triton\nVersion: 3.10.1\n"},
@@ -150,12 +142,6 @@ def look(folder: Path, files: dict[str, str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=INSTALLATIONS)
-def looked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Looked:
-    given = INSTALLATIONS[request.param]
-    return Looked(given, look(tmp_path_factory.mktemp("installation"), given.files))
-
-
 def test_with_a_tested_version_auto_takes_the_kernels(tmp_path: Path) -> None:
     found = look(tmp_path, {})
     assert (found["auto"], found["reason"], found["job"]) == ("triton", None, None)
@@ -166,8 +152,9 @@ def test_with_a_tested_version_auto_takes_the_kernels(tmp_path: Path) -> None:
     assert "named" not in found
 
 
-def test_auto_falls_back_to_chunked_and_says_why(looked: Looked) -> None:
-    given, found = looked.given, looked.found
+@pytest.mark.parametrize("given", INSTALLATIONS.values(), ids=INSTALLATIONS)
+def test_auto_falls_back_to_chunked_and_everything_says_why(given: Installation, tmp_path: Path) -> None:
+    found = look(tmp_path, given.files)
     assert found["auto"] == "chunked"
     assert given.reason in found["reason"]
     assert found["error"] < 1e-5
@@ -177,10 +164,6 @@ def test_auto_falls_back_to_chunked_and_says_why(looked: Looked) -> None:
     assert "triton" not in found["dense step"]["dense"]
     assert not found["fused training"]
     assert not found["predicts"]
-
-
-def test_the_backend_by_name_the_doctor_and_jobs_give_the_reason(looked: Looked) -> None:
-    given, found = looked.given, looked.found
     assert found["named"].startswith("backend: 'triton': ")
     assert given.reason in found["named"]
     assert "use one of auto, reference, naive, chunked" in found["named"]
