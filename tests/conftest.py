@@ -72,6 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers beyond the first two, which have the groups with deadlines, take what time those leave."""
+    given = getattr(config, "workerinput", None)
+    if given is not None and int(given["workerid"].removeprefix("gw")) >= 2:
+        os.nice(3)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep this process's share; where workers share the suite, tell the groups, and begin with what takes longest."""
     share, shares = map(int, config.getoption("--share").split("/"))
