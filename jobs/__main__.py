@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from jobs._garbage import uncollected
 from orchestrator.interruption import AtOnce, end_at_once
 
 if __name__ == "__main__":
-    with AtOnce():
+    with AtOnce(), uncollected():
         from orchestrator import terminal
         from orchestrator.aside import leave
         from orchestrator.run.driver import CANCELLED, main

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import get_args
 
 import jobs
+from jobs._garbage import uncollected
 from jobs.axes import Axis, check_axes
 from jobs.plain_text import shown
 from jobs.quantities import check_quantities
@@ -114,7 +115,8 @@ def _own_modules() -> list[str]:
 
 
 def _own_kind(name: str) -> ModuleType | None:
-    module = importlib.import_module(f"jobs.{name}")
+    with uncollected():
+        module = importlib.import_module(f"jobs.{name}")
     return None if _missing(module) else module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import secrets
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 
 # A thread that waits for others sleeps: by default it spins, which costs those others the core that they need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+gc.disable()  # until the tests are collected: it would look at all that they import again and again
 
 # Children keep our modules as bytecode: without, each of hundreds compiles them anew, 8 % of a driver's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -72,11 +75,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let workers beyond the first two, which have the groups with deadlines, take what time those leave."""
-    given = getattr(config, "workerinput", None)
-    if given is not None and int(given["workerid"].removeprefix("gw")) >= 2:
-        os.nice(3)
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, but not among what collecting has made, which stays."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from jobs._data.spec import DataSpec
 from jobs._data.token_corpus import load_tokens
 from jobs._diagnosis.rank_state import BOOT, LOADER, NOW, Notes, RankState
 from jobs._fields import torch_dtype
+from jobs._garbage import uncollected
 from jobs._training.checkpoint_folder import CheckpointError
 from jobs._training.checkpoint_report import CheckpointReport, CheckpointSpec
 from jobs._training.estimate import implementation
@@ -99,7 +100,8 @@ def train_rank(
     watch = None
     if plan is not None:
         watch = SoakWatch(plan, SoakHistory(), device, rank, beat, nvml.UtilizationMeter(gpu).now)
-    trainer = Trainer(config, corpus, device, rank, watch, notes)
+    with uncollected():  # the first optimizer imports PyTorch's compiler
+        trainer = Trainer(config, corpus, device, rank, watch, notes)
     beat("check")
     agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jobs._garbage import uncollected
 from jobs.point import Beat
 
 _STEADY_RUNS = 3  # number of last runs that decide whether warm-up has ended
@@ -129,10 +130,5 @@ def synchronize(device: torch.device) -> None:
 @contextmanager
 def _no_gc() -> Iterator[None]:
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jobs import stacks
+from jobs._garbage import uncollected
 from jobs._training.errors import noting_sigterm
 from jobs.kinds import kind_module
 from jobs.plain_text import shortened
@@ -152,8 +153,9 @@ def _prepared(
 ) -> tuple[Any, Quantities, SamplingReporter]:
     """The point's kind, what it declares, and its reporter; `block` ends the reporter and the limit of the memory."""
     kind = kind_module(run.kind)
-    for name in getattr(kind, "IMPORTS", ()):
-        importlib.import_module(name)
+    with uncollected():
+        for name in getattr(kind, "IMPORTS", ()):
+            importlib.import_module(name)
     declared, there, limit = Quantities(kind.QUANTITIES), run.surroundings, run.memory_bytes
     if run.cluster is None:
         events.send(protocol.Environment(described(run.device, run.settings)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jobs._garbage import uncollected
 from jobs.spec import JobSpec
 from orchestrator.aside import interruptibly
 from orchestrator.run import ray_token
@@ -32,7 +33,8 @@ def connect(spec: JobSpec, settings: Settings) -> None:
     if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
-    import ray
+    with uncollected():
+        import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
