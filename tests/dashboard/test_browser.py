@@ -20,7 +20,6 @@ import pytest
 from free_ports import free_ports
 from hostile_run import ENDED, store_hostile_runs
 from playwright.sync_api import (
-    Browser,
     BrowserContext,
     Error,
     Page,
@@ -40,41 +39,39 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
 TRAINED = "20261120-090000-train-m7c-ef56"
 WIDE, SMALL = ViewportSize(width=1440, height=900), ViewportSize(width=1280, height=720)
-NARROW = ViewportSize(width=420, height=800)
+NARROW = ViewportSize(width=390, height=800)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 PATIENCE_MS = 30_000
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    """A browser for all tests, with a profile that keeps Streamlit's scripts and what they were compiled to."""
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
-        found = _launch(playwright)
-        yield found
-        found.close()
+        context = _launch(playwright, tmp_path_factory.mktemp("profile"))
+        context.set_default_timeout(PATIENCE_MS)
+        yield context
+        context.close()
 
 
-def _launch(playwright: Playwright) -> Browser:
+def _launch(playwright: Playwright, profile: Path) -> BrowserContext:
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     try:
-        return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        return playwright.chromium.launch_persistent_context(
+            profile, executable_path=path, args=["--no-sandbox"], viewport=WIDE
+        )
     except Error as err:
         pytest.skip(f"no Chromium: {str(err).splitlines()[0]}; install it, or run `playwright install chromium`")
 
 
-@pytest.fixture(scope="module")
-def context(browser: Browser) -> BrowserContext:
-    """One context for all tests: its cache keeps Streamlit's scripts, which take seconds to load and compile."""
-    expect.set_options(timeout=PATIENCE_MS)
-    context = browser.new_context(viewport=WIDE)
-    context.set_default_timeout(PATIENCE_MS)
-    return context
-
-
 @pytest.fixture
 def page(context: BrowserContext) -> Iterator[Page]:
+    first = context.pages[0]  # empty; without any page the browser would end
     yield context.new_page()
     for opened in context.pages:
-        opened.close()
+        if opened is not first:
+            opened.close()
     context.clear_cookies()
 
 
@@ -112,7 +109,7 @@ def trained() -> list[rec.Record]:
 
 
 @pytest.fixture(scope="module")
-def address(browser: Browser, folder: Path) -> Iterator[str]:
+def address(context: BrowserContext, folder: Path) -> Iterator[str]:
     """The running dashboard's address; depends on the browser, so that nothing is started without one."""
     port = free_ports(1)[0]
     command = [sys.executable, "-m", "streamlit", "run", "dashboard/app.py", f"--server.port={port}"]
@@ -222,10 +219,22 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
         assert main.evaluate("e => e.scrollHeight") < 1600
 
 
+def scrolls_down_only(page: Page) -> None:
+    """Nothing is wider than a narrow window, and the header covers nothing."""
+    width = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
+    assert width <= NARROW["width"]
+    header = page.get_by_test_id("stHeader").bounding_box()
+    first = page.get_by_test_id("stMainBlockContainer").locator("h1, a").first.bounding_box()
+    assert header
+    assert first
+    assert header["y"] + header["height"] <= first["y"]
+
+
 def test_a_narrow_screen_shows_what_was_measured(page: Page, address: str):
     """The first machine's column is not cut, and it is the one that was measured."""
-    page.set_viewport_size(ViewportSize(width=390, height=800))
+    page.set_viewport_size(NARROW)
     visit(page, address, "Overview")
+    scrolls_down_only(page)
     rules = page.locator(".st-key-decision-m7c-125m-training").get_by_test_id("stTable")
     expect(rules.get_by_role("columnheader").nth(2)).to_have_text("1× H200")
     value = rules.get_by_role("link", name="23,704 tok/s").first
@@ -303,15 +312,17 @@ def test_curves_and_exponents_are_on_the_first_screen_of_scaling(page: Page, add
 
 
 def test_no_name_in_a_legend_is_cut_on_a_narrow_screen(page: Page, address: str):
-    page.set_viewport_size(ViewportSize(width=390, height=800))
+    page.set_viewport_size(NARROW)
     visit(page, f"{address}/scaling", "Scaling")
+    scrolls_down_only(page)
     names = page.locator(".legend > span")
     expect(names.first).to_be_visible()
     outside = "all => all.filter(e => e.scrollWidth > e.clientWidth || e.getBoundingClientRect().right > innerWidth)"
     assert names.evaluate_all(f"all => ({outside})(all).length") == 0
 
 
-def test_filters_survive_a_reload_and_a_copied_link(page: Page, address: str):
+def test_filters_and_tabs_are_in_the_address(page: Page, address: str):
+    """A copied link is opened in another tab, where nothing of the first is known."""
     visit(page, f"{address}/scaling", "Scaling")
     filters = page.get_by_role("button", name="Runs and filters")
     filters.click()
@@ -319,18 +330,14 @@ def test_filters_survive_a_reload_and_a_copied_link(page: Page, address: str):
     page.get_by_test_id("stPopoverBody").get_by_role("button", name="forward+backward", exact=True).click()
     expect(page).to_have_url(f"{address}/scaling?pass=forward")
     link = page.url
-    page.reload()
-    settled(page, "Scaling")
-    expect(page.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
     copied = page.context.new_page()
     visit(copied, link, "Scaling")
     expect(copied.get_by_text("demo · attention · forward · float32 · CPU").first).to_be_visible()
     expect(copied).to_have_url(link)
-    visit(copied, f"{address}/runs?run={RUN}", "demo")
-    copied.get_by_role("tab", name="Spec").click()
-    expect(copied).to_have_url(f"{address}/runs?run={RUN}&tab=Spec")
-    copied.reload()
-    settled(copied, "demo")
+    visit(page, f"{address}/runs?run={RUN}", "demo")
+    page.get_by_role("tab", name="Spec").click()
+    expect(page).to_have_url(f"{address}/runs?run={RUN}&tab=Spec")
+    visit(copied, page.url, "demo")
     expect(copied.get_by_role("tab", name="Spec")).to_have_attribute("aria-selected", "true")
     visit(copied, f"{address}/runs?state=done&text=demo", "Runs")
     expect(copied.get_by_placeholder("id, name, source or host")).to_have_value("demo")
@@ -363,17 +370,10 @@ def test_a_click_on_a_point_without_a_number_opens_it(page: Page, address: str):
     expect(page.get_by_text("no progress for 120 s").first).to_be_visible()
 
 
-@pytest.mark.parametrize("path", ["", "scaling", f"runs?run={RUN}"])
-def test_a_narrow_window_scrolls_down_only_and_its_header_covers_nothing(page: Page, address: str, path: str):
+def test_a_narrow_screen_shows_a_run(page: Page, address: str):
     page.set_viewport_size(NARROW)
-    visit(page, f"{address}/{path}", {"": "Overview", "scaling": "Scaling"}.get(path, "demo"))
-    width = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
-    assert width <= NARROW["width"]
-    header = page.get_by_test_id("stHeader").bounding_box()
-    first = page.get_by_test_id("stMainBlockContainer").locator("h1, a").first.bounding_box()
-    assert header
-    assert first
-    assert header["y"] + header["height"] <= first["y"]
+    visit(page, f"{address}/runs?run={RUN}", "demo")
+    scrolls_down_only(page)
 
 
 def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):

@@ -119,7 +119,7 @@ class _KilledThenInterrupted(Watching):
             self._at, self._act = 11, interrupt
 
 
-# Under ddp: tests/e2e/test_local_training.py.
+# Under ddp: tests/jobs/test_soak.py, and on Ray tests/e2e/test_ray_ranks.py.
 def test_sharded_ranks_start_again_after_a_kill_and_another_number_of_ranks_goes_on_after_sigterm(
     text: Path, tmp_path: Path
 ) -> None:
