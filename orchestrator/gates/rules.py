@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -273,14 +274,23 @@ def _double(names: Iterable[str]) -> str | None:
 
 
 def load_gates(path: Path | None = None) -> Gates:
-    """Read and validate the rules at `path`; None: the default gates.yaml.
+    """Read and validate the rules at `path`; None: the default gates.yaml, which is read again when it changed.
 
     Raises:
         GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
             itself.
     """
+    return _default_gates(DEFAULT_GATES.stat().st_mtime_ns) if path is None else _gates_in(path)
+
+
+@lru_cache(maxsize=1)
+def _default_gates(changed: int) -> Gates:  # `changed` is the cache's key only
+    return _gates_in(DEFAULT_GATES)
+
+
+def _gates_in(path: Path) -> Gates:
     try:
-        data = read_mapping(path or DEFAULT_GATES, "gates", "targets:")
+        data = read_mapping(path, "gates", "targets:")
     except YamlError as err:
         raise GatesError(str(err)) from None
     try:

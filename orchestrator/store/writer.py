@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import delete, insert, inspect, select, update
+from sqlalchemy import Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -47,11 +47,14 @@ from orchestrator.store.models import (
     Verdict,
 )
 
+# Tables of many rows: inserted past the ORM's models, which take longer than the database.
+_METRICS, _QUANTITIES, _SERIES = (cast(Table, model.__table__) for model in (Metric, DeclaredQuantity, Series))
+
 # Stages of an attempt, in order: started, ended, and planned again afterwards.
 _STARTED, _ENDED, _PLANNED = range(3)
 _STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
 _MOST = (1 << 63) - 1
-_BATCH = 500  # events
+_BATCH = 500  # points, or events
 _PIECES = 50  # records of a live series, with up to 1,000 samples each
 _RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
 _RUN_ENDED = 2
@@ -69,7 +72,7 @@ def apply(session: Session, record: Record) -> None:
         case RunRecord():
             _run(session, record)
         case PointRecord():
-            _point(session, record)
+            _points(session, [record])
         case StartRecord():
             _start(session, record)
         case OutcomeRecord():
@@ -87,7 +90,7 @@ def apply(session: Session, record: Record) -> None:
 
 
 def apply_all(session: Session, records: Iterable[Record]) -> None:
-    """Write records in their order, events and samples that follow each other at once. Raises as `apply`."""
+    """Write records in their order; points, events or samples that follow each other at once. Raises as `apply`."""
     for kind, some in groupby(records, type):
         if kind is EventRecord:
             while events := [record for record in islice(some, _BATCH) if isinstance(record, EventRecord)]:
@@ -95,6 +98,10 @@ def apply_all(session: Session, records: Iterable[Record]) -> None:
         elif kind is SeriesRecord:
             while pieces := [record for record in islice(some, _PIECES) if isinstance(record, SeriesRecord)]:
                 _series(session, pieces)
+        elif kind is PointRecord:
+            while points := [record for record in islice(some, _BATCH) if isinstance(record, PointRecord)]:
+                _points(session, points)
+                session.flush()
         else:
             for record in some:
                 apply(session, record)
@@ -153,7 +160,7 @@ def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> 
     session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run_id))
     values = [{"run_id": run_id, "position": place, **asdict(quantity)} for place, quantity in enumerate(declared)]
     if values:
-        session.execute(insert(DeclaredQuantity), values)
+        session.execute(insert(_QUANTITIES), values)
 
 
 def _run_end(session: Session, record: RunEndRecord) -> None:
@@ -176,30 +183,39 @@ def _later(run: Run, resumed: int, state: RunState, at: datetime) -> bool:
     return (resumed, stage, at) > (run.resumed, stored, run.state_at)
 
 
-def _point(session: Session, record: PointRecord) -> None:
-    point = session.get(Point, record.point_id, with_for_update=True)
+def _points(session: Session, records: Sequence[PointRecord]) -> None:
+    """Plan points. Those that are stored are locked in one order: else two writers might wait for each other."""
+    named = select(Point).where(Point.id.in_({record.point_id for record in records}))
+    stored = {point.id: point for point in session.scalars(named.order_by(Point.id).with_for_update())}
+    for run_id in {record.run_id for record in records if record.point_id not in stored}:
+        if session.get(Run, run_id) is None:
+            raise _missing(run_id)
+    for record in records:
+        stored[record.point_id] = _point(session, record, stored.get(record.point_id))
+
+
+def _point(session: Session, record: PointRecord, point: Point | None) -> Point:
     if point is None:
-        if session.get(Run, record.run_id) is None:
-            raise _missing(record.run_id)
         point = Point(id=record.point_id, run_id=record.run_id)
         rows.reach(point, record)
         rows.plan(point, record)
         session.add(point)
-        return
+        return point
     _of_run(point, record.run_id)
     again = session.get(Remeasurement, point.id)
     if not _newer(again or point, record.attempt, _PLANNED, record.at, record.resumed or 0):
         if point.resumed == (record.resumed or 0):  # the plan that it follows
             rows.plan(point, record)
-        return
+        return point
     if point.state.settles and record.state is PointState.PENDING:
         again = again or Remeasurement(point_id=point.id)
         rows.plan_again(again, record)
         session.add(again)
-        return
+        return point
     _forget(session, point, again)
     rows.reach(point, record)
     rows.plan(point, record)
+    return point
 
 
 def _start(session: Session, record: StartRecord) -> None:
@@ -207,7 +223,7 @@ def _start(session: Session, record: StartRecord) -> None:
     again = session.get(Remeasurement, point.id)
     if not _newer(again or point, record.attempt, _STARTED, record.at):
         return
-    if again is None:
+    if again is None and point.attempt:
         _forget(session, point, again)
     rows.start(again or point, record)
 
@@ -238,7 +254,7 @@ def _outcome(session: Session, record: OutcomeRecord) -> None:
     rows.end(point, record)
     session.flush()
     if record.metrics:
-        session.execute(insert(Metric), rows.metrics(record))
+        session.execute(insert(_METRICS), rows.metrics(record))
 
 
 def _events(session: Session, records: Sequence[EventRecord]) -> None:
@@ -277,11 +293,14 @@ def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
     for record in {(record.run_id, record.point_id): record for record in records}.values():
         _existing(session, record)
     if samples := [sample for record in records for sample in _samples(record)]:
-        insertion = _dialect(session).insert(Series)
-        newer = {"at": insertion.excluded.at, "value": insertion.excluded.value}
-        key = inspect(Series).primary_key
+        insertion = _dialect(session).insert(_SERIES)
+        told = insertion.excluded
         session.execute(
-            insertion.on_conflict_do_update(index_elements=key, set_=newer, where=insertion.excluded.at > Series.at),
+            insertion.on_conflict_do_update(
+                index_elements=_SERIES.primary_key,
+                set_={"at": told.at, "value": told.value},
+                where=told.at > _SERIES.c.at,
+            ),
             samples,
         )
 
