@@ -48,6 +48,7 @@ IN_PROCESSES = (
     "tests/jobs/test_checkpoints.py",
     "tests/jobs/test_ranks.py",
     "tests/jobs/test_soak.py",
+    "tests/jobs/test_token_data.py",
     "tests/orchestrator/attempt/",
     "tests/orchestrator/run/",
     "tests/orchestrator/store/test_claim.py",

@@ -136,14 +136,20 @@ def test_missing_resources_are_reported_before_anything_is_submitted(cluster: Cl
     assert not home.exists()
 
 
-def test_a_lost_worker_costs_its_point_one_attempt(cluster: Cluster, home: Path) -> None:
-    alone = settings("[slow, ok]", "slow_s=4", "retries=1", "resources.workers=1")  # else either may be seen first
-    command = [sys.executable, "-m", "jobs", DRILL, *alone]
+def test_a_lost_worker_costs_the_probe_nothing_and_a_point_one_attempt(
+    cluster: Cluster, home: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "python"  # else the probe may end before it is seen
+    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    alone = ["slow_s=4", "retries=1", "resources.workers=1", f"python={slow}"]  # else either may be seen first
+    command = [sys.executable, "-m", "jobs", DRILL, *settings("[slow, ok]", *alone)]
     driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: bool(point_processes(cluster)), 120)
+    assert not (home / "artifacts").exists()  # no point yet: it is the probe's
+    _kill_supervisor(point_processes(cluster)[0])
     child = _measuring(cluster, home)
-    worker = child.parent()
-    assert worker is not None
-    worker.kill()  # the Ray worker, which supervises
+    _kill_supervisor(child)
     out, _ = driver.communicate()
     assert driver.returncode == 0, out
     assert not child.is_running()
@@ -155,19 +161,11 @@ def test_a_lost_worker_costs_its_point_one_attempt(cluster: Cluster, home: Path)
     assert "got lost" in out
 
 
-def test_a_probe_that_is_lost_with_its_worker_is_made_again(cluster: Cluster, home: Path, tmp_path: Path) -> None:
-    slow = tmp_path / "python"  # else the probe may end before it is seen
-    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
-    slow.chmod(0o755)
-    command = [sys.executable, "-m", "jobs", DRILL, *settings("[ok]", f"python={slow}")]
-    driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, text=True)
-    wait_for(lambda: bool(point_processes(cluster)), 120)
-    assert not (home / "artifacts").exists()  # no point yet: it is the probe's
-    worker = point_processes(cluster)[0].parent()
+def _kill_supervisor(process: psutil.Process) -> None:
+    """Kill the Ray worker that started a process."""
+    worker = process.parent()
     assert worker is not None
     worker.kill()
-    out, _ = driver.communicate()
-    assert driver.returncode == 0, out
 
 
 def test_a_frozen_node_is_found_before_ray_waits_for_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 import tokenizers
 import torch
 from token_data import END, make_tokenizer, texts, write
+from trainings import Keeping
+from warm_ranks import WarmRanks
 
 import jobs
 from jobs._data import spec as data_spec
@@ -55,8 +57,8 @@ def _spec(data: dict[str, Any], **changes: Any) -> Spec:
     return Spec.model_validate({"kind": "train", "name": "t", **fields, **changes})
 
 
-def _train(spec: Spec) -> Measurement:
-    return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), SILENT)
+def _train(spec: Spec, beat: Callable[..., None] = SILENT) -> Measurement:
+    return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), beat)
 
 
 def _values(result: Measurement) -> dict[str, float]:
@@ -127,9 +129,9 @@ def _bytes(decoder: tokenizers.Tokenizer, number: int) -> str:
     return token
 
 
-def test_two_ranks_learn_the_same_tokens_as_one(documents: Path, tokenizer: Path) -> None:
-    data = _data(documents, tokenizer)
-    one, two = (_train(_spec(data, steps=6, ranks=ranks)) for ranks in (1, 2))
+def test_two_ranks_learn_the_same_tokens_as_one(documents: Path, tokenizer: Path, two_warm_ranks: WarmRanks) -> None:
+    one, two = (_spec(_data(documents, tokenizer), steps=6, ranks=ranks) for ranks in (1, 2))
+    one, two = _train(one), _train(two, Keeping(launcher=two_warm_ranks))
     losses = [next(m.samples for m in result.metrics if m.name == "loss") for result in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert _values(two)["heldout_loss"] == pytest.approx(_values(one)["heldout_loss"], rel=1e-4)

@@ -111,7 +111,7 @@ def test_spreads_that_are_none_give_no_slopes(spreads: list[float]):
 
 @pytest.mark.parametrize("lengths", [OCTAVES, SWEEP], ids=["octaves", "half octaves at the top"])
 @pytest.mark.parametrize("equal_at", [600, 8192])
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_an_overhead_is_told_from_growth(exponent: float, equal_at: int, lengths: np.ndarray):
     """In 95 of 100 draws, with 3 % noise and an overhead that equals the work at `equal_at`."""
     rng = np.random.default_rng(7)
@@ -124,7 +124,7 @@ def test_an_overhead_is_told_from_growth(exponent: float, equal_at: int, lengths
 
 @pytest.mark.parametrize("lengths", [OCTAVES[1:7], 4 * OCTAVES[:7]], ids=["six", "seven"])
 @pytest.mark.parametrize("factor", [0.5, 2, 32])
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_few_lengths_do_not_hide_an_overhead_from_the_interval(exponent: float, factor: float, lengths: np.ndarray):
     """With 3 % noise; the overhead equals the work at `factor` times the shortest length (32: half of the longest)."""
     rng = np.random.default_rng(9)
@@ -133,7 +133,7 @@ def test_few_lengths_do_not_hide_an_overhead_from_the_interval(exponent: float, 
     assert sum(law.ci_low <= exponent <= law.ci_high for law in laws if law) >= 92
 
 
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_without_an_overhead_the_plain_law_is_chosen(exponent: float):
     rng = np.random.default_rng(8)
     laws = [fit_growth(SWEEP, SWEEP**exponent * np.exp(rng.normal(0, 0.03, len(SWEEP)))) for _ in range(100)]
