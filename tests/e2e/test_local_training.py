@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import descendants, is_alive
+from processes import descendants
 from trainings import by_name, write_text
 
 from jobs.point import Machine, Metric
@@ -116,37 +116,6 @@ def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spe
     assert list(metrics["resumed_step"].samples)[-1] == cancelled
     assert len(metrics["resumed_step"].samples) == 3
     assert metrics["loss"].samples == _uninterrupted(spec)["loss"].samples, "bit by bit"
-
-
-def test_two_ranks_end_by_sigterm_with_a_traceback_of_each(spec: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    driver = _start(home, str(spec), "--set", "ranks=2", "--set", "steps=100000", "--set", "resources.num_cpus=2")
-    _until(lambda: _newest(home) >= 10, driver)
-    ranks = descendants(psutil.Process(_worker(driver).pid), "spawn_main")
-    assert len(ranks) == 2
-    _worker(driver).terminate()
-    assert driver.wait(120) == 1
-    assert not any(map(is_alive, ranks))
-    outcome = _only_outcome(home)
-    assert outcome.state == "cancelled"
-    step = _newest(home)
-    assert f"ended the training after step {step} of 100000; go on from the checkpoint of step {step}: " in str(
-        outcome.reason
-    )
-    (stderr,) = home.glob("artifacts/*/0000/1/stderr.txt")
-    for rank in (0, 1):
-        lines = [line for line in stderr.read_text().splitlines() if line.startswith(f"[rank {rank}]")]
-        assert any("Traceback" in line for line in lines)
-        assert any("errors.Suspended: " in line for line in lines)
-
-
-def _only_outcome(home: Path) -> OutcomeRecord:
-    """The outcome of the only attempt in `home`, of which nothing was started again."""
-    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
-    records = list(journal.read(path))
-    assert not [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
-    (outcome,) = [record for record in records if isinstance(record, OutcomeRecord)]
-    return outcome
 
 
 def _uninterrupted(spec: Path) -> dict[str, Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -121,7 +122,7 @@ class _KilledThenInterrupted(Watching):
 
 # Under ddp: tests/jobs/test_soak.py, and on Ray tests/e2e/test_ray_ranks.py.
 def test_sharded_ranks_start_again_after_a_kill_and_another_number_of_ranks_goes_on_after_sigterm(
-    text: Path, tmp_path: Path
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two ranks with sharded weights; then one rank reads what both wrote."""
     before = signal.getsignal(signal.SIGTERM)
@@ -130,6 +131,8 @@ def test_sharded_ranks_start_again_after_a_kill_and_another_number_of_ranks_goes
     with pytest.raises(Suspended, match=r"go on from the checkpoint of step (\d+): nsa submit SPEC --resume RUN"):
         _train(text, watching, **tame, checkpoints={"every": 5}, ranks=2, parallel="fsdp", restarts=1)
     assert signal.getsignal(signal.SIGTERM) is before
+    written = capfd.readouterr().err
+    assert all(re.search(rf"^\[rank {rank}\].*errors\.Suspended: ", written, re.MULTILINE) for rank in (0, 1)), written
     warning = of_the_kill(watching.warnings)
     assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
     (step, *_) = _steps(tmp_path)

@@ -199,8 +199,14 @@ def with_end(records: list[Record], state: RunState | None) -> list[Record]:
 
 
 @pytest.mark.parametrize("state", [None, RunState.CANCELLED, RunState.FAILED, RunState.DONE])
-@pytest.mark.parametrize("lengths", [(512, 1024), (300, 600), (512, 1024, 2048)])
-@pytest.mark.parametrize("laws", [{"chunked": 1.9, "naive": 2.0}, {"chunked": 1.9}])
+@pytest.mark.parametrize(
+    ("lengths", "laws"),
+    [
+        ((512, 1024), {"chunked": 1.9, "naive": 2.0}),
+        ((300, 600), {"chunked": 1.9, "naive": 2.0}),
+        ((512, 1024, 2048), {"chunked": 1.9}),
+    ],
+)
 def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
     sqlite_store: Store, sweep, state: RunState | None, lengths: tuple[int, ...], laws: dict
 ):
