@@ -15,6 +15,7 @@ from rich.console import Console
 import orchestrator
 from orchestrator.gates.evidence import Scope, measured_runs
 from orchestrator.gates.filters import ANY
+from orchestrator.gates.rules import DEFAULT_GATES
 from orchestrator.gates.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
 from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
 from orchestrator.states import PointState, Result, RunState
@@ -350,6 +351,17 @@ def test_bad_rules_are_one_line(tmp_path: Path, rule: dict, target: dict, messag
         gates_of(tmp_path, rule, **target)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text, path = DEFAULT_GATES.read_text(), tmp_path / "gates.yaml"
+    path.write_text(text)
+    monkeypatch.setattr("orchestrator.gates.rules.DEFAULT_GATES", path)
+    before = load_gates()
+    assert load_gates() is before
+    path.write_text(text.replace("title: ", "title: new ", 1))
+    os.utime(path, ns=(1, 1))
+    assert load_gates() != before
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
+from statements import counted
 
 from orchestrator.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
 from orchestrator.settings import Settings
@@ -70,6 +71,28 @@ def test_migrated_schema_has_no_difference_from_the_models(store: Store):
         inspector = inspect(connection)
         assert set(inspector.get_table_names()) - {"alembic_version"} == TABLES
         assert set(inspector.get_view_names()) == VIEWS
+
+
+def test_many_points_are_planned_with_few_statements_and_each_as_alone(store: Store, sweep):
+    run, first, *_ = sweep()
+    points = [first.model_copy(update={"point_id": f"{RUN}/{n}", "index": n, "key": f"k{n}"}) for n in range(700)]
+    skipped = points[3].model_copy(update={"state": PointState.SKIPPED, "reason": "large", "resumed": 1})
+    with counted(store.engine) as statements:
+        store.apply_many([run, *points, skipped, *points[:2]])  # one twice in a batch, two again
+    assert len(statements) < 20
+    assert queries.points(store, RUN)["state"].tolist() == ["pending"] * 3 + ["skipped"] + ["pending"] * 696
+    together = contents(store)
+    for record in (run, *points[:5], skipped, points[0]):
+        store.apply(record)
+    assert contents(store) == together
+
+
+def test_points_of_a_run_that_is_not_there_are_refused(store: Store, sweep):
+    run, first, *_ = sweep()
+    stray = first.model_copy(update={"run_id": "none", "point_id": "none/0"})
+    with pytest.raises(StoreError, match="'none' is not in the database"):
+        store.apply_many([run, first, stray])
+    assert queries.counts(store)["runs"] == 0
 
 
 def test_upgrading_again_changes_nothing(store: Store, database_url: str, sweep):
