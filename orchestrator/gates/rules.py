@@ -280,7 +280,9 @@ def load_gates(path: Path | None = None) -> Gates:
         GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
             itself.
     """
-    return _default_gates(DEFAULT_GATES.stat().st_mtime_ns) if path is None else _gates_in(path)
+    if path is None and DEFAULT_GATES.is_file():
+        return _default_gates(DEFAULT_GATES.stat().st_mtime_ns)
+    return _gates_in(path or DEFAULT_GATES)
 
 
 @lru_cache(maxsize=1)

@@ -184,9 +184,10 @@ def _later(run: Run, resumed: int, state: RunState, at: datetime) -> bool:
 
 
 def _points(session: Session, records: Sequence[PointRecord]) -> None:
-    """Plan points. Those that are stored are locked in one order: else two writers might wait for each other."""
+    """Plan points. Stored ones are locked in a journal's order: else two writers might wait for each other."""
     named = select(Point).where(Point.id.in_({record.point_id for record in records}))
-    stored = {point.id: point for point in session.scalars(named.order_by(Point.id).with_for_update())}
+    locked = named.order_by(Point.run_id, Point.number).with_for_update()
+    stored = {point.id: point for point in session.scalars(locked)}
     for run_id in {record.run_id for record in records if record.point_id not in stored}:
         if session.get(Run, run_id) is None:
             raise _missing(run_id)
@@ -223,7 +224,7 @@ def _start(session: Session, record: StartRecord) -> None:
     again = session.get(Remeasurement, point.id)
     if not _newer(again or point, record.attempt, _STARTED, record.at):
         return
-    if again is None and point.attempt:
+    if again is None and point.state is PointState.OK:
         _forget(session, point, again)
     rows.start(again or point, record)
 
@@ -233,6 +234,7 @@ def _forget(session: Session, point: Point, again: Remeasurement | None) -> None
     session.execute(delete(Metric).where(Metric.point_id == point.id))
     if again is not None:
         session.delete(again)
+        session.flush()  # else the next record would find it
 
 
 def _outcome(session: Session, record: OutcomeRecord) -> None:

@@ -139,8 +139,8 @@ def test_missing_resources_are_reported_before_anything_is_submitted(cluster: Cl
 def test_a_lost_worker_costs_the_probe_nothing_and_a_point_one_attempt(
     cluster: Cluster, home: Path, tmp_path: Path
 ) -> None:
-    slow = tmp_path / "python"  # else the probe may end before it is seen
-    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
+    slow = tmp_path / "python"  # else the probe, before which there is no journal, may end before it is seen
+    slow.write_text(f'#!/bin/sh\n[ -e {home}/artifacts ] || sleep 2\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     alone = ["slow_s=4", "retries=1", "resources.workers=1", f"python={slow}"]  # else either may be seen first
     command = [sys.executable, "-m", "jobs", DRILL, *settings("[slow, ok]", *alone)]

@@ -362,6 +362,9 @@ def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypa
     path.write_text(text.replace("title: ", "title: new ", 1))
     os.utime(path, ns=(1, 1))
     assert load_gates() != before
+    path.unlink()
+    with pytest.raises(GatesError, match="cannot be read"):
+        load_gates()
 
 
 @pytest.mark.parametrize(
