@@ -110,7 +110,7 @@ def test_a_ready_spec_that_is_not_there_yet_leads_to_init(
 
 
 def test_reference_data_is_imported_from_the_package(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the journals only small ones are stored here: tests/deploy/test_results.py stores all."""
+    """Store small journals alone: tests/deploy/test_results.py stores all."""
     given, store_file = list[str](), importer.import_file
 
     def import_small(store: Store, path: Path) -> importer.ImportSummary | None:
