@@ -224,7 +224,7 @@ def _start(session: Session, record: StartRecord) -> None:
     again = session.get(Remeasurement, point.id)
     if not _newer(again or point, record.attempt, _STARTED, record.at):
         return
-    if again is None and point.state is PointState.OK:
+    if again is None and point.state is PointState.OK:  # no other point has metrics
         _forget(session, point, again)
     rows.start(again or point, record)
 

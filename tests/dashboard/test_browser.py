@@ -110,7 +110,7 @@ def trained() -> list[rec.Record]:
 
 @pytest.fixture(scope="module")
 def address(context: BrowserContext, folder: Path) -> Iterator[str]:
-    """The running dashboard's address; depends on the browser, so that nothing is started without one."""
+    """The running dashboard's address; needs the browser, so that nothing is started without one."""
     port = free_ports(1)[0]
     command = [sys.executable, "-m", "streamlit", "run", "dashboard/app.py", f"--server.port={port}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
@@ -220,7 +220,7 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
 
 
 def scrolls_down_only(page: Page) -> None:
-    """Nothing is wider than a narrow window, and the header covers nothing."""
+    """Check that nothing is wider than a narrow window, and that the header covers nothing."""
     width = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
     assert width <= NARROW["width"]
     header = page.get_by_test_id("stHeader").bounding_box()

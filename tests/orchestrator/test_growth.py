@@ -133,7 +133,7 @@ def test_few_lengths_do_not_hide_an_overhead_from_the_interval(exponent: float, 
     assert sum(law.ci_low <= exponent <= law.ci_high for law in laws if law) >= 92
 
 
-@pytest.mark.parametrize("exponent", [1.0, 2.0])
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
 def test_without_an_overhead_the_plain_law_is_chosen(exponent: float):
     rng = np.random.default_rng(8)
     laws = [fit_growth(SWEEP, SWEEP**exponent * np.exp(rng.normal(0, 0.03, len(SWEEP)))) for _ in range(100)]
