@@ -16,7 +16,7 @@ DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8
 .PHONY: help env demo bench results wheel up down test test-thorough test-chaos test-gpu aot lint format check clean
 
 # Fails on a host without a usable GPU, before anything is started, and says what does not fit.
-NEED_GPU = $(BIN)/python -m jobs.measure.driver
+NEED_GPU = $(BIN)/python -m jobs.hardware.driver
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -90,7 +90,7 @@ test-thorough: env  ## bad input of any sort: 10,000 specs, tables, journals and
 
 # The same seed has the same faults: make test-chaos SEED=7 MINUTES=10
 test-chaos: env  ## two sweeps while drivers, nodes, Postgres and the disk fail, as SEED says, for MINUTES
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/support $(BIN)/python -m chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10)
 
 test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those that need tens of GiB, one after another
 	@$(NEED_GPU)

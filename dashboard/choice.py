@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-import jobs.quantities
+import jobs.schema.quantities
 from dashboard import data, parts
 from dashboard.address import NONE, Address, Binding
-from orchestrator.growth import MIN_LENGTHS
+from jobs.schema.states import Origin, PointState, RunState
+from orchestrator.judge.growth import MIN_LENGTHS
 from orchestrator.report import series
-from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
-MEMORY = tuple(quantity.name for quantity in jobs.quantities.MEMORY)  # a chart needs only one kind of memory
+MEMORY = tuple(quantity.name for quantity in jobs.schema.quantities.MEMORY)  # a chart needs only one kind of memory
 BESIDE, TOGETHER = "beside", "together"
 _LAYOUTS = {BESIDE: "In charts of their own", TOGETHER: "In the charts of our own"}
 _AT_ONCE = 50  # complete runs read in one step of the search for the default

@@ -14,17 +14,17 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import help_pages
-from jobs.axes import AXES, more_columns
-from orchestrator import analysis
+from jobs.schema.axes import AXES, more_columns
+from jobs.schema.states import PointState
 from orchestrator.artifact_url import is_local
-from orchestrator.artifacts import ArtifactError, ArtifactStore
-from orchestrator.branches import BranchShares, branch_shares
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
-from orchestrator.gates import decisions as judging
-from orchestrator.gates.rules import Gates, load_gates
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
+from orchestrator.judge import analysis
+from orchestrator.judge import decisions as judging
+from orchestrator.judge.branches import BranchShares, branch_shares
+from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.settings import Settings, load_settings
-from orchestrator.states import PointState
 from orchestrator.store import Store, exporter, queries
 
 CACHE_SECONDS = 2.0

@@ -8,13 +8,13 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import parts
-from jobs.quantities import in_words
-from orchestrator.states import Result
+from jobs.schema.quantities import in_words
+from jobs.schema.states import Result
 
 if TYPE_CHECKING:
-    from orchestrator.gates.decisions import Decision
-    from orchestrator.gates.steps import Step
-    from orchestrator.gates.verdicts import RuleVerdict, TargetVerdict
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.steps import Step
+    from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 
 _ANY_MACHINE = "Any machine"  # the column of a target that names no hardware
 _TRANSFERRED = "⇄"

@@ -9,13 +9,13 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import parts
-from jobs.axes import AXES, MORE, more_columns
-from jobs.plain_text import in_a_line
-from jobs.quantities import Quantities, Role, heading, in_words
+from jobs.schema.axes import AXES, MORE, more_columns
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import Quantities, Role, heading, in_words
+from jobs.schema.states import Origin, again_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
 from orchestrator.report.table import shape_of
-from orchestrator.states import Origin, again_in_words
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import streamlit as st
 
-from jobs.plain_text import for_html
+from jobs.schema.plain_text import for_html
 from orchestrator.report.series import Look
 
 _NAME = 300  # characters shown of a name

@@ -13,10 +13,10 @@ import streamlit as st
 from pydantic import ValidationError
 
 from dashboard import data, parts
-from jobs.quantities import LIVE, Quantities, written_unit
-from jobs.training_plan import TrainingPlan
+from jobs.schema.quantities import LIVE, Quantities, written_unit
+from jobs.schema.states import PointState
+from jobs.schema.training_plan import TrainingPlan
 from orchestrator.report.series import BLUE
-from orchestrator.states import PointState
 from orchestrator.store import Store
 
 _SHOWN = 400  # samples drawn of a series; the first and the last are always among them

@@ -6,8 +6,8 @@ import streamlit as st
 
 from dashboard import data, decision, grids, help_pages, parts
 from dashboard.address import leave
+from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.errors import UserError
-from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store
 
 LATEST = 5

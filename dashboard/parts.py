@@ -12,12 +12,12 @@ from urllib.parse import urlencode
 
 import pandas as pd
 
-from jobs import plain_text
-from jobs.quantities import readable, readable_bytes
-from orchestrator.states import Origin, PointState, Result, RunState
+from jobs.schema import plain_text
+from jobs.schema.quantities import readable, readable_bytes
+from jobs.schema.states import Origin, PointState, Result, RunState
 
 if TYPE_CHECKING:
-    from orchestrator.gates.verdicts import RuleVerdict
+    from orchestrator.judge.verdicts import RuleVerdict
 
 Color = Literal["red", "orange", "blue", "green", "gray", "violet"]
 

@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, parts
-from orchestrator.artifacts import kept_in
+from orchestrator.execute.artifacts import kept_in
 from orchestrator.store import Store
 
 _LISTED = 20  # files that are drawn one below the other; of more, one is chosen

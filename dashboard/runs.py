@@ -13,11 +13,11 @@ from streamlit.delta_generator import DeltaGenerator
 from dashboard import data, grids, help_pages, parts, point_files
 from dashboard.address import Address
 from dashboard.live import live_series
-from jobs.plain_text import in_a_line
-from jobs.quantities import Plot, Quantities, in_words, readable_range
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import Plot, Quantities, in_words, readable_range
+from jobs.schema.states import Origin, PointState, RunState, again_in_words
 from orchestrator.report.content import flat
 from orchestrator.report.samples import samples_chart
-from orchestrator.states import Origin, PointState, RunState, again_in_words
 from orchestrator.store import Store
 
 

@@ -11,11 +11,11 @@ from dashboard import choice as choosing
 from dashboard import data, grids, help_pages, legend, parts
 from dashboard.address import Address, leave
 from dashboard.choice import MEMORY, TOGETHER, Choice
-from jobs.quantities import AGAINST_LENGTH, Quantities, Quantity
-from orchestrator.branches import BranchShares, shares_frame, take_overs
+from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
+from jobs.schema.states import FAILED, Origin, PointState
+from orchestrator.judge.branches import BranchShares, shares_frame, take_overs
 from orchestrator.report import charts, exponents, series
 from orchestrator.report.branch_chart import branch_chart, branch_legend
-from orchestrator.states import FAILED, Origin, PointState
 from orchestrator.store import Store
 
 CHART_HEIGHT = 380  # pixels

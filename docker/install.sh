@@ -57,4 +57,4 @@ import os; os.path.exists(os.path.expanduser("~/.ray/auth_token")) and os.enviro
 END
 
 # A driver too old for PyTorch's build, or a build without CUDA, is said now; in an image the code is not there yet.
-if has_driver && [ -e "$here/jobs/measure/driver.py" ]; then "$python" -m jobs.measure.driver --warn || true; fi
+if has_driver && [ -e "$here/jobs/hardware/driver.py" ]; then "$python" -m jobs.hardware.driver --warn || true; fi

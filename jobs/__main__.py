@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from jobs._garbage import uncollected
+from jobs.process.garbage import uncollected
 from orchestrator.interruption import AtOnce, end_at_once
 
 if __name__ == "__main__":

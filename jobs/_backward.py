@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jobs._fields import torch_dtype
-from jobs._pass import ModelPass, agree, model_of
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
-from jobs.point import FAILURE_FILES, Beat
+from jobs.measure.model_pass import ModelPass, agree, model_of
+from jobs.schema.point import FAILURE_FILES, Beat
+from jobs.specs.fields import torch_dtype
 from nsa_core.functional import BRANCHES
 
 

@@ -1,6 +1,6 @@
 """The smallest size of a model whose pass fails: a search over numbers of layers and lengths of the sequence.
 
-Each size is tried in a process of its own (jobs.measure.trial). A larger model, or a longer sequence, is taken to fail
+Each size is tried in a process of its own (jobs.process.trial). A larger model, or a longer sequence, is taken to fail
 where a smaller one does; the answer does not rest on it: its neighbours are shown to pass.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.measure.layers import LAYERS
-from jobs.measure.trial import End, Limits, Trial, own_gpu_share, run_trial
-from jobs.point import FAILURE_FILES, Beat, Metric
-from jobs.quantities import Better, Quantity, Role
+from jobs.process.trial import End, Limits, Trial, own_gpu_share, run_trial
+from jobs.schema.point import FAILURE_FILES, Beat, Metric
+from jobs.schema.quantities import Better, Quantity, Role
 
 SIZES_TRIED = Quantity("sizes_tried", "1", "Sizes that were tried")
 SIZES_FAILED = Quantity("sizes_failed", "1", "Sizes that failed", "failed", Better.LOWER, Role.HEADLINE)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs._environments import env_text
 from jobs.measure.stats import summarize
-from jobs.measure.trial import Toolchain
-from jobs.point import Metric
-from jobs.quantities import PEAK_EXTRA_MEMORY, TIME, Better, Quantity, Role
+from jobs.process.trial import Toolchain
+from jobs.schema.point import Metric
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME, Better, Quantity, Role
+from jobs.specs.environments import env_text
 
 DIFFERENCES = Quantity(
     "differences", "1", "Differences beyond their tolerance", "differences", Better.LOWER, Role.HEADLINE

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from jobs._case import PointCase
 from jobs.measure import check
-from jobs.point import Beat
+from jobs.measure.case import PointCase
+from jobs.schema.point import Beat
 from nsa_core import NSAConfig, compress, nsa_attention
 from nsa_core.backends import BACKENDS
 from nsa_core.cache import DenseCache, NSACache, Triple

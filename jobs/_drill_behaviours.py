@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jobs.point import Beat
+from jobs.schema.point import Beat
 
 
 def _ok(config: Mapping[str, Any], device: torch.device, beat: Beat) -> None:

@@ -19,7 +19,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from jobs._backward import BackwardPass, branch_trace, check_route, failure_folder
 from jobs._bisection import BISECTION, bisect, most_trials
-from jobs._fields import (
+from jobs.hardware.environment import environment
+from jobs.measure.clock import TimingPlan, measure_time
+from jobs.measure.layers import Watched
+from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
+from jobs.measure.model_pass import agree, model_axes, predicted
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.process.trial import Limits, own_gpu_share, run_trial
+from jobs.schema.axes import Axis
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
+from jobs.specs.fields import (
     NSA,
     WINDOW_ALONE,
     Count,
@@ -32,20 +43,9 @@ from jobs._fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads, window_reasons
-from jobs._nsa_effect import ALL, refuse_idle
-from jobs._pass import agree, model_axes, predicted
-from jobs.axes import Axis
-from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.environment import environment
-from jobs.measure.layers import Watched
-from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
-from jobs.measure.trial import Limits, own_gpu_share, run_trial
-from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.spec import JobSpec, Strict
+from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads, window_reasons
+from jobs.specs.nsa_effect import ALL, refuse_idle
+from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import predicts
 from nsa_core.model import PRESETS, ModelConfig

@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jobs._fields import Implementations
-from jobs._nsa_effect import refuse_idle
-from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, agree, attention_call, measure_operator
-from jobs._sweep import LayoutsSpec, in_a_case
-from jobs.measure.environment import environment
+from jobs.hardware.environment import environment
+from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, agree, attention_call, measure_operator
 from jobs.measure.route import route_of
 from jobs.measure.stages import measure_stages
-from jobs.point import Beat, Machine, Measurement, Point
-from jobs.quantities import STAGE, TELEMETRY
+from jobs.measure.sweep import LayoutsSpec, in_a_case
+from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.quantities import STAGE, TELEMETRY
+from jobs.specs.fields import Implementations
+from jobs.specs.nsa_effect import refuse_idle
 
 QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)
 

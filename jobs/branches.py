@@ -15,8 +15,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs._case import PointCase, bare_model
-from jobs._fields import (
+from jobs.hardware.environment import environment
+from jobs.measure.case import PointCase, bare_model
+from jobs.measure.check import Agreement, HeadShape, attend, check_attention, make_inputs
+from jobs.measure.clock import measure_time
+from jobs.measure.isolation import trace_branch
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.schema.axes import Axis
+from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
+from jobs.specs.fields import (
     WINDOW_ALONE,
     BareNSA,
     Count,
@@ -30,19 +40,9 @@ from jobs._fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs._fit import backend_reasons, threads, window_reasons
-from jobs._nsa_effect import ALL, refuse_idle
-from jobs.axes import Axis
-from jobs.measure.check import Agreement, HeadShape, attend, check_attention, make_inputs
-from jobs.measure.clock import measure_time
-from jobs.measure.environment import environment
-from jobs.measure.isolation import trace_branch
-from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
-from jobs.point import Beat, Machine, Measurement, Point
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
-from jobs.spec import JobSpec, SpecError
+from jobs.specs.fit import backend_reasons, threads, window_reasons
+from jobs.specs.nsa_effect import ALL, refuse_idle
+from jobs.specs.spec import JobSpec, SpecError
 from nsa_core.backends import Heads
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch

@@ -18,21 +18,21 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from jobs._fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
-from jobs._nsa_effect import refuse_idle
-from jobs._pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
-from jobs.axes import Axis
+from jobs.hardware.environment import environment
 from jobs.measure.clock import synchronize
-from jobs.measure.environment import environment
-from jobs.measure.exhaustion import ran_out_of_memory
 from jobs.measure.memory import Peak, measure_peak, tensor_bytes
+from jobs.measure.model_pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
-from jobs.spec import JobSpec
-from jobs.training_plan import TrainingPlan
+from jobs.process.exhaustion import ran_out_of_memory
+from jobs.schema.axes import Axis
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
+from jobs.schema.training_plan import TrainingPlan
+from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
+from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import JobSpec
 from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)

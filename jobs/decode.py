@@ -15,9 +15,15 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from jobs._case import bare_model
 from jobs._decode_steps import DENSE, DecodeCase, attention_step, check_steps, model_step
-from jobs._fields import (
+from jobs.hardware.environment import environment
+from jobs.measure.case import bare_model
+from jobs.measure.clock import measure_time
+from jobs.measure.route import route_of
+from jobs.measure.stats import summarize
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
+from jobs.specs.fields import (
     NSA,
     Count,
     DType,
@@ -30,15 +36,9 @@ from jobs._fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
-from jobs._nsa_effect import refuse_idle
-from jobs.measure.clock import measure_time
-from jobs.measure.environment import environment
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
-from jobs.point import Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.spec import JobSpec
+from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import JobSpec
 from nsa_core.decode import TRITON
 from nsa_core.model import PRESETS, ModelConfig
 

@@ -13,18 +13,18 @@ from typing import Any, Literal
 import torch
 
 from jobs import train
-from jobs._diagnosis.advice import Diagnosis, advise
-from jobs._diagnosis.rank_state import PHASES, RankState
-from jobs._diagnosis.text import describe
-from jobs._training.errors import noting_sigterm
-from jobs._training.launch import run_ranks
-from jobs._training.layout import Layout
-from jobs._training.metrics import measurement
-from jobs._training.rank_metrics import RANK_IMBALANCE
-from jobs._training.report import RankReport, train_rank
-from jobs.axes import Axis
-from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import Better, Quantity, Role
+from jobs.diagnosis.advice import Diagnosis, advise
+from jobs.diagnosis.rank_state import PHASES, RankState
+from jobs.diagnosis.text import describe
+from jobs.schema.axes import Axis
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import Better, Quantity, Role
+from jobs.training.errors import noting_sigterm
+from jobs.training.launch import run_ranks
+from jobs.training.layout import Layout
+from jobs.training.metrics import measurement
+from jobs.training.rank_metrics import RANK_IMBALANCE
+from jobs.training.report import RankReport, train_rank
 
 __all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
 

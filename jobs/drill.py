@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import TELEMETRY, Quantity, Role
-from jobs.spec import JobSpec
+from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import TELEMETRY, Quantity, Role
+from jobs.specs.spec import JobSpec
 
 ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
 QUANTITIES = (ELAPSED, *TELEMETRY)
@@ -63,7 +63,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     import torch
 
     from jobs._drill_behaviours import BEHAVIOURS
-    from jobs.measure.environment import environment
+    from jobs.hardware.environment import environment
 
     start = time.perf_counter()
     device = torch.device(config["device"])

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from jobs._pass import ModelPass, PassSpec, agree, predicted
-from jobs.measure.environment import environment
+from jobs.hardware.environment import environment
 from jobs.measure.memory import Peak, measure_peak, tensor_bytes
+from jobs.measure.model_pass import ModelPass, PassSpec, agree, predicted
 from jobs.measure.parts import Parts, measure_parts
 from jobs.measure.route import route_of
-from jobs.point import Beat, Measurement, Metric
-from jobs.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
+from jobs.schema.point import Beat, Measurement, Metric
+from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
 from nsa_core.memory import MemoryEstimate, predicts
 
 PREDICTED = Quantity("predicted_*", "MiB", "Predicted")

@@ -1,7 +1,7 @@
 """Retrieval: does a small model that was trained for it find a needle at every depth, with NSA as with dense attention?
 
 A point is one implementation and length: a model trained from nothing by the loop of `train` on synthetic retrieval
-(jobs._data.needle_corpus), then asked for needles at each depth. All points of a length get the same batches.
+(jobs.training.data.needle_corpus), then asked for needles at each depth. All points of a length get the same batches.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from jobs._data.needle_corpus import NeedleCorpus
-from jobs._diagnosis.rank_state import BOOT, LOADER, Notes
-from jobs._fields import NSA, Count, Layers, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
-from jobs._live import LOSS, MFU, SERIES
-from jobs._nsa_effect import refuse_idle
-from jobs._pass import Implementations, model_axes, model_of_preset
-from jobs._training.errors import noting_sigterm
-from jobs._training.estimate import estimate
-from jobs._training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
-from jobs._training.metrics import energy_per_token
-from jobs._training.optimizer import OptimizerSpec, check_warm_up
-from jobs._training.results import Run, first_steady, steady_steps
+from jobs.diagnosis.rank_state import BOOT, LOADER, Notes
+from jobs.hardware.environment import environment
+from jobs.hardware.telemetry import Telemetry
 from jobs.measure.check import HeadShape, check_attention
-from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak
+from jobs.measure.model_pass import Implementations, model_axes, model_of_preset
 from jobs.measure.stats import summarize
-from jobs.measure.telemetry import Telemetry
-from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
-from jobs.spec import JobSpec
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
+from jobs.specs.fields import NSA, Count, Layers, Preset, Unique, torch_dtype
+from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import JobSpec
+from jobs.training.data.needle_corpus import NeedleCorpus
+from jobs.training.errors import noting_sigterm
+from jobs.training.estimate import estimate
+from jobs.training.live import LOSS, MFU, SERIES
+from jobs.training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
+from jobs.training.metrics import energy_per_token
+from jobs.training.optimizer import OptimizerSpec, check_warm_up
+from jobs.training.results import Run, first_steady, steady_steps
 
 RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
 RECALL_WORST = Quantity("recall_worst", "%", "Recall at the worst depth", "worst depth", Better.HIGHER, Role.HEADLINE)

@@ -1,6 +1,6 @@
 """Other implementations of the operator, run live beside this one: the same inputs, clock and oracle as kind bench.
 
-A peer is called through its adapter (jobs._peers), at the head layouts, lengths and passes of a bench. It is compared
+A peer is called through its adapter (jobs.adapters), at the head layouts, lengths and passes of a bench. It is compared
 with the oracle of the semantics that it claims before it is timed. One that cannot run is skipped, with the reason.
 """
 
@@ -14,20 +14,20 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from jobs._case import PointCase
-from jobs._fields import Unique, implementation_names, torch_dtype
-from jobs._fit import dense_reasons, threads
-from jobs._nsa_effect import refuse_idle
-from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
-from jobs._peers import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
-from jobs._peers._shared import TORCH_FIXED
-from jobs._peers.check import check_peer
-from jobs._peers.tuning import forget_tuned_choices
-from jobs._sweep import LayoutsSpec, Sweep, in_a_case
+from jobs.adapters import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
+from jobs.adapters.check import check_peer
+from jobs.adapters.shared import TORCH_FIXED
+from jobs.adapters.tuning import forget_tuned_choices
+from jobs.measure.case import PointCase
 from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
-from jobs.point import Beat, Machine, Measurement, Point
-from jobs.quantities import TELEMETRY
-from jobs.spec import SpecError
+from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
+from jobs.measure.sweep import LayoutsSpec, Sweep, in_a_case
+from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.quantities import TELEMETRY
+from jobs.specs.fields import Unique, implementation_names, torch_dtype
+from jobs.specs.fit import dense_reasons, threads
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)

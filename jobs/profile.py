@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs._fields import TimingSpec
-from jobs._pass import ModelPass, PassSpec, agree
+from jobs.hardware.environment import environment
 from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.model_pass import ModelPass, PassSpec, agree
 from jobs.measure.profiler import profile_call
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.point import Beat, Measurement, Metric
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
+from jobs.schema.point import Beat, Measurement, Metric
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
+from jobs.specs.fields import TimingSpec
 
 BUSY_TIME = Quantity("busy_time", "ms", "Time in which the device computed", "busy", Better.LOWER, Role.HEADLINE)
 SYNCHRONIZATIONS = Quantity(

@@ -12,7 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from jobs._fields import (
+from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, measure_operator
+from jobs.measure.sweep import Sweep
+from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.quantities import TELEMETRY
+from jobs.specs.fields import (
     NSA,
     Count,
     DType,
@@ -24,13 +29,8 @@ from jobs._fields import (
     Preset,
     TimingSpec,
 )
-from jobs._nsa_effect import refuse_idle
-from jobs._operator import OPERATOR_QUANTITIES, OperatorCase, measure_operator
-from jobs._sweep import Sweep
-from jobs.measure.check import DENSE_KERNELS
-from jobs.point import Beat, Machine, Measurement, Point
-from jobs.quantities import TELEMETRY
-from jobs.spec import JobSpec
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import JobSpec
 from nsa_core.model import PRESETS, ModelConfig
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)

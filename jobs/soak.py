@@ -1,6 +1,6 @@
 """Soak: hours of training in pieces, each in a fresh process. Does memory grow, does throughput drift, does it last?
 
-A point is one kind of attention. The training is that of `train` with checkpoints (jobs._training); the time ends it.
+A point is one kind of attention. The training is that of `train` with checkpoints (jobs.training); the time ends it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jobs import train
-from jobs._training.checkpoint_report import CheckpointSpec
-from jobs._training.errors import Suspended, noting_sigterm
-from jobs._training.launch import run_ranks
-from jobs._training.layout import Layout
-from jobs._training.soak_history import SoakPlan
-from jobs._training.soak_metrics import COUNTS, SLOPES, soak_measurement
-from jobs.axes import Axis
-from jobs.point import STARTING, Beat, Machine, Measurement, Point
+from jobs.schema.axes import Axis
+from jobs.schema.point import STARTING, Beat, Machine, Measurement, Point
+from jobs.training.checkpoints.report import CheckpointSpec
+from jobs.training.errors import Suspended, noting_sigterm
+from jobs.training.launch import run_ranks
+from jobs.training.layout import Layout
+from jobs.training.soak.history import SoakPlan
+from jobs.training.soak.metrics import COUNTS, SLOPES, soak_measurement
 
 __all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
 

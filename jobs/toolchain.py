@@ -29,18 +29,18 @@ from jobs._comparison import (
     lock_file,
     toolchain_name,
 )
-from jobs._fields import TimingSpec, torch_dtype
-from jobs._pass import ModelPass, PassSpec, agree, model_of
+from jobs.hardware.environment import environment
+from jobs.hardware.variables import effective
 from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.environment import environment
 from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.model_pass import ModelPass, PassSpec, agree, model_of
 from jobs.measure.route import route_of
-from jobs.measure.trial import Limits, Toolchain, own_gpu_share, run_trial
-from jobs.measure.variables import effective
-from jobs.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
-from jobs.spec import Strict
+from jobs.process.trial import Limits, Toolchain, own_gpu_share, run_trial
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
+from jobs.specs.fields import TimingSpec, torch_dtype
+from jobs.specs.spec import Strict
 from nsa_core.model import NSATransformer
 
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)

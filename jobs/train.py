@@ -1,6 +1,6 @@
 """Training of a small language model: throughput, held-out loss, memory, and the duration of a planned run.
 
-Training uses one process, or several ranks (jobs._training). A point is one kind of attention; all points
+Training uses one process, or several ranks (jobs.training). A point is one kind of attention; all points
 get the same batches in the same order.
 """
 
@@ -14,23 +14,23 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from jobs._data.spec import DataSpec
-from jobs._fields import NSA, Count, Preset, Unique, torch_dtype
-from jobs._fit import backend_reasons, does_not_fit, heads_of, threads
-from jobs._nsa_effect import refuse_idle
-from jobs._pass import model_axes
-from jobs._training.checkpoint_report import CheckpointSpec
-from jobs._training.errors import noting_sigterm
-from jobs._training.estimate import estimate, implementation
-from jobs._training.launch import run_ranks
-from jobs._training.layout import Layout, Parallel, divided
-from jobs._training.metrics import QUANTITIES, measurement
-from jobs._training.optimizer import OptimizerSpec, check_warm_up
-from jobs._training.report import train_rank
-from jobs.axes import Axis
-from jobs.point import Beat, Machine, Measurement, Point
-from jobs.spec import JobSpec, Recovery, SpecError
-from jobs.training_plan import TrainingPlan
+from jobs.measure.model_pass import model_axes
+from jobs.schema.axes import Axis
+from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.training_plan import TrainingPlan
+from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
+from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, threads
+from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.spec import JobSpec, Recovery, SpecError
+from jobs.training.checkpoints.report import CheckpointSpec
+from jobs.training.data.spec import DataSpec
+from jobs.training.errors import noting_sigterm
+from jobs.training.estimate import estimate, implementation
+from jobs.training.launch import run_ranks
+from jobs.training.layout import Layout, Parallel, divided
+from jobs.training.metrics import QUANTITIES, measurement
+from jobs.training.optimizer import OptimizerSpec, check_warm_up
+from jobs.training.report import train_rank
 from nsa_core.backends import default
 from nsa_core.model import PRESETS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dotenv.parser import Binding, parse_stream
 
-from jobs.user_files import NotAFileError, open_regular
+from jobs.specs.user_files import NotAFileError, open_regular
 
 _MOST = 1 << 20  # characters
 _NAME = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from jobs.kinds import kind_module
-from jobs.point import Device, Point
-from jobs.spec import Deadlines, JobSpec
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
+from jobs.schema.point import Device, Point
+from jobs.specs.kinds import kind_module
+from jobs.specs.spec import Deadlines, JobSpec
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.plain_text import shown
-from jobs.spec import JobSpec, offered_sources
+from jobs.schema.plain_text import shown
+from jobs.specs.spec import JobSpec, offered_sources
 from orchestrator.errors import UserError
 from orchestrator.settings import SOURCES
 

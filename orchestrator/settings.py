@@ -16,8 +16,8 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from jobs.user_files import is_missing
-from jobs.validation import split
+from jobs.specs.user_files import is_missing
+from jobs.specs.validation import split
 from orchestrator import artifact_url, env_lines
 from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError

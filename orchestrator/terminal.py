@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jobs.plain_text import in_a_line, printable
+from jobs.schema.plain_text import in_a_line, printable
 
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 

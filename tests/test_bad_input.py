@@ -20,17 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nsa_command import Done, called, nsa
 
-from jobs.kinds import kinds
-from jobs.spec import parse_spec
+from jobs.schema.states import PointState, RunState
+from jobs.specs.kinds import kinds
+from jobs.specs.spec import parse_spec
 from orchestrator import reference_data
 from orchestrator.cli import doctor
 from orchestrator.database_url import hide_password
-from orchestrator.journal import owner
-from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord, now
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, queries
+from orchestrator.store.journal import owner
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord, now
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _MANY = {} if settings().max_examples > 100 else {"max_examples": 60}

@@ -22,15 +22,15 @@ from take_in import DATA, take_in
 
 from orchestrator.cli.packaged import reference_data
 from orchestrator.errors import UserError
-from orchestrator.journal import COMPRESSED
 from orchestrator.report import report, write_report
 from orchestrator.store import Store, queries, upgrade
 from orchestrator.store.importer import import_file
+from orchestrator.store.journal import COMPRESSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path("docs/results")
 SEEDS = PAGES / "seeds"
-DURATIONS = Path("orchestrator/gates/durations.csv")
+DURATIONS = Path("orchestrator/judge/durations.csv")
 GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
 CHARTED = ("scaling.md", "bench.md", "decoding.md")  # the others have one length a run, or lengths without a law
 DECISIONS = """# Decisions

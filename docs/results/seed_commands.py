@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic_core import to_jsonable_python
 
-from jobs.spec import JobSpec, SpecError
+from jobs.specs.spec import JobSpec, SpecError
 
 
 def whole(stored: Mapping[str, Any], kind: type[JobSpec]) -> dict[str, Any]:

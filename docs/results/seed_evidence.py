@@ -16,10 +16,10 @@ from typing import Any
 from seed_commands import needed, setting, whole
 from tables import CONFIGS, commits, device, number, rate
 
-from jobs.axes import AXES, MORE
-from jobs.spec import JobSpec, load_spec
-from orchestrator.analysis import Fit, scaling_fits
-from orchestrator.states import Origin, PointState
+from jobs.schema.axes import AXES, MORE
+from jobs.schema.states import Origin, PointState
+from jobs.specs.spec import JobSpec, load_spec
+from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.store import Store, queries
 
 Row = Mapping[str, Any]

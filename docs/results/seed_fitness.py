@@ -32,10 +32,10 @@ from seed_evidence import (
 from seed_parts import BACKENDS, OF_ALL, backends
 from tables import noted, number, table
 
-from jobs.plain_text import for_file
-from orchestrator.gates.verdicts import evaluate, load_gates
+from jobs.schema.plain_text import for_file
+from jobs.schema.states import Result
+from orchestrator.judge.verdicts import evaluate, load_gates
 from orchestrator.settings import load_settings
-from orchestrator.states import Result
 
 TOOLCHAIN = Spec("toolchain_m7c.yaml")
 _CHANGES = (("output_difference", "1"), ("time_change", "%"), ("memory_change", "%"), ("differences", "1"))

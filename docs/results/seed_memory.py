@@ -21,8 +21,8 @@ from seed_evidence import (
 )
 from tables import commits, noted, table
 
-from jobs._training.layout import Layout
-from jobs.plain_text import for_file
+from jobs.schema.plain_text import for_file
+from jobs.training.layout import Layout
 
 SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK, SCALING)
 

@@ -21,7 +21,7 @@ from seed_evidence import (
 )
 from tables import noted, table
 
-from jobs.plain_text import for_file
+from jobs.schema.plain_text import for_file
 
 SPECS = (MATRIX, SEARCH, HANG, BRANCHES, PROFILE)
 

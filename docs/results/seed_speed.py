@@ -28,8 +28,8 @@ from seed_evidence import (
 from seed_fitness import verdict
 from tables import commits, noted, rate, table
 
-from jobs._training.layout import divided
-from jobs.training_plan import TrainingPlan
+from jobs.schema.training_plan import TrainingPlan
+from jobs.training.layout import divided
 
 LADDER = Spec("capacity_ladder.yaml")
 SPECS = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.analysis import scaling_fits
-from orchestrator.branches import Branch, take_overs
+from orchestrator.judge.analysis import scaling_fits
+from orchestrator.judge.branches import Branch, take_overs
 from orchestrator.report.bench import BOTH, FORWARD, KIND, MEMORY, TIME, Bench, Place, collect, is_dense
 from orchestrator.store import Store, queries
 

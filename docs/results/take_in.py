@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator import journal
 from orchestrator.errors import UserError
-from orchestrator.records import (
+from orchestrator.store import journal
+from orchestrator.store.records import (
     RECORD,
     ArtifactRecord,
     EventRecord,

@@ -17,8 +17,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from jobs.point import Metric
-from jobs.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
+from jobs.schema.point import Metric
+from jobs.schema.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS, Backend, dense
 from nsa_core.functional import BRANCHES

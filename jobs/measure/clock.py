@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jobs._garbage import uncollected
-from jobs.point import Beat
+from jobs.process.garbage import uncollected
+from jobs.schema.point import Beat
 
 _STEADY_RUNS = 3  # number of last runs that decide whether warm-up has ended
 _STEADY_SPREAD = 0.1  # highest relative difference of the slowest and the fastest of them

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.measure.clock import synchronize
-from jobs.point import Beat
+from jobs.schema.point import Beat
 
 LAYERS, STATS = "layers.json", "memory_stats.json"
 """Files of a watched pass: its marks; the CUDA allocator's statistics at the last of them."""

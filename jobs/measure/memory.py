@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from jobs.point import Metric
-from jobs.quantities import PEAK_DRIVER, PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_RSS
+from jobs.schema.point import Metric
+from jobs.schema.quantities import PEAK_DRIVER, PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_RSS
 
 _MIB = 2**20
 _GRAPHS = " and the memory of CUDA graphs that it leaves out"

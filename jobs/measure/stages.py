@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs.measure.clock import l2_filler
 from jobs.measure.stats import summarize
-from jobs.point import Beat, Metric
-from jobs.quantities import STAGE
+from jobs.schema.point import Beat, Metric
+from jobs.schema.quantities import STAGE
 from nsa_core.kernels.runtime.launch import Started, observe
 
 Profile = Counter[tuple[str, str]]  # nanoseconds by stage and kernel

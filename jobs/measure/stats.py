@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jobs.point import Metric
-from jobs.quantities import Quantity
+from jobs.schema.point import Metric
+from jobs.schema.quantities import Quantity
 
 _RESAMPLES = 2000
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from jobs.measure.interpreter import variables_for_another
-from jobs.measure.process_usage import descent
-from orchestrator.artifacts import Source
+from jobs.hardware.process_usage import descent
+from jobs.process.interpreter import variables_for_another
 from orchestrator.attempt import protocol, temporary
+from orchestrator.execute.artifacts import Source
 from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 
 _EXIT_GRACE_S = 10.0

@@ -18,9 +18,9 @@ def described(device: str, settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         if settings:  # before anything else uses CUDA: the point's process is as it will be measured
-            found["settings"] = importlib.import_module("jobs.measure.variables").effective(settings)
+            found["settings"] = importlib.import_module("jobs.hardware.variables").effective(settings)
         if (torch := sys.modules.get("torch")) is not None:
-            found |= importlib.import_module("jobs.measure.environment").environment(torch.device(device))
+            found |= importlib.import_module("jobs.hardware.environment").environment(torch.device(device))
     except Exception as err:
         found["unknown"] = f"{type(err).__name__}: {err}"
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs import stacks
+from jobs.process import stacks
 
 TOOL_S = 20.0
 """Seconds that py-spy and nvidia-smi have."""

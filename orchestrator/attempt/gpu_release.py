@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from jobs.measure import nvml
+from jobs.hardware import nvml
 from orchestrator.aside import Aside, NoThreadError
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place, point_index
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, place, point_index
 from orchestrator.messages import Assignment
-from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord
+from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
 
 STALL_S = 60.0
 """Seconds without a piece that is copied after which the files that are being copied are given up."""

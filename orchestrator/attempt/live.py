@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobs.measure.process_usage import PointUsage
-from jobs.measure.telemetry import Telemetry
-from jobs.point import Reading
+from jobs.hardware.process_usage import PointUsage
+from jobs.hardware.telemetry import Telemetry
+from jobs.schema.point import Reading
 from orchestrator.attempt import protocol
 from orchestrator.attempt.sampling import interval
 from orchestrator.messages import Assignment, Series
-from orchestrator.records import SeriesRecord
+from orchestrator.store.records import SeriesRecord
 
 LEAST_PIECE_S = 2.0
 _MOST_PIECES = 1000  # of a series before its pieces begin to grow, so that the journal grows no faster than the samples

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.point import Device
+from jobs.schema.point import Device
 
 
 @contextlib.contextmanager

@@ -23,8 +23,8 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jobs import point
-from orchestrator.states import PointState
+from jobs.schema import point
+from jobs.schema.states import PointState
 
 VERSION = 7
 

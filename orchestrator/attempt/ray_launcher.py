@@ -20,11 +20,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from jobs._training.rank import TIMEOUT, missing_variables
-from jobs.launcher import Rank, RanksEnded
-from jobs.measure.telemetry import summarise_samples
-from jobs.plain_text import in_a_line
-from jobs.point import Measurement, Reading
+from jobs.hardware.telemetry import summarise_samples
+from jobs.schema.launcher import Rank, RanksEnded
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.point import Measurement, Reading
+from jobs.training.rank import TIMEOUT, missing_variables
 from orchestrator.attempt import protocol
 from orchestrator.attempt.description import described
 from orchestrator.attempt.mailbox import Mailbox
@@ -50,7 +50,7 @@ _TRAIN = {  # of Ray Train, read by this process and its controller
 
 
 class RayLauncher:
-    """As jobs.launcher.Launcher.
+    """As jobs.schema.launcher.Launcher.
 
     Args:
         cluster: the cluster, and what each rank gets of it.
@@ -79,7 +79,7 @@ class RayLauncher:
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> list[T]:
-        """As jobs.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
+        """As jobs.schema.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
 
         Raises:
             RuntimeError: Ray Train could not start the ranks, or failed itself.

@@ -18,14 +18,14 @@ from typing import Any
 
 import psutil
 
-from jobs import stacks
-from jobs._training.rank_messages import failure
-from jobs.launcher import Rank
-from jobs.measure import nvml
-from jobs.measure.gpu_samples import Sample
-from jobs.measure.process_usage import ProcessUsage, descent
-from jobs.measure.telemetry import Telemetry, stop_all
-from jobs.point import Device, Reading
+from jobs.hardware import nvml
+from jobs.hardware.gpu_samples import Sample
+from jobs.hardware.process_usage import ProcessUsage, descent
+from jobs.hardware.telemetry import Telemetry, stop_all
+from jobs.process import stacks
+from jobs.process.rank_messages import failure
+from jobs.schema.launcher import Rank
+from jobs.schema.point import Device, Reading
 from orchestrator.attempt import diagnostics, temporary
 from orchestrator.attempt.gpu_release import card_name
 from orchestrator.attempt.memory_limit import memory_limit
@@ -41,7 +41,7 @@ class Placed:
     Attributes:
         node: Ray's id of its node; `host` is the node's name.
         gpu: NVML's id of its GPU; None on a CPU.
-        folder: as jobs.launcher.Rank.
+        folder: as jobs.schema.launcher.Rank.
         environment: as the worker of a point finds it, of the first rank; {} of the others.
     """
 
@@ -79,7 +79,7 @@ class Work:
     """The work of each rank.
 
     Attributes:
-        main: as jobs.launcher.Launcher.run.
+        main: as jobs.schema.launcher.Launcher.run.
         mailbox: handle of the orchestrator.attempt.mailbox.Mailbox.
         memory_bytes: as orchestrator.attempt.memory_limit.
         card: name of the GPU that the point is planned for; None: any.

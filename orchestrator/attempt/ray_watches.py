@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-from jobs.measure.gpu_samples import Sample, bounded
-from jobs.point import Reading
+from jobs.hardware.gpu_samples import Sample, bounded
+from jobs.schema.point import Reading
 from orchestrator.attempt import diagnostics
 from orchestrator.attempt.ray_rank import NodeWatch, Placed
 from orchestrator.attempt.sampling import interval

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs._environments import env_text
-from jobs.measure import variables
-from jobs.point import Machine
+from jobs.hardware import variables
+from jobs.schema.point import Machine
+from jobs.specs.environments import env_text
 from orchestrator.attempt import protocol
 from orchestrator.attempt.supervisor import ProbeError, probe
 from orchestrator.messages import Requirements

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.point import NOWHERE, Beat, Surroundings
-from jobs.quantities import Quantities
+from jobs.schema.point import NOWHERE, Beat, Surroundings
+from jobs.schema.quantities import Quantities
 from orchestrator.attempt.protocol import Noted, Ranks, Samples, Warned
 
 LEAST_INTERVAL_S = 1.0
@@ -40,7 +40,7 @@ class _Latest:
 
 
 class SamplingReporter:
-    """The jobs.point.Reporter of a worker.
+    """The jobs.schema.point.Reporter of a worker.
 
     Args:
         beat: takes the progress.
@@ -73,7 +73,7 @@ class SamplingReporter:
         self._beat(phase, done, total)
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
-        """As jobs.point.Reporter says."""
+        """As jobs.schema.point.Reporter says."""
         if unknown := [name for name in values if name not in self._units]:
             raise ValueError(f"series {unknown[0]}: is not declared by this name; mend the kind's QUANTITIES")
         if step < 0 or rank < 0:
@@ -89,12 +89,12 @@ class SamplingReporter:
             self._thread.start()
 
     def warn(self, text: str) -> None:
-        """As jobs.point.Reporter says."""
+        """As jobs.schema.point.Reporter says."""
         line = " ".join(text.split())[:LONGEST_WARNING]
         self._send(Warned(line.encode(errors="backslashreplace").decode()))  # a journal takes no lone surrogates
 
     def keep(self, name: str, text: str) -> None:
-        """As jobs.point.Reporter says."""
+        """As jobs.schema.point.Reporter says."""
         self._kept[name] += 1
         if (count := self._kept[name]) > 1:
             stem, dot, ending = name.rpartition(".")
@@ -102,7 +102,7 @@ class SamplingReporter:
         self._send(Noted(name, text))
 
     def ranks(self, pids: Sequence[int]) -> None:
-        """As jobs.point.Reporter says."""
+        """As jobs.schema.point.Reporter says."""
         self._send(Ranks(tuple(pids)))
 
     def close(self) -> None:

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from jobs.measure.process_usage import PointUsage
-from jobs.measure.telemetry import Telemetry, TelemetrySummary
-from jobs.point import Point
-from orchestrator.artifacts import Source
+from jobs.hardware.process_usage import PointUsage
+from jobs.hardware.telemetry import Telemetry, TelemetrySummary
+from jobs.schema.point import Point
+from jobs.schema.states import PointState
 from orchestrator.attempt import diagnostics, gpu_release, protocol, temporary
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.keeping import Keeping
 from orchestrator.attempt.live import LiveSeries
 from orchestrator.attempt.watch import POLL_S, Ended, Watch, warning
+from orchestrator.execute.artifacts import Source
 from orchestrator.messages import Assignment, Conditions, Update
-from orchestrator.records import MetricData, OutcomeRecord, StartRecord, now
-from orchestrator.states import PointState
+from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord, now
 
 
 class ProbeError(RuntimeError):
@@ -89,7 +89,7 @@ def probe(
     env: Mapping[str, str | None] | None = None,
     python: str | None = None,
 ) -> protocol.Machine:
-    """The machine as a point's process sees it (jobs.measure.machine.probe, run in a child).
+    """The machine as a point's process sees it (jobs.hardware.machine.probe, run in a child).
 
     Args:
         gpus, env, python: the child's (orchestrator.attempt.child.Child).

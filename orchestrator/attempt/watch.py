@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jobs.point import FAILURE_FILES, NOWHERE, STARTING, WAITING, Measurement, Point, Surroundings
-from orchestrator.artifacts import Source, checkpoints_place
+from jobs.schema.point import FAILURE_FILES, NOWHERE, STARTING, WAITING, Measurement, Point, Surroundings
+from jobs.schema.states import PointState
 from orchestrator.attempt import diagnostics, protocol, ray_watches
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.live import LiveSeries, Pace
+from orchestrator.execute.artifacts import Source, checkpoints_place
 from orchestrator.messages import Assignment, Conditions, Progress
-from orchestrator.records import EventRecord, MetricData, OutcomeRecord, now
-from orchestrator.states import PointState
+from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, now
 
 POLL_S = 0.2
 _PROGRESS_INTERVAL_S = 1.0

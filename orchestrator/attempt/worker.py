@@ -26,18 +26,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jobs import stacks
-from jobs._garbage import uncollected
-from jobs._training.errors import noting_sigterm
-from jobs.kinds import kind_module
-from jobs.plain_text import shortened
-from jobs.point import NOWHERE, Interrupted, Measurement, Surroundings
-from jobs.quantities import Quantities
+from jobs.process import stacks
+from jobs.process.garbage import uncollected
+from jobs.schema.plain_text import shortened
+from jobs.schema.point import NOWHERE, Interrupted, Measurement, Surroundings
+from jobs.schema.quantities import Quantities
+from jobs.schema.states import PointState
+from jobs.specs.kinds import kind_module
+from jobs.training.errors import noting_sigterm
 from orchestrator.attempt import protocol
 from orchestrator.attempt.description import described
 from orchestrator.attempt.memory_limit import memory_limit
 from orchestrator.attempt.sampling import SamplingReporter
-from orchestrator.states import PointState
 
 if TYPE_CHECKING:
     from orchestrator.attempt.ray_launcher import RayLauncher
@@ -74,7 +74,7 @@ class Events:
                 data = data[os.write(self._fd, data) :]
 
     def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Report progress of the measurement (jobs.point.Beat)."""
+        """Report progress of the measurement (jobs.schema.point.Beat)."""
         now = time.monotonic()
         last_phase, last_at = self._last_beat
         if phase == last_phase and now - last_at < BEAT_INTERVAL_S:
@@ -268,13 +268,13 @@ def _cuda_memory() -> dict[str, str]:
 
 def _probe(probe: protocol.Probe) -> protocol.Machine | protocol.Failure:
     try:
-        machine = importlib.import_module("jobs.measure.machine").probe(probe.device)
+        machine = importlib.import_module("jobs.hardware.machine").probe(probe.device)
         if probe.kind is not None:
             versions = getattr(kind_module(probe.kind), "versions", dict)()
             machine = replace(machine, fingerprint={**machine.fingerprint, **versions})
         if not probe.settings:
             return protocol.Machine(machine)
-        variables = importlib.import_module("jobs.measure.variables")
+        variables = importlib.import_module("jobs.hardware.variables")
         gpus = float(machine.device == "cuda") if probe.gpus is None else probe.gpus
         reasons = {name: variables.refusal(name, machine.device, gpus) for name in probe.settings}
         effective = variables.effective([name for name, reason in reasons.items() if reason is None])

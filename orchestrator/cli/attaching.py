@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from jobs.plain_text import for_file, in_a_line
+from jobs.schema.plain_text import for_file, in_a_line
+from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.attempt import diagnostics
 from orchestrator.errors import UserError
-from orchestrator.states import Origin, PointState, RunState
 from orchestrator.store import Store, queries
 from orchestrator.terminal import on_a_terminal
 
 if TYPE_CHECKING:
-    from jobs._diagnosis.advice import Advice, Diagnosis
-    from jobs._diagnosis.rank_state import RankState
-    from jobs._diagnosis.text import Shown
+    from jobs.diagnosis.advice import Advice, Diagnosis
+    from jobs.diagnosis.rank_state import RankState
+    from jobs.diagnosis.text import Shown
 
 _STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
 _RECENT = timedelta(seconds=60)
@@ -52,10 +52,10 @@ def give_way() -> None:
 
 def this_host() -> str:
     """Diagnosis of this host, as text on a terminal, else as Markdown."""
-    from jobs._diagnosis.advice import Diagnosis, advise
-    from jobs._diagnosis.text import describe
-    from jobs.measure.environment import steering
-    from jobs.measure.topology import topology
+    from jobs.diagnosis.advice import Diagnosis, advise
+    from jobs.diagnosis.text import describe
+    from jobs.hardware.environment import steering
+    from jobs.hardware.topology import topology
 
     found = Diagnosis(hosts=[topology()], variables=steering(os.environ))
     return describe(found, advise(found), _shown())
@@ -102,8 +102,8 @@ def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str,
 
 
 def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
-    from jobs._diagnosis.advice import Diagnosis, advise, imbalance
-    from jobs._diagnosis.text import describe
+    from jobs.diagnosis.advice import Diagnosis, advise, imbalance
+    from jobs.diagnosis.text import describe
 
     attempt = int(row["latest_attempt"])
     states = _states(queries.artifacts(store, row["point_id"]), attempt)
@@ -123,7 +123,7 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
 
 def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
     """The ranks' states as they kept them at the first step of their newest process, by rank."""
-    from jobs._diagnosis.rank_state import RankState
+    from jobs.diagnosis.rank_state import RankState
 
     newest: dict[int, tuple[int, RankState]] = {}
     for file in files.to_dict("records"):
@@ -138,7 +138,7 @@ def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
 
 def _with_present(state: RankState, recent: pd.DataFrame) -> RankState:
     """The state with the present memory as the run's series have it."""
-    from jobs._diagnosis.rank_state import NOW, Memory
+    from jobs.diagnosis.rank_state import NOW, Memory
 
     gpu = bool(state.gpu)
     held = _latest(recent, "training_memory").get(state.rank)
@@ -149,7 +149,7 @@ def _with_present(state: RankState, recent: pd.DataFrame) -> RankState:
 
 def _seen(found: Diagnosis, seconds: float) -> tuple[Diagnosis, list[str]]:
     """The diagnosis with what is seen of the processes on this host; and notes: stacks, and who is elsewhere."""
-    from jobs._diagnosis.rank_state import identity
+    from jobs.diagnosis.rank_state import identity
 
     if not found.ranks:
         return found, ["No rank has told its state: it has not done its first step, or its kind trains nothing."]
@@ -168,8 +168,8 @@ def _seen(found: Diagnosis, seconds: float) -> tuple[Diagnosis, list[str]]:
 
 def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tuple[Diagnosis, list[str]]:
     """The diagnosis with the processes of `here` watched for a while, and a note on what each is doing."""
-    from jobs.measure.environment import steering
-    from jobs.measure.topology import topology
+    from jobs.hardware.environment import steering
+    from jobs.hardware.topology import topology
 
     processes = {rank.rank: psutil.Process(rank.pid) for rank in here}
     variables: dict[str, str] | None = None
@@ -205,7 +205,7 @@ def _stacks(here: Sequence[RankState]) -> list[str]:
 
 
 def _with_resident(rank: RankState, resident: Mapping[int, float]) -> RankState:
-    from jobs._diagnosis.rank_state import NOW
+    from jobs.diagnosis.rank_state import NOW
 
     if rank.rank not in resident:
         return rank
@@ -214,7 +214,7 @@ def _with_resident(rank: RankState, resident: Mapping[int, float]) -> RankState:
 
 def _silence(row: Mapping[str, Any]) -> list[Advice]:
     """A warning about a point without progress."""
-    from jobs._diagnosis.advice import Advice
+    from jobs.diagnosis.advice import Advice
 
     silent = _age(row["heartbeat_at"])
     if silent is None or silent < _SILENT_S:

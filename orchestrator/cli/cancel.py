@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jobs.plain_text import in_a_line
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.states import PointState, RunState
 from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalError, JournalFull, JournalHeld, held, owner
-from orchestrator.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.settings import Settings
-from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, queries
 from orchestrator.store.claim import ClaimedError
+from orchestrator.store.journal import NAME, Journal, JournalError, JournalFull, JournalHeld, held, owner
+from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
 
 _REASON = "cancelled by nsa cancel"
 

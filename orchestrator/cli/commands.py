@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from jobs.schema.states import Origin, RunState
 from orchestrator import terminal
 from orchestrator.cli import deciding, results
 from orchestrator.cli.usage import Commands, Overrides, Run
 from orchestrator.errors import UserError
 from orchestrator.settings import check_current_folder, example_spec, load_settings, misspelled
-from orchestrator.states import Origin, RunState
 from orchestrator.terminal import say
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ app.add_typer(db, name="db")
 
 def main() -> None:
     """The `nsa` command. Exit codes: 0 done, 1 failed or NO-GO, 2 bad input, 3 UNKNOWN (gate)."""
-    from jobs.spec import SpecError
+    from jobs.specs.spec import SpecError
 
     terminal.prepare()
     for line in misspelled():

@@ -10,10 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jobs.plain_text import in_a_line
-from jobs.quantities import readable, readable_range
-from orchestrator.states import again_in_words
-from orchestrator.summary import wide_console
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import readable, readable_range
+from jobs.schema.states import again_in_words
+from orchestrator.report.summary import wide_console
 from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from orchestrator.cli.exposure import Exposure
     from orchestrator.cli.fetching import StoredFile
     from orchestrator.cli.services import ServiceStatus
-    from orchestrator.gates.decisions import Decision
-    from orchestrator.gates.steps import Step
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.steps import Step
 
 _COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLOUR |= {"missing": "yellow", "broken": "red"}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jobs.schema.states import Result
 from orchestrator.cli.usage import Runs
 from orchestrator.settings import Settings, load_settings
-from orchestrator.states import Result
 from orchestrator.terminal import warn
 
 if TYPE_CHECKING:
-    from orchestrator.gates.decisions import Decision
-    from orchestrator.gates.verdicts import Gates
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.verdicts import Gates
 
 Rules = Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")]
 _TARGET = "TARGET, or TARGET/HARDWARE"
@@ -27,11 +27,11 @@ def gate(
     target: Annotated[str | None, typer.Option(help=f"only this: {_TARGET}")] = None,
 ) -> None:
     """Judge stored results, with reasons. Exit 0: all decisions GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
-    from orchestrator import summary
     from orchestrator.cli import console
     from orchestrator.cli.lookup import find_runs
-    from orchestrator.gates.decisions import decisions
-    from orchestrator.gates.verdicts import evaluate, load_gates, save_verdicts
+    from orchestrator.judge.decisions import decisions
+    from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
+    from orchestrator.report import summary
     from orchestrator.store import Store, StoreError
 
     settings = load_settings()
@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
     from orchestrator.cli import console, planning
-    from orchestrator.gates.verdicts import load_gates
+    from orchestrator.judge.verdicts import load_gates
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
@@ -68,9 +68,9 @@ def resolve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say which commands would run, and run none")] = False,
 ) -> None:
     """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
-    from orchestrator import summary
     from orchestrator.cli import console, planning
-    from orchestrator.gates.verdicts import load_gates
+    from orchestrator.judge.verdicts import load_gates
+    from orchestrator.report import summary
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
@@ -83,8 +83,8 @@ def resolve(
 
 def _decide(settings: Settings, rules: Gates) -> list[Decision]:
     """The decisions by what is stored; before anything was, by nothing."""
-    from orchestrator.gates.decisions import decide, decisions
-    from orchestrator.gates.verdicts import judge
+    from orchestrator.judge.decisions import decide, decisions
+    from orchestrator.judge.verdicts import judge
     from orchestrator.store import Store
 
     if settings.no_database_yet:

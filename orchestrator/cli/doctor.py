@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.artifacts import ArtifactError, ArtifactStore
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.settings import Installation, Settings, installation
 
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
@@ -108,7 +108,7 @@ def _gpu(_: Settings) -> Finding:
     try:
         import torch
 
-        from jobs.measure.driver import misfit_here
+        from jobs.hardware.driver import misfit_here
 
         problem = misfit_here()
         count = torch.cuda.device_count() if problem is None else 0
@@ -173,14 +173,14 @@ def _dense_kernels() -> Mapping[str, str | None]:
 
 def _offered() -> list[Finding]:
     """Kinds, implementations and peers of other installed distributions."""
-    from jobs.kinds import offered_kinds
+    from jobs.specs.kinds import offered_kinds
 
     try:
         from nsa_core.backends import offered
     except ImportError:  # no PyTorch, which has its own finding
         implementations, peers = (), ()
     else:
-        from jobs._peers import offered_peers
+        from jobs.adapters import offered_peers
 
         implementations, peers = offered(), offered_peers()
     groups = {"kind": offered_kinds(), "implementation": implementations, "peer": peers}
@@ -219,7 +219,7 @@ def _ray(settings: Settings) -> Finding:
 def _ray_access(settings: Settings) -> Finding:
     from orchestrator.cli import services
     from orchestrator.cli.exposure import exposures
-    from orchestrator.run import ray_token
+    from orchestrator.execute import ray_token
 
     name = "ray access"
     try:

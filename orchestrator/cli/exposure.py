@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from orchestrator.run import ray_token
+from orchestrator.execute import ray_token
 from orchestrator.settings import LOOPBACK, Settings
 
 _OPEN = "runs code for everyone who reaches it, as it was started without a token"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.artifacts import ArtifactError, ArtifactStore, check_name
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, check_name
 from orchestrator.store import Store, queries
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.plain_text import shown
+from jobs.schema.plain_text import shown
+from jobs.schema.states import Origin
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings, example_spec, load_settings
-from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import UserError
-from orchestrator.journal import COMPRESSED
 from orchestrator.settings import SOURCES
+from orchestrator.store.journal import COMPRESSED
 
 RAYIGNORE = ".rayignore"
 _SPECS = SOURCES / "jobs" / "configs"

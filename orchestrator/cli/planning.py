@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jobs.plain_text import error_in_a_line
-from jobs.spec import SpecError, load_spec
+from jobs.schema.plain_text import error_in_a_line
+from jobs.specs.spec import SpecError, load_spec
 from orchestrator.cli import console, submission
 from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError
-from orchestrator.gates.rules import READY_SPECS, Gates, GatesError
-from orchestrator.gates.steps import Step
+from orchestrator.judge.rules import READY_SPECS, Gates, GatesError
+from orchestrator.judge.steps import Step
 from orchestrator.run import driver
 from orchestrator.settings import Settings, check_current_folder
 from orchestrator.terminal import say

@@ -76,9 +76,9 @@ def artifacts(
     out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
-    from orchestrator.artifacts import kept_in
     from orchestrator.cli import console, fetching
     from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.execute.artifacts import kept_in
     from orchestrator.store import queries
 
     settings = load_settings()

@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from jobs.user_files import is_missing
+from jobs.specs.user_files import is_missing
 from orchestrator.database_url import with_absolute_path
 from orchestrator.errors import UserError
-from orchestrator.run import ray_token
-from orchestrator.run.ray_folder import folder_of_a_new_cluster, local_address, remove_folder
+from orchestrator.execute import ray_token
+from orchestrator.execute.ray_folder import folder_of_a_new_cluster, local_address, remove_folder
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 

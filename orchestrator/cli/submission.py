@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from jobs.plain_text import in_a_line
-from jobs.spec import load_spec
+from jobs.schema.plain_text import in_a_line
+from jobs.specs.spec import load_spec
 from orchestrator.cli.exposure import asks_for_token
 from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError
+from orchestrator.execute import ray_token
+from orchestrator.execute.upload import collect
 from orchestrator.provenance import git_state
-from orchestrator.run import ray_token
-from orchestrator.run.upload import collect
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
 

@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from jobs.plain_text import in_a_line, shown
+from jobs.schema.plain_text import in_a_line, shown
 from orchestrator.errors import UserError
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of Typer have a copy of

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from orchestrator.branches import BranchShares, branch_shares
+from jobs.schema.states import Origin
+from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.report.series import text
 from orchestrator.report.table import shape
-from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 KIND = "bench"

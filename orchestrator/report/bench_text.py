@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.branches import Branch, take_overs
-from orchestrator.growth import fit_growth
-from orchestrator.local_slopes import local_slopes
+from jobs.schema.states import PointState
+from orchestrator.judge.branches import Branch, take_overs
+from orchestrator.judge.growth import fit_growth
+from orchestrator.judge.local_slopes import local_slopes
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
-from orchestrator.states import PointState
 
 UNMEASURED = "-"
 LOCAL = (

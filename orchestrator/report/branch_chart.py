@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 import pandas as pd
 
-from orchestrator.branches import Branch
+from orchestrator.judge.branches import Branch
 from orchestrator.report.charts import length_label
 from orchestrator.report.series import AMBER, BROWN, GREY, PERIWINKLE, PINK, TEAL, Look
 
@@ -23,7 +23,7 @@ def branch_chart(frame: pd.DataFrame, *, height: int = 320, legend: bool = True)
     """Chart of each branch's share of one series' time, a bar per sequence length, the compressed branch at the foot.
 
     Args:
-        frame: rows of one series (`orchestrator.branches.shares_frame`).
+        frame: rows of one series (`orchestrator.judge.branches.shares_frame`).
         legend: whether the chart has its legend; a page draws `branch_legend` instead, whose lines can break.
 
     Raises:

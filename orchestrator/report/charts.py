@@ -15,9 +15,9 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from jobs.axes import MORE, more_columns
-from jobs.quantities import Plot, Quantities, Quantity
-from orchestrator.analysis import Fit, fits_frame
+from jobs.schema.axes import MORE, more_columns
+from jobs.schema.quantities import Plot, Quantities, Quantity
+from orchestrator.judge.analysis import Fit, fits_frame
 from orchestrator.report import series
 from orchestrator.report.series import GREY
 
@@ -48,7 +48,7 @@ def scaling_chart(
 
     Args:
         rows: rows of `v_scaling`; other metrics are left out.
-        fits: `orchestrator.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
+        fits: `orchestrator.judge.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
         quantity: the quantity to draw against S.
         height: height of the plot, in pixels.
         legend: whether the chart has its legend; a page draws `scaling_legend` instead, whose lines can break.

@@ -8,14 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from jobs.axes import AXES, more_columns
-from jobs.quantities import AGAINST_LENGTH, Plot, Quantities, Role
-from orchestrator.analysis import Fit, fits_frame, scaling_fits
-from orchestrator.gates.verdicts import TargetVerdict, evaluate, load_gates
+from jobs.schema.axes import AXES, more_columns
+from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantities, Role
+from jobs.schema.states import Origin
+from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
+from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates
 from orchestrator.report import bench
 from orchestrator.report.bench import Bench
 from orchestrator.settings import load_settings
-from orchestrator.states import Origin
 from orchestrator.store import Store, queries
 
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.

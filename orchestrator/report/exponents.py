@@ -9,9 +9,9 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from jobs.quantities import Quantities
-from orchestrator.analysis import Fit
-from orchestrator.local_slopes import LocalSlope
+from jobs.schema.quantities import Quantities
+from orchestrator.judge.analysis import Fit
+from orchestrator.judge.local_slopes import LocalSlope
 from orchestrator.report import series
 from orchestrator.report.charts import at, fit_rows, layered, length_axis, length_label
 from orchestrator.report.series import GREY

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 import pandas as pd
 
-from jobs.quantities import written_unit
+from jobs.schema.quantities import written_unit
 from orchestrator.report.series import BLUE
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from jobs.axes import MORE, more_columns
-from jobs.quantities import Quantities
-from orchestrator.analysis import series_columns
+from jobs.schema.axes import MORE, more_columns
+from jobs.schema.quantities import Quantities
+from orchestrator.judge.analysis import series_columns
 
 Row = Mapping[str, Any]
 

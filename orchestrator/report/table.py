@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.axes import MORE, more_columns
-from jobs.plain_text import for_file, for_html
-from orchestrator.analysis import surroundings
+from jobs.schema.axes import MORE, more_columns
+from jobs.schema.plain_text import for_file, for_html
+from orchestrator.judge.analysis import surroundings
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from jobs.plain_text import for_file, for_html, in_a_line
-from jobs.quantities import Quantity, Role
-from orchestrator.analysis import Fit
-from orchestrator.gates.results import TargetVerdict
+from jobs.schema.plain_text import for_file, for_html, in_a_line
+from jobs.schema.quantities import Quantity, Role
+from jobs.schema.states import PointState
+from orchestrator.judge.analysis import Fit
+from orchestrator.judge.results import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
 from orchestrator.report.table import Table, missing, shape, shape_of, whole
-from orchestrator.states import PointState
 
 _NAME = 100  # characters of a run's name or a quantity's title
 _NOTE = 4_000

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from jobs.plain_text import printable
-from jobs.quantities import Plot, Quantity
-from jobs.user_files import write_output
+from jobs.schema.plain_text import printable
+from jobs.schema.quantities import Plot, Quantity
+from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.report.content import Content, collect
 from orchestrator.report.text import to_html, to_markdown

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jobs.schema.states import RunState
 from orchestrator import terminal
 from orchestrator.database_url import StoreError, StoreUnavailable
-from orchestrator.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.run.database_call import SLOW_S, STOP_S, TIMEOUT_S, call_database, never
-from orchestrator.states import RunState
+from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
 
 if TYPE_CHECKING:
     from orchestrator.store import Store

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.journal import Journal, JournalFull
-from orchestrator.records import Record, SeriesRecord
+from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store.records import Record, SeriesRecord
 
 _MOST_IN_MEMORY = 10_000
 """Records that the journal's disk did not take, beyond which samples of live series are left out."""

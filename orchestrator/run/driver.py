@@ -19,32 +19,33 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs.axes import check_values
-from jobs.kinds import kind_module, own_axes
-from jobs.measure.machine import probe
-from jobs.plain_text import in_a_line
-from jobs.point import Machine, Point
-from jobs.quantities import Quantities, Role
-from jobs.spec import JobSpec, SpecError
-from orchestrator import provenance, summary, terminal
+from jobs.hardware.machine import probe
+from jobs.schema.axes import check_values
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.point import Machine, Point
+from jobs.schema.quantities import Quantities, Role
+from jobs.schema.states import PointState, RunState
+from jobs.specs.kinds import kind_module, own_axes
+from jobs.specs.spec import JobSpec, SpecError
+from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
 from orchestrator.errors import UserError
-from orchestrator.journal import NAME, Journal, JournalFull
-from orchestrator.records import EventRecord, PointRecord, RunRecord
+from orchestrator.execute.executor import Executor, ExecutorGone
+from orchestrator.execute.local import LocalExecutor
+from orchestrator.report import summary
 from orchestrator.run import plan, resume
 from orchestrator.run.announcement import announced, failed_at_once, never_began
 from orchestrator.run.database_call import TIMEOUT_S, call_database
 from orchestrator.run.dry_run import print_points
-from orchestrator.run.executor import Executor, ExecutorGone
 from orchestrator.run.leftovers import leftovers
-from orchestrator.run.local import LocalExecutor
 from orchestrator.run.order import Order, read_order
 from orchestrator.run.progress import LogWatcher, watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.refusal import record_refusal
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
-from orchestrator.states import PointState, RunState
+from orchestrator.store.journal import NAME, Journal, JournalFull
+from orchestrator.store.records import EventRecord, PointRecord, RunRecord
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -201,7 +202,7 @@ def _executor(order: Order) -> Executor:
         return LocalExecutor(order.spec)
     if importlib.util.find_spec("ray") is None:  # not imported yet: how to connect is chosen by variables
         raise UserError("ray: not installed; install it (pip install 'ray[default]') or use --local")
-    from orchestrator.run.ray_cluster import RayExecutor
+    from orchestrator.execute.ray_cluster import RayExecutor
 
     return RayExecutor(order.spec, order.settings)
 

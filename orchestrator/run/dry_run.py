@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from jobs.measure.machine import probe
-from jobs.point import Machine
-from jobs.quantities import readable_bytes
-from jobs.spec import JobSpec
+from jobs.hardware.machine import probe
+from jobs.schema.point import Machine
+from jobs.schema.quantities import readable_bytes
+from jobs.specs.spec import JobSpec
 from orchestrator.attempt import requirements
+from orchestrator.execute.executor import ExecutorError
 from orchestrator.messages import Requirements
-from orchestrator.run.executor import ExecutorError
 from orchestrator.terminal import say
 
 _ASSUMED_GPU_BYTES = 80 << 30

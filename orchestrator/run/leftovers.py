@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from jobs.plain_text import in_a_line
-from orchestrator.artifacts import ArtifactError, ArtifactStore, Place
-from orchestrator.records import ArtifactRecord, EventRecord, Record
+from jobs.schema.plain_text import in_a_line
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Place
 from orchestrator.run.plan import History
+from orchestrator.store.records import ArtifactRecord, EventRecord, Record
 
 
 def leftovers(history: History, store_url: str) -> list[Record]:

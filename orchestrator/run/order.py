@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from jobs.point import Machine
-from jobs.spec import JobSpec, SpecError, load_spec, parse_spec
+from jobs.schema.point import Machine
+from jobs.specs.spec import JobSpec, SpecError, load_spec, parse_spec
 from orchestrator import provenance
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
-from orchestrator.gates.rules import load_gates
+from orchestrator.judge.rules import load_gates
 from orchestrator.messages import GRACE_S, Conditions
-from orchestrator.records import RunRecord
 from orchestrator.run import plan, resume
 from orchestrator.settings import Settings, check_current_folder, load_settings
+from orchestrator.store.records import RunRecord
 
 
 @dataclass(frozen=True)

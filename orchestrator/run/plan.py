@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jobs.point import Machine, Point
+from jobs.schema.point import Machine, Point
+from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
-from orchestrator.records import (
+from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
@@ -20,7 +21,6 @@ from orchestrator.records import (
     StartRecord,
     now,
 )
-from orchestrator.states import PointState
 
 
 class PlanError(UserError):

@@ -11,11 +11,11 @@ from typing import TextIO
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from jobs.plain_text import in_a_line
-from jobs.quantities import readable
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import readable
+from jobs.schema.states import PointState
 from orchestrator.messages import Progress as Sign
-from orchestrator.records import EventRecord, MetricData, OutcomeRecord, StartRecord
-from orchestrator.states import PointState
+from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, StartRecord
 from orchestrator.terminal import PlainConsole
 
 _STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}

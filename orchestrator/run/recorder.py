@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator.database_url import SETTING
-from orchestrator.journal import Journal, JournalFull
 from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, Record, keepable
 from orchestrator.run.backlog import Backlog
 from orchestrator.run.database_call import SLOW_S, STOP_S, never
 from orchestrator.run.storing import Storing
+from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store.records import EventRecord, Record, keepable
 
 if TYPE_CHECKING:
     from orchestrator.store import Store

@@ -9,17 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jobs.kinds import kinds
-from jobs.yaml_text import YamlError, read_mapping
+from jobs.specs.kinds import kinds
+from jobs.specs.yaml_text import YamlError, read_mapping
 from orchestrator import provenance
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
-from orchestrator.records import RunRecord
 from orchestrator.run import plan
 from orchestrator.run.announcement import failed_at_once
 from orchestrator.run.database_call import call_database
 from orchestrator.run.order import parse_arguments
 from orchestrator.settings import Settings, load_settings
+from orchestrator.store.records import RunRecord
 
 UNKNOWN = "unknown"
 """The kind of a refused run whose spec names none that exists."""

@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import journal
+from jobs.schema.states import Origin, PointState
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
-from orchestrator.journal import Journal, JournalError
-from orchestrator.records import PointRecord, Record, RunRecord
 from orchestrator.run import plan
 from orchestrator.run.database_call import call_database
 from orchestrator.run.plan import History, PlanError
 from orchestrator.settings import Settings
-from orchestrator.states import Origin, PointState
+from orchestrator.store import journal
+from orchestrator.store.journal import Journal, JournalError
+from orchestrator.store.records import PointRecord, Record, RunRecord
 
 if TYPE_CHECKING:
     from orchestrator.store import Store

@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from jobs.schema.states import PointState, RunState
+from orchestrator.execute.executor import BatchEnded, Executor, ExecutorGone
+from orchestrator.execute.visibility import Visibility
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
-from orchestrator.records import (
+from orchestrator.run.recorder import Recorder
+from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
@@ -18,10 +22,6 @@ from orchestrator.records import (
     StartRecord,
     keepable,
 )
-from orchestrator.run.executor import BatchEnded, Executor, ExecutorGone
-from orchestrator.run.recorder import Recorder
-from orchestrator.run.visibility import Visibility
-from orchestrator.states import PointState, RunState
 
 _POLL_S = 0.2
 _LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from orchestrator import journal
 from orchestrator.database_url import RunMissingError, StoreError, StoreUnavailable
-from orchestrator.journal import JournalError
 from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, OutcomeRecord, Record, RunRecord, instead_of
 from orchestrator.run.backlog import Backlog
+from orchestrator.store import journal
+from orchestrator.store.journal import JournalError
+from orchestrator.store.records import EventRecord, OutcomeRecord, Record, RunRecord, instead_of
 
 if TYPE_CHECKING:
     from orchestrator.store import Store

@@ -15,9 +15,9 @@ from sqlalchemy import insert, inspect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from orchestrator.records import EventRecord, OutcomeRecord, PointRecord
 from orchestrator.store import rows, writer
 from orchestrator.store.models import Environment, Event, Metric, Point
+from orchestrator.store.records import EventRecord, OutcomeRecord, PointRecord
 
 ROWS = 1_000
 """Points of a batch, with their metrics: a few MB, which any server stores within the time limit of a statement."""

@@ -24,7 +24,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from jobs.plain_text import in_a_line
+from jobs.schema.plain_text import in_a_line
 from orchestrator import pending_queries
 from orchestrator.database_url import (
     SETTING,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from jobs.plain_text import csv_cell
-from jobs.user_files import write_output
+from jobs.schema.plain_text import csv_cell
+from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.store import queries
 from orchestrator.store.store import Store

@@ -9,7 +9,7 @@ import pandas as pd
 from sqlalchemy import Select
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
-from jobs.axes import MORE
+from jobs.schema.axes import MORE
 from orchestrator.store.store import Store
 
 

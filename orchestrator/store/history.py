@@ -14,9 +14,21 @@ from pydantic import TypeAdapter
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from jobs.axes import AXES, Axis
-from jobs.quantities import Quantity
-from orchestrator.records import (
+from jobs.schema.axes import AXES, Axis
+from jobs.schema.quantities import Quantity
+from jobs.schema.states import PointState, RunState
+from orchestrator.store.models import (
+    Artifact,
+    DeclaredQuantity,
+    Environment,
+    Event,
+    Metric,
+    Point,
+    Remeasurement,
+    Run,
+    Series,
+)
+from orchestrator.store.records import (
     ArtifactData,
     ArtifactRecord,
     EventRecord,
@@ -28,18 +40,6 @@ from orchestrator.records import (
     RunRecord,
     SeriesRecord,
     StartRecord,
-)
-from orchestrator.states import PointState, RunState
-from orchestrator.store.models import (
-    Artifact,
-    DeclaredQuantity,
-    Environment,
-    Event,
-    Metric,
-    Point,
-    Remeasurement,
-    Run,
-    Series,
 )
 from orchestrator.store.store import Store
 

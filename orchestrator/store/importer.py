@@ -14,13 +14,12 @@ from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from jobs.plain_text import from_csv_cell, in_a_line, shown
-from orchestrator import journal
+from jobs.schema.plain_text import from_csv_cell, in_a_line, shown
+from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
-from orchestrator.states import Origin
-from orchestrator.store import bulk, reported_layouts, writer
+from orchestrator.store import bulk, journal, reported_layouts, writer
 from orchestrator.store.models import Run
+from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
 from orchestrator.store.reported import Reader, Row
 from orchestrator.store.store import Store
 

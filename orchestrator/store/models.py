@@ -23,8 +23,8 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-from jobs.axes import AXES, Axis
-from orchestrator.states import Origin, PointState, Result, RunState
+from jobs.schema.axes import AXES, Axis
+from jobs.schema.states import Origin, PointState, Result, RunState
 from orchestrator.store.types import UtcDateTime, enum_type
 
 
@@ -81,7 +81,7 @@ class Run(Base):
     artifacts: Mapped[str | None] = mapped_column(Text)
     artifact_store: Mapped[str | None] = mapped_column(Text)
     resumed: Mapped[int]
-    axes: Mapped[list[Any] | None]  # jobs.axes.Axis, as the run's kind declares them
+    axes: Mapped[list[Any] | None]  # jobs.schema.axes.Axis, as the run's kind declares them
     created_at: Mapped[datetime] = mapped_column(index=True)
     ended_at: Mapped[datetime | None]
 
@@ -147,11 +147,11 @@ class Remeasurement(_Attempt, Base):
     __tablename__ = "remeasurement"
 
     point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"), primary_key=True)
-    plan: Mapped[dict[str, Any]]  # orchestrator.records.PointRecord
+    plan: Mapped[dict[str, Any]]  # orchestrator.store.records.PointRecord
 
 
 class DeclaredQuantity(Base):
-    """A quantity that a run may hold, as its kind declares it (jobs.quantities.Quantity)."""
+    """A quantity that a run may hold, as its kind declares it (jobs.schema.quantities.Quantity)."""
 
     __tablename__ = "quantity"
 

@@ -15,9 +15,9 @@ import pandas as pd
 from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, or_, select
 
-from jobs.axes import MORE
-from jobs.quantities import Quantities, Quantity
-from orchestrator.states import FAILED, Origin, PointState, RunState
+from jobs.schema.axes import MORE
+from jobs.schema.quantities import Quantities, Quantity
+from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.store.frames import frame, mappings
 from orchestrator.store.models import (
     Artifact,

@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
-from jobs.plain_text import shown
+from jobs.schema.plain_text import shown
+from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.errors import UserError
-from orchestrator.records import (
+from orchestrator.store.records import (
     EventRecord,
     MetricData,
     OutcomeRecord,
@@ -24,7 +25,6 @@ from orchestrator.records import (
     RunEndRecord,
     RunRecord,
 )
-from orchestrator.states import Origin, PointState, RunState
 
 Row = Mapping[str, str]
 _WHOLE = 2**63 - 1024  # the largest that a float has below 2**63

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jobs.axes import AXES, MORE, more_columns
-from jobs.plain_text import shown
-from jobs.quantities import (
+from jobs.schema.axes import AXES, MORE, more_columns
+from jobs.schema.plain_text import shown
+from jobs.schema.quantities import (
     GPU_UTILIZATION,
     PEAK_DRIVER,
     PEAK_EXTRA_MEMORY,
@@ -18,8 +18,8 @@ from jobs.quantities import (
     TIME,
     Quantity,
 )
-from orchestrator.records import MetricData
-from orchestrator.states import PointState
+from jobs.schema.states import PointState
+from orchestrator.store.records import MetricData
 from orchestrator.store.reported import Reader, ReportedError, ReportedPoint, ReportedRun, Row, day, integer, number
 
 # Name in the reports -> our quantity, and the factor from their unit to ours.

@@ -8,11 +8,11 @@ import math
 from datetime import datetime
 from typing import Any
 
-from jobs.axes import AXES, check_coordinate, check_more
+from jobs.schema.axes import AXES, check_coordinate, check_more
+from jobs.schema.states import PointState
 from orchestrator.database_url import StoreError
-from orchestrator.records import EventRecord, OutcomeRecord, PointRecord, StartRecord
-from orchestrator.states import PointState
 from orchestrator.store.models import Point, Remeasurement
+from orchestrator.store.records import EventRecord, OutcomeRecord, PointRecord, StartRecord
 
 _ATTEMPT = [column.key for column in Remeasurement.__table__.columns if column.key not in ("point_id", "plan")]
 

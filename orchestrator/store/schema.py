@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, String, column, inspect, select, table, text
 
-from jobs.plain_text import in_a_line
+from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store.engine import errors, make_engine, parse, shown
 

@@ -12,11 +12,11 @@ from typing import Any
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from jobs.user_files import is_missing
+from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, BrokenStoreError, StoreError, StoreUnavailable
-from orchestrator.records import Record
 from orchestrator.store import claim, schema, writer
 from orchestrator.store.engine import BUSY_SECONDS, errors, make_engine, parse, shown
+from orchestrator.store.records import Record
 
 # A statement that waits longer, for another's lock, ends as StoreUnavailable.
 _LIMIT = text(f"SET LOCAL statement_timeout = {BUSY_SECONDS * 1000}")

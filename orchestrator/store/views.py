@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, MetaData, String, Table
 
-from jobs.axes import AXES
+from jobs.schema.axes import AXES
 from orchestrator.store.types import UtcDateTime
 
 _metadata = MetaData()  # separate from the models': migrations create the views, and no schema comparison covers them

@@ -17,22 +17,9 @@ from sqlalchemy import Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from jobs.quantities import SHARED, Quantity
+from jobs.schema.quantities import SHARED, Quantity
+from jobs.schema.states import PointState, RunState
 from orchestrator.database_url import RunMissingError, StoreError
-from orchestrator.records import (
-    STORED_BYTES,
-    ArtifactData,
-    ArtifactRecord,
-    EventRecord,
-    OutcomeRecord,
-    PointRecord,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    SeriesRecord,
-    StartRecord,
-)
-from orchestrator.states import PointState, RunState
 from orchestrator.store import rows
 from orchestrator.store.models import (
     Artifact,
@@ -45,6 +32,19 @@ from orchestrator.store.models import (
     Run,
     Series,
     Verdict,
+)
+from orchestrator.store.records import (
+    STORED_BYTES,
+    ArtifactData,
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    SeriesRecord,
+    StartRecord,
 )
 
 # Tables of many rows: inserted past the ORM's models, which take longer than the database.

@@ -12,10 +12,9 @@ import psutil
 from chaos.sweep import Sweep, value
 from sqlalchemy import text
 
-from orchestrator import journal
-from orchestrator.records import OutcomeRecord, PointRecord, StartRecord
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, importer, queries
+from jobs.schema.states import PointState, RunState
+from orchestrator.store import Store, importer, journal, queries
+from orchestrator.store.records import OutcomeRecord, PointRecord, StartRecord
 
 _MOST_DESCRIPTORS = 40
 _GOOD_ENDS = (0, 1, 2, 130, -9, -15)  # as documented, and ended before it could look at signals

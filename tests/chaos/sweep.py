@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator import journal
+from jobs.schema.states import PointState
 from orchestrator.run import plan
-from orchestrator.states import PointState
+from orchestrator.store import journal
 
 ROOT = Path(__file__).resolve().parents[2]
 _SPEC = """

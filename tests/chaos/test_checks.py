@@ -12,10 +12,9 @@ import pytest
 from chaos import checks
 from chaos.sweep import Sweep, value
 
-from orchestrator import journal
-from orchestrator import records as rec
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store
+from jobs.schema.states import PointState, RunState
+from orchestrator.store import Store, journal
+from orchestrator.store import records as rec
 
 POINTS = 3
 

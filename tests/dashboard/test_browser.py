@@ -29,10 +29,10 @@ from playwright.sync_api import (
     sync_playwright,
 )
 
-from orchestrator import records as rec
-from orchestrator.artifacts import ArtifactStore, Source
-from orchestrator.states import PointState, RunState
+from jobs.schema.states import PointState, RunState
+from orchestrator.execute.artifacts import ArtifactStore, Source
 from orchestrator.store import Store, queries
+from orchestrator.store import records as rec
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pandas as pd
 from streamlit.testing.v1 import AppTest
 
-from jobs.training_plan import TrainingPlan
-from orchestrator.gates.decisions import Decision
-from orchestrator.gates.hardware import Hardware
-from orchestrator.gates.results import RuleVerdict, TargetVerdict
-from orchestrator.gates.steps import Step
-from orchestrator.states import Result
+from jobs.schema.states import Result
+from jobs.schema.training_plan import TrainingPlan
+from orchestrator.judge.decisions import Decision
+from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.results import RuleVerdict, TargetVerdict
+from orchestrator.judge.steps import Step
 
 PLAN = TrainingPlan(steps=50_000, tokens_per_step=4096, hours=24)
 H100 = Hardware(name="1x-h100", title="1× H100", gpu="*H100*", gpus=1, architecture="sm90", accelerator="H100")

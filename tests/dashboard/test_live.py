@@ -14,9 +14,9 @@ from dashboard_pages import check, show, text
 from example_databases import HALF
 
 from dashboard import live
-from orchestrator.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
-from orchestrator.states import PointState
+from jobs.schema.states import PointState
 from orchestrator.store import Store, queries
+from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
 
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"

@@ -14,9 +14,11 @@ from example_databases import sweep
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
 from dashboard import data
-from jobs._training.metrics import MFU, PLANNED_TIME
-from orchestrator.artifacts import ArtifactError, ArtifactStore, Source
-from orchestrator.records import (
+from jobs.schema.states import PointState, RunState
+from jobs.training.metrics import MFU, PLANNED_TIME
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
+from orchestrator.store import Store, upgrade
+from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
     MetricData,
@@ -26,8 +28,6 @@ from orchestrator.records import (
     RunRecord,
     StartRecord,
 )
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, upgrade
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
 PAGES = ("overview", "scaling", "runs")

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from dashboard import grids, parts
-from orchestrator.states import Origin, PointState, Result, RunState
+from jobs.schema.states import Origin, PointState, Result, RunState
 
 NBSP = "\N{NO-BREAK SPACE}"
 

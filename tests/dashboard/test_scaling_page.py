@@ -12,9 +12,9 @@ from dashboard_pages import ROOT, asked, check, show, text
 from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
-from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
-from orchestrator.states import PointState, RunState
+from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, upgrade
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
 CURVE = "reported-002_0efc432e4c57f734"

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator import journal
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, ArtifactRecord
 from orchestrator.report import write
+from orchestrator.store import journal
+from orchestrator.store.records import RECORD, ArtifactRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -51,7 +51,7 @@ def test_pages_tables_and_durations_are_those_of_the_journals(tmp_path: Path, mo
     of_results("generate").main()
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*") if path.suffix in (".md", ".png")}
-    assert written == pages | {"README.md", "orchestrator/gates/durations.csv"}
+    assert written == pages | {"README.md", "orchestrator/judge/durations.csv"}
     stale = [name for name in written if not name.endswith(".png") and differs(tmp_path / name, ROOT / name)]
     assert not stale, f"run `make results`: {', '.join(sorted(stale))}"
 

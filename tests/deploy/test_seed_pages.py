@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.kinds import kind_module, own_axes
-from jobs.point import Machine, Point
-from jobs.spec import load_spec
-from orchestrator import records as rec
-from orchestrator.states import PointState, RunState
+from jobs.schema.point import Machine, Point
+from jobs.schema.states import PointState, RunState
+from jobs.specs.kinds import kind_module, own_axes
+from jobs.specs.spec import load_spec
 from orchestrator.store import Store, importer, queries, upgrade
+from orchestrator.store import records as rec
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -21,7 +21,7 @@ import pytest
 from free_ports import free_ports
 
 from orchestrator import provenance
-from orchestrator.run.upload import PACKAGES, sources
+from orchestrator.execute.upload import PACKAGES, sources
 from orchestrator.store import Store, queries
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from ftp_server import FtpServer, ftp_server
 from ray_clusters import FEW_WORKERS, stop_node
 
 from dashboard import data
-from orchestrator import journal
-from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunRecord
+from orchestrator.store import journal
+from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -17,14 +17,13 @@ import pytest
 from processes import descendants
 from trainings import by_name, write_text
 
-from jobs.point import Machine, Metric
-from jobs.spec import load_spec
+from jobs.schema.point import Machine, Metric
+from jobs.schema.states import PointState
+from jobs.specs.spec import load_spec
 from jobs.train import Spec, measure
-from orchestrator import journal
 from orchestrator.database_url import StoreError
-from orchestrator.records import EventRecord, MetricData, OutcomeRecord
-from orchestrator.states import PointState
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)

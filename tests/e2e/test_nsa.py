@@ -15,7 +15,7 @@ from free_ports import free_ports
 from ray_clusters import FEW_WORKERS
 from waiting import wait_for
 
-from jobs.kinds import kinds
+from jobs.specs.kinds import kinds
 from orchestrator import provenance
 from orchestrator.store import Store, queries
 

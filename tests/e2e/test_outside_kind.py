@@ -12,11 +12,11 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from orchestrator import analysis
-from orchestrator.gates.rules import load_gates
-from orchestrator.gates.verdicts import evaluate
+from jobs.schema.states import Result
+from orchestrator.judge import analysis
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import report
-from orchestrator.states import Result
 from orchestrator.store import Store, exporter, importer, queries
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,10 +20,9 @@ import pytest
 from ray_clusters import Cluster, point_processes, running_node
 from waiting import wait_for
 
-from orchestrator import journal
-from orchestrator.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
-from orchestrator.run import ray_folder
-from orchestrator.store import Store, StoreError, queries
+from orchestrator.execute import ray_folder
+from orchestrator.store import Store, StoreError, journal, queries
+from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Record, RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 DRILL = "jobs/configs/drill.yaml"
@@ -242,10 +241,10 @@ def test_a_killed_driver_is_resumed_on_the_cluster(cluster: Cluster, home: Path)
 CHECK = """
 from dataclasses import replace
 from pathlib import Path
-from jobs.spec import load_spec
+from jobs.specs.spec import load_spec
 from orchestrator.messages import Requirements
-from orchestrator.run.executor import ExecutorError
-from orchestrator.run.ray_cluster import RayExecutor
+from orchestrator.execute.executor import ExecutorError
+from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.settings import load_settings
 spec = load_spec(Path("jobs/configs/drill.yaml"), ["resources={num_gpus: 1, num_cpus: 3}"])
 executor = RayExecutor(spec, load_settings())

@@ -21,18 +21,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Keeping, Watching, interrupt, of_the_kill, write_text
 from waiting import wait_for
 
-from jobs._training.checkpoint_folder import CheckpointFolder
-from jobs._training.checkpoint_io import Reader
-from jobs._training.errors import Suspended
-from jobs._training.state import unpacked
-from jobs.point import Machine
-from jobs.spec import load_spec
+from jobs.schema.point import Machine
+from jobs.specs.spec import load_spec
 from jobs.train import Spec, measure
-from orchestrator import journal
+from jobs.training.checkpoints.folder import CheckpointFolder
+from jobs.training.checkpoints.io import Reader
+from jobs.training.errors import Suspended
+from jobs.training.state import unpacked
 from orchestrator.attempt import temporary
 from orchestrator.database_url import StoreError
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunRecord, SeriesRecord
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunRecord, SeriesRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs.bench import Spec, measure
-from jobs.measure.machine import probe
+from jobs.hardware.machine import probe
 
 pytestmark = [
     pytest.mark.gpu,

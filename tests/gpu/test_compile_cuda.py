@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jobs.measure.memory import measure_peak
-from jobs.point import Machine
+from jobs.schema.point import Machine
 from jobs.train import Spec, measure
 from nsa_core.kernels.runtime.launch import observe
 from nsa_core.loss import head_cross_entropy

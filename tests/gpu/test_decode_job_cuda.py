@@ -13,7 +13,7 @@ pytestmark = [
 @pytest.mark.parametrize("implementation", ["triton", "dense"])
 def test_replays_are_timed(implementation, workload):
     from jobs.decode import Spec, measure
-    from jobs.point import Machine
+    from jobs.schema.point import Machine
 
     spec = Spec.model_validate(
         {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.spec import Deadlines
+from jobs.specs.spec import Deadlines
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from jobs._peers import _shared
+from jobs.adapters import shared as _shared
 from nsa_core import NSAConfig, available_backends, dense_attention, nsa_attention, routes
 from nsa_core.backends import _providers, dense
 

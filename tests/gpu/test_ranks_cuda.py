@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jobs.point import Machine
+from jobs.schema.point import Machine
 from jobs.train import Spec, measure
 
 pytestmark = [

@@ -21,7 +21,7 @@ METADATA = "Metadata-Version: 2.1\nName: triton\nVersion: 3.10.1\n"
 LOOK = """
 import json, sys, torch
 from dataclasses import replace
-from jobs.measure.machine import probe
+from jobs.hardware.machine import probe
 from jobs.measure.route import route_of
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.errors import BackendError

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from jobs._backward import BackwardPass
 from jobs.backward import Spec, measure
 from jobs.measure.check import WrongResult
-from jobs.measure.exhaustion import ran_out_of_memory
 from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
-from jobs.point import Machine, Measurement, Point
-from jobs.spec import Deadlines, SpecError, load_spec, parse_spec
+from jobs.process.exhaustion import ran_out_of_memory
+from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines, SpecError, load_spec, parse_spec
 from nsa_core.routes import capture
 from orchestrator.messages import Conditions
-from orchestrator.states import PointState
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"

@@ -15,8 +15,8 @@ from torch._C._autograd import DeviceType
 from jobs.bench import Spec, measure
 from jobs.measure import stages
 from jobs.measure.stages import Kernel, ProfileError, by_stage, summarize_stages
-from jobs.point import Machine, Measurement, Point
-from jobs.spec import load_spec
+from jobs.schema.point import Machine, Measurement, Point
+from jobs.specs.spec import load_spec
 from nsa_core.kernels.runtime.launch import Started
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)

@@ -17,8 +17,8 @@ from processes import descendants, is_alive
 
 from jobs import backward
 from jobs._bisection import Bisection, bisect, most_trials, smallest_failing
-from jobs.measure.trial import End, Limits, Trial, run_trial
-from jobs.point import Machine
+from jobs.process.trial import End, Limits, Trial, run_trial
+from jobs.schema.point import Machine
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -104,7 +104,7 @@ def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: st
     assert trial.found == ({"value": 42} if end is End.OK else {})
     assert ("begun", 1, 2) in told or end is not End.HANG
     assert ("tried_here.py" in trial.stderr) == (end is not End.OK and "_exit" not in code)  # stacks or traceback
-    assert not descendants(psutil.Process(), "jobs.measure.trial")
+    assert not descendants(psutil.Process(), "jobs.process.trial")
 
 
 def test_a_slow_trial_is_a_timeout_and_its_parent_is_told_of_silence(sizes: str) -> None:
@@ -123,7 +123,7 @@ def test_a_trial_ends_with_its_parent(sizes: str) -> None:
         run_trial(f"{sizes}:run", {"code": "time.sleep(60)"}, Limits(60, 60, 60), _quiet)
         os._exit(0)
     deadline = time.monotonic() + 30
-    while not (found := descendants(psutil.Process(pid), "jobs.measure.trial")) and time.monotonic() < deadline:
+    while not (found := descendants(psutil.Process(pid), "jobs.process.trial")) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from jobs._nsa_effect import ACTS_ON
 from jobs.branches import Spec, measure
 from jobs.measure import isolation
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
-from jobs.point import Machine, Measurement, Point
-from jobs.spec import SpecError
+from jobs.schema.point import Machine, Measurement, Point
+from jobs.specs.nsa_effect import ACTS_ON
+from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.backends import triton
 from nsa_core.functional import BRANCHES

@@ -11,7 +11,7 @@ import torch
 import jobs._decode_steps as steps
 from jobs.decode import Spec, bytes_read, held_bytes, measure
 from jobs.measure.check import WrongResult
-from jobs.point import Machine, Measurement, Point
+from jobs.schema.point import Machine, Measurement, Point
 from nsa_core import NSAConfig
 from nsa_core.model import PRESETS
 

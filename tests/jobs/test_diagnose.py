@@ -14,12 +14,12 @@ import pytest
 from trainings import Keeping
 
 from jobs import diagnose
-from jobs._diagnosis.advice import Advice, Diagnosis, advise
-from jobs._diagnosis.rank_state import Memory, RankState, identity
-from jobs._diagnosis.text import describe
-from jobs.measure import topology as module
-from jobs.measure.topology import Gpu, Topology, members, ranges, topology
-from jobs.point import SHORT, Machine
+from jobs.diagnosis.advice import Advice, Diagnosis, advise
+from jobs.diagnosis.rank_state import Memory, RankState, identity
+from jobs.diagnosis.text import describe
+from jobs.hardware import topology as module
+from jobs.hardware.topology import Gpu, Topology, members, ranges, topology
+from jobs.schema.point import SHORT, Machine
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.drill import Spec, measure
-from jobs.point import Machine
+from jobs.schema.point import Machine
 
 CPU = Machine("cpu", "test processor", 2**30)
 

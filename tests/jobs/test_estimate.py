@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from jobs._pass import ModelPass
 from jobs.estimate import Spec, measure
+from jobs.measure.model_pass import ModelPass
 from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
-from jobs.point import Machine
-from jobs.spec import SpecError, parse_spec
+from jobs.schema.point import Machine
+from jobs.specs.spec import SpecError, parse_spec
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 MIB = 2**20

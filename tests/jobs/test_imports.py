@@ -9,11 +9,11 @@ import torch
 
 CODE = """
 import sys
-from jobs.spec import kinds
+from jobs.specs.spec import kinds
 assert {"scaling", "train", "drill"} <= set(kinds())
-import jobs.measure.telemetry, jobs.measure.machine
+import jobs.hardware.telemetry, jobs.hardware.machine
 print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dashboard") if name in sys.modules])
-import orchestrator.analysis, orchestrator.branches
+import orchestrator.judge.analysis, orchestrator.judge.branches
 long = ("scipy", "sympy", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 print([name for name in long if name in sys.modules])
 """
@@ -21,7 +21,7 @@ print([name for name in long if name in sys.modules])
 
 CPU = """
 import sys
-from jobs.measure.machine import probe
+from jobs.hardware.machine import probe
 print(probe("cpu").fingerprint["torch"], "torch" in sys.modules)
 """
 

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jobs.measure import clock, machine
+from jobs.hardware import machine
+from jobs.hardware.environment import environment
+from jobs.hardware.machine import probe
+from jobs.measure import clock
 from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.environment import environment
 from jobs.measure.flops import training_flops_per_token, visited_keys
-from jobs.measure.machine import probe
 from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.measure.stats import summarize
-from jobs.quantities import TIME
+from jobs.schema.quantities import TIME
 from nsa_core import NSAConfig
 from nsa_core.backends import triton_version
 from nsa_core.model import ModelConfig
@@ -122,8 +123,8 @@ def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:
 
 def test_a_host_whose_triton_does_not_serve_says_so_in_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"name": "NVIDIA A100", "memory_mib": "81920", "capability": "8.0"}
-    monkeypatch.setattr("jobs.measure.machine._gpu_is_visible", lambda: True)
-    monkeypatch.setattr("jobs.measure.machine._card", lambda: card)
+    monkeypatch.setattr("jobs.hardware.machine._gpu_is_visible", lambda: True)
+    monkeypatch.setattr("jobs.hardware.machine._card", lambda: card)
     assert "triton-problem" not in probe("cuda").fingerprint
     monkeypatch.setattr("nsa_core.backends.triton_problem", lambda: "the kernels do not load")
     assert probe("cuda").fingerprint["triton-problem"] == "the kernels do not load"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jobs.kinds import kinds
+from jobs.specs.kinds import kinds
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 KINDS = {name: module for name, module in kinds().items() if module.__name__.startswith("jobs.")}

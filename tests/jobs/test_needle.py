@@ -11,10 +11,10 @@ import torch
 from pydantic import ValidationError
 from trainings import Keeping
 
-from jobs._data.needle_corpus import NeedleCorpus
 from jobs.needle import Learning, Spec, measure
-from jobs.point import Machine
-from jobs.spec import SpecError, load_spec
+from jobs.schema.point import Machine
+from jobs.specs.spec import SpecError, load_spec
+from jobs.training.data.needle_corpus import NeedleCorpus
 from nsa_core.loss import IGNORED
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from jobs import peers
-from jobs._peers import PEERS, _shared, offered_peers
-from jobs._peers.check import _ranked, _wrong
+from jobs.adapters import PEERS, offered_peers
+from jobs.adapters import shared as _shared
+from jobs.adapters.check import _ranked, _wrong
 from jobs.measure.check import WrongResult
 from jobs.peers import measure
-from jobs.point import Machine, Measurement, Point
-from jobs.spec import SpecError, offered_sources, parse_spec
+from jobs.schema.point import Machine, Measurement, Point
+from jobs.specs.spec import SpecError, offered_sources, parse_spec
 from nsa_core import NSAConfig, routes
 from orchestrator.attempt import requirements
 from orchestrator.cli import doctor

@@ -21,9 +21,9 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from jobs import capacity, profile
 from jobs.capacity import NothingFits, search
 from jobs.measure import profiler
-from jobs.point import Machine, Measurement, Point
+from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.states import PointState
 from orchestrator.messages import Conditions
-from orchestrator.states import PointState
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from jobs._operator import OperatorCase
 from jobs.measure import check
 from jobs.measure.check import WrongResult
-from jobs.point import Machine, Measurement, Point
+from jobs.measure.operator import OperatorCase
 from jobs.scaling import Spec, measure
+from jobs.schema.point import Machine, Measurement, Point
 from nsa_core.backends import BACKENDS, chunked
 from nsa_core.memory import MemoryEstimate
 
@@ -250,5 +250,5 @@ def test_the_estimate_error_is_relative_to_what_was_measured(monkeypatch: pytest
     point = _spec(implementations=["dense"], passes=["forward"]).points(CPU)[0]
     measured = _values(_measure(point))["peak_extra_memory"] * 2**20
     double = MemoryEstimate(0, 0, 0, 0, int(2 * measured), 0)
-    monkeypatch.setattr("jobs._operator.estimate_attention", lambda *args, **kwargs: double)
+    monkeypatch.setattr("jobs.measure.operator.estimate_attention", lambda *args, **kwargs: double)
     assert _values(_measure(point))["estimate_error"] == pytest.approx(100)

@@ -14,10 +14,10 @@ from other_interpreters import make_interpreter, own_packages
 
 from jobs import toolchain
 from jobs._comparison import compare_outputs, differences
-from jobs.measure.trial import End, Toolchain, Trial
-from jobs.point import Machine, Measurement, Metric, Point
-from jobs.quantities import PEAK_EXTRA_MEMORY
-from jobs.spec import SpecError, parse_spec
+from jobs.process.trial import End, Toolchain, Trial
+from jobs.schema.point import Machine, Measurement, Metric, Point
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY
+from jobs.specs.spec import SpecError, parse_spec
 from jobs.toolchain import OutputsDiffer, ToolchainFailed, measure
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})

@@ -14,19 +14,20 @@ import pytest
 import torch
 from trainings import small
 
-from jobs._data.byte_corpus import load_corpus
-from jobs._training import loop
-from jobs._training import parallel as parallel_model
-from jobs._training.ahead import in_order
-from jobs._training.errors import Diverged, Ineffective
-from jobs._training.layout import Layout
-from jobs._training.optimizer import OptimizerSpec, learning_rate
-from jobs._training.parallel import ParallelModel
-from jobs.measure import check, energy
+from jobs.hardware import energy
+from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.measure.memory import GraphMemory
-from jobs.point import Machine, Measurement, Point
+from jobs.schema.point import Machine, Measurement, Point
 from jobs.train import Spec, measure
+from jobs.training import loop
+from jobs.training import parallel as parallel_model
+from jobs.training.ahead import in_order
+from jobs.training.data.byte_corpus import load_corpus
+from jobs.training.errors import Diverged, Ineffective
+from jobs.training.layout import Layout
+from jobs.training.optimizer import OptimizerSpec, learning_rate
+from jobs.training.parallel import ParallelModel
 from nsa_core.backends import chunked
 from nsa_core.model import PRESETS, NSATransformer
 
@@ -163,7 +164,7 @@ def test_a_last_step_that_ruins_the_model_is_found_by_the_heldout_loss(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "jobs._training.loop.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
+        "jobs.training.loop.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
     )
     with pytest.raises(Diverged, match=r"loss nan on held-out text; lower optimizer\.learning_rate"):
         _train(_spec(text, steps=5))
@@ -213,8 +214,8 @@ def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -
 def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs._data.byte_corpus._MOST_BYTES", 12_500)
-    monkeypatch.setattr("jobs._data.byte_corpus._PIECE", 100)
+    monkeypatch.setattr("jobs.training.data.byte_corpus._MOST_BYTES", 12_500)
+    monkeypatch.setattr("jobs.training.data.byte_corpus._PIECE", 100)
     draw = Random(0)
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))

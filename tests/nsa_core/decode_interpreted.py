@@ -196,8 +196,8 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
     """Steps as in jobs/decode.py: each first removes the token of the previous one."""
-    from jobs._case import bare_model
     from jobs._decode_steps import DecodeCase, attention_step, check_steps
+    from jobs.measure.case import bare_model
     from jobs.measure.clock import TimingPlan
 
     model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from jobs._fit import backend_reasons
-from jobs.point import Machine
+from jobs.schema.point import Machine
+from jobs.specs.fit import backend_reasons
 from nsa_core import available_backends
 from nsa_core.backends import BACKENDS, TORCH, TRITON, Heads, default, resolve, triton_problem, triton_version, untested
 from nsa_core.backends.triton import CAPABILITIES
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 LOOK = """
 import json, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from jobs._fit import backend_reasons
+from jobs.specs.fit import backend_reasons
 from jobs.measure.route import route_of
-from jobs.point import Machine
+from jobs.schema.point import Machine
 from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
 from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
 from nsa_core.errors import BackendError

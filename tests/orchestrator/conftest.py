@@ -17,7 +17,9 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 import jobs
-from orchestrator.records import (
+from jobs.schema.states import PointState, RunState
+from orchestrator.store import Store, upgrade
+from orchestrator.store.records import (
     ArtifactData,
     EventRecord,
     MetricData,
@@ -28,8 +30,6 @@ from orchestrator.records import (
     RunRecord,
     StartRecord,
 )
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, upgrade
 
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
 KINDS = Path(__file__).parent / "kinds"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
-from orchestrator.analysis import fits_frame, scaling_fits
+from orchestrator.judge.analysis import fits_frame, scaling_fits
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
 

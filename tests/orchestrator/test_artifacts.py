@@ -17,9 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from ftp_server import FtpServer, ftp_server
 
 from orchestrator import artifact_url
-from orchestrator.artifacts import ArtifactError, ArtifactStore, Source, place
-from orchestrator.records import STORED_BYTES, ArtifactData
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, place
 from orchestrator.settings import Settings, SettingsError, load_settings
+from orchestrator.store.records import STORED_BYTES, ArtifactData
 
 BIG = 20 << 20  # several parts of an upload
 

@@ -9,10 +9,18 @@ import pandas as pd
 import pytest
 
 from nsa_core import NSAConfig
-from orchestrator.analysis import series_columns
-from orchestrator.branches import Branch, BranchShares, Crossing, branch_of, branch_shares, shares_frame, take_overs
-from orchestrator.records import MetricData
+from orchestrator.judge.analysis import series_columns
+from orchestrator.judge.branches import (
+    Branch,
+    BranchShares,
+    Crossing,
+    branch_of,
+    branch_shares,
+    shares_frame,
+    take_overs,
+)
 from orchestrator.store import Store, queries
+from orchestrator.store.records import MetricData
 
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)
 # Milliseconds of docs/results/bench.md: one H200, forward+backward, 12/2 heads of 64, 32,768 tokens or one sequence.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from full_disk import full_disk
 
-from orchestrator import journal
-from orchestrator.journal import Journal, JournalError, JournalFull
-from orchestrator.records import EventRecord, PointRecord, Record, StartRecord
+from orchestrator.store import journal
+from orchestrator.store.journal import Journal, JournalError, JournalFull
+from orchestrator.store.records import EventRecord, PointRecord, Record, StartRecord
 
 
 def note(message: str) -> EventRecord:

@@ -56,9 +56,9 @@ def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str
     ours = ("__init__.py", "database_url.py", "env_lines.py", "errors.py", "settings.py")
     for part in (
         "jobs/__init__.py",
-        "jobs/plain_text.py",
-        "jobs/user_files.py",
-        "jobs/validation.py",
+        "jobs/schema/plain_text.py",
+        "jobs/specs/user_files.py",
+        "jobs/specs/validation.py",
         *(f"orchestrator/{name}" for name in ours),
     ):
         (root / part).parent.mkdir(parents=True, exist_ok=True)

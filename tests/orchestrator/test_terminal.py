@@ -42,7 +42,7 @@ def test_output_that_cannot_be_written_is_dropped(redirection: str, expected: st
 
 
 def test_what_rich_and_the_interpreter_itself_write_is_dropped_too() -> None:
-    code = _SAY + "from orchestrator.summary import wide_console; wide_console().print('x'); print('at the end')"
+    code = _SAY + "from orchestrator.report.summary import wide_console; wide_console().print('x'); print('at the end')"
     assert run(code, ">/dev/full").count("\n") == 1
 
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from jobs.axes import Axis
-from jobs.measure.environment import environment
+from jobs.hardware.environment import environment
 from jobs.measure.stats import summarize
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import TIME, Better, Plot, Quantity, Role
-from jobs.spec import JobSpec
+from jobs.schema.axes import Axis
+from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import TIME, Better, Plot, Quantity, Role
+from jobs.specs.spec import JobSpec
 
 AXES = (Axis("chunks", "whole", "chunks"),)
 BANDWIDTH = Quantity("bandwidth", "GiB/s", "Copy bandwidth", "bandwidth", Better.HIGHER, Role.HEADLINE, Plot.RATE)

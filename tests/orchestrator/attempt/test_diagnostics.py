@@ -9,12 +9,12 @@ import time
 import psutil
 import pytest
 
-from jobs.spec import Deadlines
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import diagnostics, ray_watches, watch
 from orchestrator.attempt.ray_rank import NodeWatch, Placed
 from orchestrator.attempt.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord
 
 HERE = psutil.Process()
 

@@ -14,13 +14,13 @@ from other_interpreters import make_interpreter
 from quick_driver import MACHINE
 from supervised import Ended, supervised
 
-from jobs.point import Point
-from jobs.spec import Deadlines
+from jobs.schema.point import Point
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import gpu_release, protocol, requirements
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.supervisor import ProbeError
 from orchestrator.messages import Conditions, Requirements
-from orchestrator.states import PointState
 
 KINDS = Path(__file__).parents[1] / "kinds"
 WARM = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=30, point_s=60), warm=True)

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import pytest
 from waiting import wait_for
 
-from jobs.measure import nvml, telemetry
-from jobs.spec import Deadlines
+from jobs.hardware import nvml, telemetry
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import gpu_release
 from orchestrator.attempt.gpu_release import Baseline, card_name, visible
 from orchestrator.attempt.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Update
-from orchestrator.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
 
 CUDA = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120), card="NVIDIA H100")
 

@@ -16,12 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
 from waiting import wait_for
 
-from jobs.spec import Deadlines
-from orchestrator.artifacts import Source
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import keeping, protocol
 from orchestrator.attempt.supervisor import supervise
+from orchestrator.execute.artifacts import Source
 from orchestrator.messages import Assignment, Conditions, Progress, Series
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord
 
 CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
 TASK = Assignment("r", "r/7", 1, None)  # type: ignore[arg-type]  # its point is not looked at

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs import point
-from jobs.spec import Deadlines
+from jobs.schema import point
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import protocol, supervisor
 from orchestrator.attempt.child import Child, Violation
 from orchestrator.attempt.protocol import ProtocolError
 from orchestrator.messages import Assignment, Conditions
-from orchestrator.records import OutcomeRecord
-from orchestrator.states import PointState
+from orchestrator.store.records import OutcomeRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))

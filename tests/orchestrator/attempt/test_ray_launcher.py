@@ -16,11 +16,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
 from waiting import wait_for
 
-from jobs._training.rank import PROCESS_GROUP
-from jobs.launcher import RanksEnded
-from jobs.measure.gpu_samples import Sample
-from jobs.point import Measurement, Metric
-from jobs.quantities import GPU_POWER, GPU_UTILIZATION
+from jobs.hardware.gpu_samples import Sample
+from jobs.schema.launcher import RanksEnded
+from jobs.schema.point import Measurement, Metric
+from jobs.schema.quantities import GPU_POWER, GPU_UTILIZATION
+from jobs.training.rank import PROCESS_GROUP
 from orchestrator.attempt import protocol
 from orchestrator.attempt.ray_launcher import RayLauncher, _driver, _ended, _Found
 from orchestrator.attempt.ray_rank import Placed, Raised, RankRaised, _Post

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from jobs.measure.gpu_samples import Sample
-from jobs.measure.telemetry import Telemetry, energy, summarise_samples
-from jobs.point import Reading
-from jobs.quantities import GPU_UTILIZATION
+from jobs.hardware.gpu_samples import Sample
+from jobs.hardware.telemetry import Telemetry, energy, summarise_samples
+from jobs.schema.point import Reading
+from jobs.schema.quantities import GPU_UTILIZATION
 from orchestrator.attempt.ray_rank import NodeWatch, Placed
 from orchestrator.attempt.ray_watches import Watches
 
@@ -47,7 +47,7 @@ def test_energy_of_ranks_that_were_started_again_is_that_of_all_without_the_wait
 
 
 def test_samples_of_many_pieces_are_bounded_and_weigh_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.measure.gpu_samples.MOST", 50)
+    monkeypatch.setattr("jobs.hardware.gpu_samples.MOST", 50)
     pieces = [_piece(2, 0.0), _piece(40, 90.0, weight=4), *(_piece(3, 10.0) for _ in range(20))] * 5
     samples = _taken(monkeypatch, pieces)
     assert len(samples) <= 50

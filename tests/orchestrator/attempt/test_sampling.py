@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jobs.point import reporter
-from jobs.quantities import Quantities, Quantity
-from jobs.spec import Deadlines
+from jobs.schema.point import reporter
+from jobs.schema.quantities import Quantities, Quantity
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import protocol, sampling
 from orchestrator.attempt.live import LEAST_PIECE_S
 from orchestrator.attempt.sampling import SamplingReporter, interval

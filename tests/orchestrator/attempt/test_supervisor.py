@@ -19,17 +19,17 @@ from processes import is_alive
 from supervised import Ended, supervised
 from waiting import wait_for
 
-from jobs.measure.telemetry import TelemetrySummary
-from jobs.point import Metric, Reading
-from jobs.quantities import GPU_UTILIZATION
-from jobs.spec import Deadlines
+from jobs.hardware.telemetry import TelemetrySummary
+from jobs.schema.point import Metric, Reading
+from jobs.schema.quantities import GPU_UTILIZATION
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt import child, diagnostics, gpu_release, protocol, supervisor
 from orchestrator.attempt.child import Child
 from orchestrator.attempt.ray_rank import NodeWatch, Placed
 from orchestrator.attempt.supervisor import probe, supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
-from orchestrator.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
-from orchestrator.states import PointState
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 
 PATIENT = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
 HASTY = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=1, point_s=120))  # for points that are silent on purpose
@@ -107,7 +107,7 @@ def test_a_point_with_progress_that_takes_too_long_is_a_timeout(measure) -> None
 
 def test_a_slow_point_with_progress_is_not_a_hang(measure) -> None:
     conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=2, point_s=120))
-    start = "import time; from jobs.point import STARTING\nbeat(STARTING); time.sleep(2.5)"  # judged as the first start
+    start = "import time; from jobs.schema.point import STARTING\nbeat(STARTING); time.sleep(2.5)"
     slow = "for i in range(13): beat('slow', i, 13); time.sleep(0.2)"  # longer than the heartbeat deadline
     begun = time.monotonic()
     updates = measure(f"{start}\n{slow}", conditions=conditions)
@@ -127,7 +127,7 @@ def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measu
 def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
     conditions = Conditions("cpu", Deadlines(startup_s=8, heartbeat_s=8, point_s=8))
     wait = "import time\nfor _ in range(20): beat(WAITING + 'room', 0, 2); time.sleep(0.5)"
-    updates = measure(f"from jobs.point import WAITING\n{wait}", conditions=conditions)
+    updates = measure(f"from jobs.schema.point import WAITING\n{wait}", conditions=conditions)
     assert states(updates) == [PointState.OK]
     assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)
 
@@ -136,7 +136,7 @@ def test_a_hang_keeps_what_the_point_wrote_about_its_failure(measure) -> None:
     write = (
         "folder = Path(tempfile.gettempdir(), FAILURE_FILES); folder.mkdir()\n(folder / 'flight.json').write_text('1')"
     )
-    imports = "import tempfile, time\nfrom pathlib import Path\nfrom jobs.point import FAILURE_FILES\n"
+    imports = "import tempfile, time\nfrom pathlib import Path\nfrom jobs.schema.point import FAILURE_FILES\n"
     [end] = ended(measure(f"{imports}{write}\nbeat('on')\ntime.sleep(60)", conditions=HASTY))
     assert end.outcome.state is PointState.HANG
     assert end.files["flight.json"] == "1"
@@ -236,7 +236,7 @@ def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
 SUPERVISOR = """
 import sys
 from jobs import snippet
-from jobs.spec import Deadlines
+from jobs.specs.spec import Deadlines
 from orchestrator.attempt.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress
 for update in supervise([Assignment("r", "r/0", 1, snippet.point(sys.argv[1]))], Conditions("cpu", Deadlines())):

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from waiting import wait_for
 
+from jobs.schema.states import PointState
 from orchestrator.attempt import protocol, worker
 from orchestrator.attempt.worker import BEAT_INTERVAL_S, Events, classify, run_point
-from orchestrator.states import PointState
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -19,12 +19,12 @@ import pytest
 from example_databases import HALF, RUN, complete, complete_file, database, half_finished
 from nsa_command import Nsa
 
-from jobs._diagnosis.rank_state import Memory, RankState, identity
-from orchestrator import records as rec
+from jobs.diagnosis.rank_state import Memory, RankState, identity
+from jobs.schema.states import RunState
 from orchestrator.attempt import diagnostics
 from orchestrator.cli import attaching
-from orchestrator.states import RunState
 from orchestrator.store import Store, queries
+from orchestrator.store import records as rec
 
 __all__ = ["complete", "complete_file", "database", "half_finished"]  # fixtures
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from nsa_command import Nsa
 
-from orchestrator.journal import Journal
-from orchestrator.records import Record
 from orchestrator.store import Store, queries
+from orchestrator.store.journal import Journal
+from orchestrator.store.records import Record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -118,7 +118,7 @@ import os, sys
 from pathlib import Path
 from orchestrator import journal
 from orchestrator.cli import cancel
-from orchestrator.journal import Journal, JournalError
+from orchestrator.store.journal import Journal, JournalError
 from orchestrator.run import resume
 
 folder = Path(sys.argv[1])

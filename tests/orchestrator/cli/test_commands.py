@@ -13,16 +13,15 @@ import pandas as pd
 import pytest
 from nsa_command import Nsa
 
+from jobs.schema.states import PointState
 from nsa_core.backends.dense import Host
-from orchestrator import journal
 from orchestrator.cli import doctor
 from orchestrator.database_url import hide_password
-from orchestrator.journal import Journal
-from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 from orchestrator.run import plan
 from orchestrator.settings import Settings
-from orchestrator.states import PointState
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.journal import Journal
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 
 DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"

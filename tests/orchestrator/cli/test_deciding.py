@@ -9,11 +9,11 @@ import pytest
 from nsa_command import Nsa
 
 from orchestrator.cli.planning import Node
-from orchestrator.gates.decisions import decisions
-from orchestrator.gates.rules import DEFAULT_GATES, load_gates
-from orchestrator.gates.verdicts import judge
-from orchestrator.records import MetricData, OutcomeRecord
+from orchestrator.judge.decisions import decisions
+from orchestrator.judge.rules import DEFAULT_GATES, load_gates
+from orchestrator.judge.verdicts import judge
 from orchestrator.store import Store, queries
+from orchestrator.store.records import MetricData, OutcomeRecord
 
 H200 = "NVIDIA H200"
 

@@ -10,12 +10,12 @@ import pytest
 from nsa_command import Nsa
 from sqlalchemy import event
 
-from orchestrator.artifacts import ArtifactStore, Source
+from jobs.schema.states import PointState
 from orchestrator.cli import doctor, fetching
-from orchestrator.records import ArtifactData, ArtifactRecord, OutcomeRecord
+from orchestrator.execute.artifacts import ArtifactStore, Source
 from orchestrator.settings import Settings
-from orchestrator.states import PointState
 from orchestrator.store import Store
+from orchestrator.store.records import ArtifactData, ArtifactRecord, OutcomeRecord
 
 RUN = "20261120-120000-demo-abcd"
 

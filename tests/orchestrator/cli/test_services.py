@@ -20,7 +20,7 @@ from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
 from orchestrator.cli.services import Service, ServiceError
-from orchestrator.run import ray_folder
+from orchestrator.execute import ray_folder
 from orchestrator.settings import Settings
 
 

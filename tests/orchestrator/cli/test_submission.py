@@ -16,8 +16,8 @@ from ray.dashboard.modules.version import CURRENT_VERSION
 
 from orchestrator.cli import doctor, exposure, planning, services, submission
 from orchestrator.cli.submission import SubmissionError, Submitted
-from orchestrator.gates.rules import READY_SPECS
-from orchestrator.run.upload import Upload
+from orchestrator.execute.upload import Upload
+from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings
 from orchestrator.store import Store
 

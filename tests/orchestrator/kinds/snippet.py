@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jobs.point import Axes, Beat, Machine, Measurement, Metric, Point
-from jobs.quantities import TIME
-from jobs.spec import JobSpec
+from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import TIME
+from jobs.specs.spec import JobSpec
 
 QUANTITIES = (TIME,)
 

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 import orchestrator
-from orchestrator.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from jobs.schema.states import PointState, RunState
 from orchestrator.report import report, write_report
-from orchestrator.states import PointState, RunState
+from orchestrator.report.summary import print_evaluation
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
-from orchestrator.summary import print_evaluation
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
 
 PEERS = Path(orchestrator.__file__).parent / "reference_data" / "peers_h200.csv"
 RUN = "20261121-120000-bench-abcd"

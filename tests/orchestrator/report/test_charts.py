@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from jobs.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
-from orchestrator.analysis import Fit, fits_frame, scaling_fits
+from jobs.schema.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
+from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.report import charts, exponents
 from orchestrator.report.samples import samples_chart
 from orchestrator.report.series import look

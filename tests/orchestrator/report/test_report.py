@@ -16,13 +16,13 @@ from hostile_run import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 
 import orchestrator
 from jobs import decode
-from jobs.quantities import TIME
-from orchestrator.records import MetricData, RunEndRecord
+from jobs.schema.quantities import TIME
+from jobs.schema.states import PointState, RunState
 from orchestrator.report import ReportError, report, write_report
 from orchestrator.report.series import labels
-from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
+from orchestrator.store.records import MetricData, RunEndRecord
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"

@@ -13,7 +13,7 @@ import pytest
 from quick_driver import MACHINE
 from sqlalchemy import text
 
-from orchestrator.run.local import LocalExecutor
+from orchestrator.execute.local import LocalExecutor
 from orchestrator.store import Store
 
 _SPEC = """

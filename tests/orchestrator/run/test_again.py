@@ -7,15 +7,15 @@ from io import StringIO
 
 import pytest
 
-from jobs.point import Machine, Point
-from jobs.spec import parse_spec
-from orchestrator.records import EventRecord, OutcomeRecord, RunRecord, StartRecord
+from jobs.schema.point import Machine, Point
+from jobs.schema.states import PointState
+from jobs.specs.spec import parse_spec
+from orchestrator.execute.executor import MOST_A_CORE
+from orchestrator.execute.room import Share
 from orchestrator.run import plan
-from orchestrator.run.executor import MOST_A_CORE
 from orchestrator.run.plan import History
 from orchestrator.run.progress import TerminalWatcher
-from orchestrator.run.room import Share
-from orchestrator.states import PointState
+from orchestrator.store.records import EventRecord, OutcomeRecord, RunRecord, StartRecord
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 SPEC = {

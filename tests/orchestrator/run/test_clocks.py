@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from orchestrator import journal
-from orchestrator.journal import Journal
-from orchestrator.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from jobs.schema.states import PointState, RunState
 from orchestrator.run import driver, plan
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, history, importer, queries
+from orchestrator.store import Store, history, importer, journal, queries
+from orchestrator.store.journal import Journal
 from orchestrator.store.models import Base, Run
+from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
 
 RUN = "20261120-120000-demo-abcd"
 HOUR = timedelta(hours=1)

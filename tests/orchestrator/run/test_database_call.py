@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, event
 
-from orchestrator import journal, pending_queries, summary
+from orchestrator import pending_queries
 from orchestrator.database_url import StoreUnavailable
+from orchestrator.execute.local import LocalExecutor
+from orchestrator.report import summary
 from orchestrator.run import announcement, database_call, driver
 from orchestrator.run.database_call import call_database
-from orchestrator.run.local import LocalExecutor
-from orchestrator.store import Store, claim, importer, queries
+from orchestrator.store import Store, claim, importer, journal, queries
 
 on_postgres = pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
 

@@ -19,14 +19,13 @@ import pytest
 from processes import descendants
 from quick_driver import COMMAND
 
-from orchestrator import journal
-from orchestrator.journal import Journal
-from orchestrator.records import ArtifactRecord, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
+from jobs.schema.states import PointState
+from orchestrator.execute.executor import ExecutorGone
+from orchestrator.execute.local import LocalExecutor
 from orchestrator.run import driver
-from orchestrator.run.executor import ExecutorGone
-from orchestrator.run.local import LocalExecutor
-from orchestrator.states import PointState
-from orchestrator.store import Store, StoreUnavailable, importer, queries
+from orchestrator.store import Store, StoreUnavailable, importer, journal, queries
+from orchestrator.store.journal import Journal
+from orchestrator.store.records import ArtifactRecord, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 

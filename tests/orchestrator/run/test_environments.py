@@ -6,10 +6,9 @@ from pathlib import Path
 
 from other_interpreters import make_interpreter, own_packages
 
-from orchestrator import journal
-from orchestrator.records import OutcomeRecord, PointRecord
 from orchestrator.run import driver
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.records import OutcomeRecord, PointRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = Path(__file__).parents[1] / "kinds"

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import journal
-from orchestrator.journal import Journal
-from orchestrator.records import ArtifactRecord, EventRecord
 from orchestrator.run import driver
 from orchestrator.run.leftovers import leftovers
 from orchestrator.run.plan import history
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.journal import Journal
+from orchestrator.store.records import ArtifactRecord, EventRecord
 
 FILES = "files = {'table.csv': 'a,b', 'notes.txt': 'x' * 70000}"
 

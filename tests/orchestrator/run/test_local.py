@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jobs.point import Machine
-from jobs.spec import Deadlines, parse_spec
+from jobs.schema.point import Machine
+from jobs.specs.spec import Deadlines, parse_spec
+from orchestrator.execute import local
+from orchestrator.execute.executor import MOST_A_CORE, BatchEnded
+from orchestrator.execute.local import LocalExecutor
 from orchestrator.messages import Assignment, Conditions
-from orchestrator.run import local
-from orchestrator.run.executor import MOST_A_CORE, BatchEnded
-from orchestrator.run.local import LocalExecutor
 
 CPU = Machine("cpu", "test processor", 8 << 30, {"torch": "0"})
 

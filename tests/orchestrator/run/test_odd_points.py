@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from orchestrator import journal
-from orchestrator.journal import Journal, JournalFull
-from orchestrator.records import MetricData, OutcomeRecord, StartRecord
+from jobs.schema.states import PointState
+from orchestrator.report.summary import print_results
 from orchestrator.run import driver
 from orchestrator.run.progress import watcher
-from orchestrator.states import PointState
-from orchestrator.store import Store, importer, queries
-from orchestrator.summary import print_results
+from orchestrator.store import Store, importer, journal, queries
+from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.terminal import PlainConsole
 
-RETURNS = "import jobs.snippet as s, jobs.point as p; s.Measurement = lambda *a: p.Measurement"
+RETURNS = "import jobs.snippet as s, jobs.schema.point as p; s.Measurement = lambda *a: p.Measurement"
 ODD = {
     r"raise ValueError('caf\udcff \x00')": "error",
     "files['..'] = 'x'; files['good.txt'] = 'y'": "ok",

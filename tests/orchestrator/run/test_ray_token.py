@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.run import ray_folder, ray_token
-from orchestrator.run.ray_folder import FolderError
-from orchestrator.run.ray_token import TokenError
+from orchestrator.execute import ray_folder, ray_token
+from orchestrator.execute.ray_folder import FolderError
+from orchestrator.execute.ray_token import TokenError
 from orchestrator.settings import Settings
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -14,16 +14,15 @@ from full_disk import full_disk
 from sqlalchemy import delete
 from waiting import wait_for
 
-from orchestrator import journal
+from jobs.schema.states import PointState
 from orchestrator.database_url import StoreError, StoreUnavailable
-from orchestrator.journal import Journal, JournalFull
 from orchestrator.messages import Progress
-from orchestrator.records import EventRecord, MetricData, OutcomeRecord, Record, SeriesRecord, StartRecord, now
 from orchestrator.run import backlog, resume
 from orchestrator.run.recorder import Recorder
-from orchestrator.states import PointState
-from orchestrator.store import Store, queries, upgrade
+from orchestrator.store import Store, journal, queries, upgrade
+from orchestrator.store.journal import Journal, JournalFull
 from orchestrator.store.models import Run
+from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, Record, SeriesRecord, StartRecord, now
 
 AWAY = StoreUnavailable("NSA_DATABASE_URL: 'x': cannot be reached")
 

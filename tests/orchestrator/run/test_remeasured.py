@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from orchestrator import journal, provenance
+from orchestrator import provenance
 from orchestrator.cli.cancel import cancel_run
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, history, importer, queries
+from orchestrator.store import Store, history, importer, journal, queries
 
 ROOT = Path(__file__).resolve().parents[3]
 # Writes a line for each time that it is measured; waits, or ends as a file in the folder says.
@@ -33,10 +33,10 @@ value = float(open(folder + '/value').read())
 # A driver as `python -m jobs`, but for the name of the sources and the real probe, which imports torch in a child.
 DRIVER = """
 import sys
-from jobs.point import Machine
+from jobs.schema.point import Machine
 from orchestrator import provenance
 from orchestrator.run import driver
-from orchestrator.run.local import LocalExecutor
+from orchestrator.execute.local import LocalExecutor
 
 provenance.code_hash_of = lambda spec: {code!r}
 LocalExecutor.probe = lambda self: {{None: Machine("cpu", "test", 8 << 30, {{"torch": "0"}})}}

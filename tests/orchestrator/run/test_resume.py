@@ -13,12 +13,11 @@ import pytest
 from quick_driver import COMMAND
 from waiting import wait_for
 
-from orchestrator import journal
 from orchestrator.cli.cancel import CancelError, cancel_run
-from orchestrator.records import OutcomeRecord, PointRecord, RunRecord
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, importer, queries
+from orchestrator.store import Store, importer, journal, queries
+from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "open({0!r}, 'a').write('{1}\\n')"  # counts how often each point was measured

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.spec import parse_spec
-from orchestrator.run.executor import ExecutorError
-from orchestrator.run.ray_cluster import _check_interpreters
-from orchestrator.run.room import Share, check_resources
+from jobs.specs.spec import parse_spec
+from orchestrator.execute.executor import ExecutorError
+from orchestrator.execute.ray_cluster import _check_interpreters
+from orchestrator.execute.room import Share, check_resources
 
 TWO_HOSTS = [{"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, {"CPU": 8.0, "GPU": 1.0}]
 

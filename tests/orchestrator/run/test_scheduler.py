@@ -11,17 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from jobs.point import Point
-from jobs.spec import Deadlines
-from orchestrator import journal
-from orchestrator.artifacts import ArtifactStore
-from orchestrator.journal import Journal
+from jobs.schema.point import Point
+from jobs.schema.states import PointState, RunState
+from jobs.specs.spec import Deadlines
+from orchestrator.execute.artifacts import ArtifactStore
+from orchestrator.execute.executor import BatchEnded, ExecutorGone
 from orchestrator.messages import Assignment, Conditions
-from orchestrator.records import ArtifactData, ArtifactRecord, EventRecord, OutcomeRecord, RunEndRecord, StartRecord
-from orchestrator.run.executor import BatchEnded, ExecutorGone
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
-from orchestrator.states import PointState, RunState
+from orchestrator.store import journal
+from orchestrator.store.journal import Journal
+from orchestrator.store.records import (
+    ArtifactData,
+    ArtifactRecord,
+    EventRecord,
+    OutcomeRecord,
+    RunEndRecord,
+    StartRecord,
+)
 
 LOST = BatchEnded(PointState.LOST, "the node went away")
 

@@ -14,9 +14,8 @@ from quick_driver import COMMAND
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
-from orchestrator import journal
-from orchestrator.records import SeriesRecord
-from orchestrator.store import Store, StoreError, importer, queries, upgrade
+from orchestrator.store import Store, StoreError, importer, journal, queries, upgrade
+from orchestrator.store.records import SeriesRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 LEARNS = """

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from quick_driver import COMMAND
 
-from orchestrator import journal
-from orchestrator.records import OutcomeRecord, RunEndRecord
-from orchestrator.store import Store, importer, queries
+from orchestrator.store import Store, importer, journal, queries
+from orchestrator.store.records import OutcomeRecord, RunEndRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 POINTS = 60

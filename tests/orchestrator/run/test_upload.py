@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from ray._private.runtime_env.packaging import get_uri_for_directory
 
-from jobs.spec import load_spec
+from jobs.specs.spec import load_spec
+from orchestrator.execute import upload
+from orchestrator.execute.upload import UploadError, collect
 from orchestrator.provenance import code_hash
-from orchestrator.run import upload
-from orchestrator.run.upload import UploadError, collect
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = "kind: train\nname: small\nseq_len: 16\nsteps: 20\n"

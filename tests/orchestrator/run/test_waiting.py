@@ -21,20 +21,20 @@ import ray
 from typer.testing import CliRunner
 from waiting import wait_for
 
-from jobs.point import Machine
-from jobs.spec import parse_spec
-from orchestrator import journal
+from jobs.schema.point import Machine
+from jobs.specs.spec import parse_spec
 from orchestrator.aside import Aside
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
-from orchestrator.journal import Journal, JournalFull
-from orchestrator.records import RunRecord
-from orchestrator.run import driver, ray_cluster, ray_folder, waiting
-from orchestrator.run.executor import BatchEnded, ExecutorError, ExecutorGone
-from orchestrator.run.local import LocalExecutor
-from orchestrator.run.waiting import ClusterWatch, RoomWatch
+from orchestrator.execute import ray_cluster, ray_folder, waiting
+from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone
+from orchestrator.execute.local import LocalExecutor
+from orchestrator.execute.waiting import ClusterWatch, RoomWatch
+from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, history, importer, queries
+from orchestrator.store import Store, history, importer, journal, queries
+from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 

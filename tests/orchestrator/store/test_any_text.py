@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, ArtifactData, ArtifactRecord, EventRecord, SeriesRecord
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
 from orchestrator.store.importer import import_file
+from orchestrator.store.records import RECORD, ArtifactData, ArtifactRecord, EventRecord, SeriesRecord
 
 RUN = "20261120-120000-demo-abcd"
 OWN = {"type", "run_id", "point_id", "axes"}  # where a record means something else, or is refused, with another text

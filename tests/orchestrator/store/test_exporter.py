@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from statements import counted
 
-from orchestrator.records import PointRecord, Record, RunRecord, SeriesRecord
-from orchestrator.states import PointState
+from jobs.schema.states import PointState
 from orchestrator.store import Store, exporter, queries
+from orchestrator.store.records import PointRecord, Record, RunRecord, SeriesRecord
 
 RUN = "20261120-120000-demo-abcd"
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)

@@ -9,11 +9,14 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import select
 
-from jobs.axes import Axis
-from jobs.quantities import TIME, Quantity
-from orchestrator import journal
-from orchestrator.journal import Journal
-from orchestrator.records import (
+from jobs.schema.axes import Axis
+from jobs.schema.quantities import TIME, Quantity
+from jobs.schema.states import PointState, RunState
+from orchestrator.run import plan
+from orchestrator.store import Store, history, journal
+from orchestrator.store.journal import Journal
+from orchestrator.store.models import Base
+from orchestrator.store.records import (
     ArtifactData,
     ArtifactRecord,
     EventRecord,
@@ -25,10 +28,6 @@ from orchestrator.records import (
     SeriesRecord,
     StartRecord,
 )
-from orchestrator.run import plan
-from orchestrator.states import PointState, RunState
-from orchestrator.store import Store, history
-from orchestrator.store.models import Base
 
 RUN = "20261120-120000-demo-abcd"
 ENDS = [PointState.OK, PointState.OOM, PointState.HANG, PointState.LOST, PointState.CANCELLED, PointState.ERROR]

@@ -19,13 +19,12 @@ import pytest
 from statements import counted
 
 import orchestrator
-from orchestrator import journal
+from jobs.schema.states import PointState
 from orchestrator.errors import UserError
-from orchestrator.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord, Record
-from orchestrator.states import PointState
-from orchestrator.store import Store, bulk, queries, writer
+from orchestrator.store import Store, bulk, journal, queries, writer
 from orchestrator.store.exporter import export
 from orchestrator.store.importer import ImportFileError, import_file
+from orchestrator.store.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord, Record
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"

@@ -10,10 +10,10 @@ import pytest
 from sqlalchemy import text
 from waiting import wait_for
 
-from orchestrator.records import RunEndRecord, RunRecord
-from orchestrator.states import RunState
+from jobs.schema.states import RunState
 from orchestrator.store import Store, StoreUnavailable, queries, writer
 from orchestrator.store.engine import BUSY_SECONDS
+from orchestrator.store.records import RunEndRecord, RunRecord
 
 RUN = "20261120-120000-demo-abcd"
 

@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from jobs.quantities import Plot
-from orchestrator import analysis
-from orchestrator.gates.rules import load_gates
-from orchestrator.gates.verdicts import evaluate
+from jobs.schema.quantities import Plot
+from jobs.schema.states import Result
+from orchestrator.judge import analysis
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import report
-from orchestrator.states import Result
 from orchestrator.store import Store, queries, upgrade
 
 FOLDER = Path(__file__).with_name("version_0_1_0")

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from sqlalchemy import text
 
-from orchestrator.gates.evidence import measured_runs
-from orchestrator.gates.source import Source
-from orchestrator.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
-from orchestrator.states import Origin, PointState, RunState
+from jobs.schema.states import Origin, PointState, RunState
+from orchestrator.judge.evidence import measured_runs
+from orchestrator.judge.source import Source
 from orchestrator.store import Store, queries
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 
 DOCS = Path(__file__).parents[3] / "docs" / "database.md"
 RUN = "20261120-120000-demo-abcd"

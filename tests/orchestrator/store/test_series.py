@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import text
 
-from orchestrator.records import RECORD, OutcomeRecord, Record, SeriesRecord, StartRecord
-from orchestrator.states import PointState
+from jobs.schema.states import PointState
 from orchestrator.store import Store, StoreError, exporter, history, queries
+from orchestrator.store.records import RECORD, OutcomeRecord, Record, SeriesRecord, StartRecord
 
 RUN = "20261120-120000-demo-abcd"
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)

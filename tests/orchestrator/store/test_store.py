@@ -18,11 +18,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
 from statements import counted
 
-from orchestrator.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
+from jobs.schema.states import PointState, RunState
 from orchestrator.settings import Settings
-from orchestrator.states import PointState, RunState
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Base, Event, Metric, Point, Run
+from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
 
 RUN = "20261120-120000-demo-abcd"
 TABLES = {

@@ -12,11 +12,11 @@ from statements import counted, received
 
 import orchestrator
 from orchestrator.errors import UserError
-from orchestrator.records import OutcomeRecord, PointRecord
 from orchestrator.store import Store, StoreError, StoreUnavailable, bulk, importer, queries, upgrade
 from orchestrator.store.exporter import export
 from orchestrator.store.importer import import_file
 from orchestrator.store.models import Base
+from orchestrator.store.records import OutcomeRecord, PointRecord
 
 RUN = "20261120-120000-demo-abcd"
 DATA = Path(orchestrator.__file__).parent / "reference_data"

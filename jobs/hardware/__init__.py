@@ -1,0 +1,1 @@
+"""The machine: GPUs, telemetry, energy, topology, driver."""

@@ -1,0 +1,136 @@
+"""Probe of this machine for points. Asks NVML first, so that probing creates no CUDA context.
+
+PyTorch, whose import takes seconds, is imported where it may find a GPU alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import runpy
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from jobs.hardware import nvml
+from jobs.schema.point import Machine
+
+TRITON_PROBLEM = "triton-problem"  # in a fingerprint: why the kernels do not load with the host's Triton
+_FLASH = ("flash-attn", "flash-attn-4")
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the reclaimable part of the usage
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
+def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
+    """Device that a point started here would use; "auto" is CUDA if a GPU is visible.
+
+    Raises:
+        ModuleNotFoundError: there is no PyTorch here.
+        ValueError: `device` is "cuda" and no GPU is visible here.
+    """
+    build = _pytorch_build()
+    gpu = device != "cpu" and _gpu_is_visible()
+    if device == "cuda" and not gpu:
+        raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
+    versions = {"python": platform.python_version(), "torch": build["__version__"]}
+    if triton := _triton_version():
+        versions["triton"] = triton
+    if not gpu:
+        return Machine("cpu", cpu_name(), host_memory(), versions)
+    from nsa_core.backends import triton_problem
+
+    card = _card()
+    versions["cuda"] = build["cuda"] or "unknown"
+    versions |= {name: card.get(name, "unknown") for name in ("driver", "capability")}
+    versions |= {package: version for package in _FLASH if (version := installed(package))}
+    if triton and (problem := triton_problem()):
+        versions[TRITON_PROBLEM] = problem
+    return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
+
+
+@cache
+def _pytorch_build() -> Mapping[str, Any]:
+    """The names of torch.version (`__version__`, `cuda`, `hip`), from its file."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return runpy.run_path(str(Path(spec.submodule_search_locations[0], "version.py")))
+
+
+def _gpu_is_visible() -> bool:
+    """Whether PyTorch finds a GPU. A build for CPUs alone is not asked."""
+    build = _pytorch_build()
+    if build["cuda"] is None and build["hip"] is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _triton_version() -> str | None:
+    """Version of the installed Triton; None without one. A build of another name is looked for with PyTorch's help."""
+    if find_spec("triton") is None:
+        return None
+    if version := installed("triton"):
+        return version
+    from nsa_core.backends import triton_version
+
+    return triton_version()
+
+
+def _card() -> dict[str, str]:
+    """Name, memory and capability of the first visible GPU; from CUDA, with a context, if NVML does not know it."""
+    try:
+        card = nvml.describe(nvml.visible_gpus()[0])
+        if {"name", "memory_mib", "capability"} <= card.keys():
+            return card
+    except (nvml.NvmlError, IndexError):
+        pass
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    capability = f"{properties.major}.{properties.minor}"
+    return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20), "capability": capability}
+
+
+def host_memory() -> int:
+    """Bytes that a process may still allocate: the host's available memory, or its control group's room if less.
+
+    A control group's usage includes cached files; inactive ones count as free, as they do on the host.
+    """
+    available = psutil.virtual_memory().available
+    for limit, usage, stat, cached in _CGROUP_MEMORY:
+        try:
+            room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
+            lines = (_CGROUP / stat).read_text().splitlines()
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+        room += sum(int(line.split()[1]) for line in lines if line.startswith(f"{cached} "))
+        available = min(available, max(room, 0))
+    return available
+
+
+def cpu_name() -> str:
+    """Name of the processor, e.g. "AMD EPYC 9654 96-Core Processor"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def installed(package: str) -> str | None:
+    """Version of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,184 @@
+"""Topology of this host: cores and NUMA nodes, GPUs and the links between them. Nothing here raises or uses CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+
+from jobs.hardware import nvml
+from jobs.hardware.machine import cpu_name, host_memory
+
+_NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
+_NODE = re.compile(r"node(\d+)")
+
+NVLINK = "NVLink"
+# Nearest common ancestor of two GPUs (NVML, nvmlGpuTopologyLevel_t), named as by `nvidia-smi topo`.
+_ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this host.
+
+    Attributes:
+        numa: its NUMA node; None if unknown.
+        memory_mib, used_mib: memory of the card, and in use by all processes; None if NVML does not tell.
+        utilization: [%], of NVML's last interval; None if NVML does not tell.
+        throttled: whether its clock is lowered against its will.
+        processes: those with a compute context, as NVML numbers them; None if NVML cannot list them.
+    """
+
+    id: str
+    name: str
+    uuid: str
+    numa: int | None = None
+    memory_mib: float | None = None
+    used_mib: float | None = None
+    utilization: float | None = None
+    throttled: bool = False
+    processes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A host as one of its processes finds it.
+
+    Attributes:
+        cores: cores that the process may run on, as ranges.
+        numa: cores of each NUMA node, as ranges.
+        memory_mib: memory that a process may still allocate.
+        gpus: visible GPUs; empty without NVML, whose `problem` says why.
+        links: way between two GPUs, by their UUIDs: NVLINK, or their nearest common ancestor ("PHB").
+    """
+
+    host: str
+    cpu: str
+    cores: str
+    numa: Mapping[int, str]
+    memory_mib: float
+    driver: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    links: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    problem: str | None = None
+
+    def placement(self) -> dict[str, Any]:
+        """Cores, NUMA nodes and links, without what tells this host from others: for a point's environment."""
+        ids = {gpu.uuid: gpu.id for gpu in self.gpus}
+        return {
+            "cores": self.cores,
+            "numa": {str(node): cores for node, cores in self.numa.items()},
+            "gpus": {gpu.id: gpu.numa for gpu in self.gpus},
+            "links": {f"{ids[a]} to {ids[b]}": way for (a, b), way in self.links.items()},
+        }
+
+
+def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
+    """This host's topology.
+
+    Args:
+        gpu_ids: NVML's ids of the GPUs to look at; None: all that this process sees.
+    """
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cores": ranges(cores_of(os.getpid())),
+        "numa": _numa(),
+        "memory_mib": host_memory() / 2**20,
+    }
+    try:
+        with nvml.session():
+            handles = [nvml.handle(gpu) for gpu in (nvml.visible_gpus() if gpu_ids is None else gpu_ids)]
+            gpus = tuple(_gpu(str(place), device) for place, device in enumerate(handles))
+            pairs = combinations(zip(gpus, handles, strict=True), 2)
+            links = {(a.uuid, b.uuid): _link(one, other) for (a, one), (b, other) in pairs}
+            driver = _ask(pynvml.nvmlSystemGetDriverVersion)
+            return Topology(**found, driver=driver, gpus=gpus, links=links)
+    except (nvml.NvmlError, pynvml.NVMLError) as err:
+        return Topology(**found, problem=str(err))
+
+
+def cores_of(pid: int) -> list[int]:
+    """Cores that a process may run on; none if it is gone, or its system does not tell."""
+    with contextlib.suppress(psutil.Error, AttributeError):
+        return sorted(psutil.Process(pid).cpu_affinity() or ())
+    return []
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """Numbers in short: "0-3,8"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def members(text: str) -> set[int]:
+    """The numbers that `ranges` gave."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _numa() -> dict[int, str]:
+    with contextlib.suppress(OSError):
+        nodes = [(int(match[1]), path) for path in _NODES.iterdir() if (match := _NODE.fullmatch(path.name))]
+        return {node: (path / "cpulist").read_text().strip() for node, path in sorted(nodes)}
+    return {}
+
+
+def _gpu(place: str, device: Any) -> Gpu:
+    memory = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    pids = _ask(lambda: nvml.compute_pids(device))
+    return Gpu(
+        id=place,
+        name=str(_ask(lambda: pynvml.nvmlDeviceGetName(device)) or "unknown"),
+        uuid=str(_ask(lambda: pynvml.nvmlDeviceGetUUID(device)) or place),
+        numa=_node_of(_ask(lambda: pynvml.nvmlDeviceGetPciInfo(device).busId)),
+        memory_mib=None if memory is None else int(memory.total) / 2**20,
+        used_mib=None if memory is None else int(memory.used) / 2**20,
+        utilization=_ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
+        throttled=bool(reasons & sum(nvml.THROTTLES)),
+        processes=None if pids is None else tuple(pids),
+    )
+
+
+def _node_of(bus: str | bytes | None) -> int | None:
+    """The NUMA node of a PCI device; None if unknown. NVML writes the domain with eight digits, Linux with four."""
+    if bus is None:
+        return None
+    domain, _, rest = (bus.decode() if isinstance(bus, bytes) else bus).lower().partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        node = int((_PCI / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
+
+
+def _link(one: Any, other: Any) -> str:
+    if _ask(lambda: pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
+        return NVLINK
+    return _ANCESTORS.get(_ask(lambda: pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")
+
+
+def _ask(query: Any) -> Any:
+    """The answer of NVML; None where this driver or card does not give it."""
+    try:
+        return query()
+    except (pynvml.NVMLError, nvml.NvmlError):
+        return None

@@ -1,0 +1,1 @@
+"""Functions in supervised processes."""

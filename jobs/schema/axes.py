@@ -1,0 +1,171 @@
+"""Axes: the coordinates along which results are compared, listed once for every package.
+
+Database columns, views, fits, rules, imports, reports and pages take their axes from `AXES` (migrations spell theirs
+out). A kind with a coordinate of its own declares it in its module's `AXES` and gives its points' values in
+`Axes.more`; rules, fits, exports and pages then support it without further code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeGuard
+
+from jobs.schema.plain_text import shown
+
+Coordinate = str | int
+_LONGEST = 400  # characters of a coordinate of a kind's own, whatever its Axis says
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One coordinate.
+
+    Attributes:
+        name: column of the database and key in records, rules and addresses.
+        type: type of its values, "text" or "whole" (numbers).
+        label: display name in tables and filters.
+        size: characters of the longest text, or bytes of the integer, in the database.
+        in_series: whether points that differ in it belong to different curves. False for the length, the curves' x
+            axis, and for the batch, which is divided out of times and memory.
+    """
+
+    name: str
+    type: Literal["text", "whole"]
+    label: str
+    size: int = 40
+    in_series: bool = True
+
+    @property
+    def attribute(self) -> str:
+        """The Python attribute: `pass` is a keyword."""
+        return f"{self.name}_" if self.name == "pass" else self.name
+
+
+MORE = "axis_"  # prefix of the columns of frames and exports with a kind's own axes
+
+
+def more_columns(columns: Iterable[str]) -> list[str]:
+    """Columns of a frame or an export that hold a kind's own axes, sorted."""
+    return sorted(column for column in columns if column.startswith(MORE))
+
+
+def _axis(label: str, kind: Literal["text", "whole"], size: int, *, in_series: bool = True) -> Any:
+    return field(default=None, metadata={"label": label, "type": kind, "size": size, "in_series": in_series})
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A point's coordinates; None if a coordinate has no meaning for the kind.
+
+    Attributes:
+        more: the kind's own coordinates, by name.
+    """
+
+    implementation: str | None = _axis("implementation", "text", 120)  # "chunked", "naive", "dense", ...
+    workload: str | None = _axis("workload", "text", 40)  # "attention" or "model"
+    pass_: str | None = _axis("pass", "text", 40)  # "forward", "forward+backward", "train"
+    seq_len: int | None = _axis("S", "whole", 8, in_series=False)
+    batch: int | None = _axis("batch", "whole", 4, in_series=False)
+    query_heads: int | None = _axis("query heads", "whole", 4)
+    kv_heads: int | None = _axis("kv heads", "whole", 4)
+    head_dim: int | None = _axis("head dim", "whole", 4)
+    layers: int | None = _axis("layers", "whole", 4)
+    dtype: str | None = _axis("dtype", "text", 20)
+    device: str | None = _axis("device", "text", 20)
+    env: str | None = _axis("environment variables", "text", 400)  # "NAME=value NAME=value", sorted; None: none set
+    python: str | None = _axis("interpreter", "text", 400)  # path; None: the orchestrator's own
+    more: Mapping[str, Coordinate] = field(default_factory=dict)
+
+    def to_record(self) -> dict[str, Coordinate | None]:
+        """All coordinates in one mapping, as the journal keeps them."""
+        return {**{axis.attribute: getattr(self, axis.attribute) for axis in AXES}, **self.more}
+
+
+AXES: tuple[Axis, ...] = tuple(
+    Axis(spec.name.removesuffix("_"), **spec.metadata) for spec in fields(Axes) if "label" in spec.metadata
+)
+
+# Columns of the reporting views, with which an axis of the same name would collide.
+_TAKEN = {axis.name for axis in AXES} | {axis.attribute for axis in AXES} | {"gpu", "job", "run_name", "more", "axes"}
+
+
+def check_axes(axes: Sequence[Axis]) -> None:
+    """Check that the names of a kind's own axes are free and can be columns.
+
+    Raises:
+        ValueError: a name is wrong; the message names the axis and the fix.
+    """
+    for axis in axes:
+        if not isinstance(axis, Axis) or axis.type not in ("text", "whole"):
+            raise ValueError(f"AXES: {axis!r}: is not an Axis of type 'text' or 'whole'; correct it")
+        if not axis.in_series:
+            raise ValueError(f"AXES: {axis.name!r}: in_series is for the length and the batch; leave it out")
+    names = [axis.name for axis in axes]
+    for axis in axes:
+        if not _NAME.fullmatch(axis.name):
+            raise ValueError(f"AXES: {axis.name!r}: use at most 40 lower-case letters, digits and '_', a letter first")
+        if axis.name in _TAKEN or names.count(axis.name) > 1:
+            raise ValueError(f"AXES: {axis.name!r}: the name is taken; choose another")
+
+
+def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
+    """Refuse coordinates of a point that cannot be kept, or that its kind did not declare so.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    for axis in AXES:
+        check_coordinate(axis, getattr(axes, axis.attribute))
+    known = {axis.name: axis for axis in declared}
+    for name, value in axes.more.items():
+        axis = known.get(name)
+        if axis is None:
+            raise ValueError(f"Axes.more: {name!r}: is not declared; add an Axis to the kind's AXES")
+        if axis.type == "whole" and not _is_whole(value):
+            raise ValueError(f"Axes.more: {name}: {value!r}: is declared whole; use an integer within ±2**53")
+        if axis.type == "text" and not _is_short(value, axis.size):
+            raise ValueError(f"Axes.more: {name}: {value!r}: use printable text of at most {axis.size} characters")
+
+
+def check_coordinate(axis: Axis, value: object) -> None:
+    """Refuse a value of one of `AXES` that is neither None nor fits its column; lengths and counts begin at 1.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    if value is None:
+        return
+    largest = 2 ** (8 * axis.size - 1) - 1
+    if axis.type == "whole" and not (_is_whole(value, largest) and value > 0):
+        raise ValueError(f"Axes.{axis.attribute}: {shown(value)}: use an integer of 1 to {largest}, or None")
+    if axis.type == "text" and not _is_short(value, axis.size):
+        raise ValueError(
+            f"Axes.{axis.attribute}: {shown(value)}: use printable text of at most {axis.size} characters, or None"
+        )
+
+
+def check_more(more: Mapping[str, object]) -> None:
+    """Refuse coordinates of a kind's own that cannot be columns, or whose values cannot be told apart.
+
+    Raises:
+        ValueError: naming the axis, the value and the fix.
+    """
+    for name, value in more.items():
+        if not _NAME.fullmatch(name) or name in _TAKEN:
+            raise ValueError(f"Axes.more: {shown(name)}: is no name of an axis; rename it")
+        if value is not None and not _is_whole(value) and not _is_short(value, _LONGEST):
+            raise ValueError(
+                f"Axes.more: {name}: {shown(value)}: use an integer within ±2**53, or printable text of at most "
+                f"{_LONGEST} characters"
+            )
+
+
+def _is_whole(value: object, largest: int = 2**53) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= largest
+
+
+def _is_short(value: object, size: int) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= size

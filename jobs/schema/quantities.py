@@ -1,0 +1,276 @@
+"""Quantities: a metric's name, unit, better direction, and how it is shown. Each is declared once.
+
+Quantities of several kinds are declared here, others in their kind's module. A kind lists all its quantities in
+`QUANTITIES`. The list is stored with each run in journal and database, so that reports, pages, rules and exports show a
+run's quantities without the code that measured them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0}
+_MOST = {"ms": 10_000, "s": 120, "min": 120, "h": math.inf}  # from here on, a time is said in a larger unit
+_ACRONYMS = "CPU CUDA DDP ETA FLOPs FSDP GPU GPUs ID MFU NCCL NSA NVML OOM RSS SDPA SM TF32 URL"
+_WRITTEN = {word.lower(): word for word in _ACRONYMS.split()}
+# Times and amounts of memory whose batch the database does not divide out: it knows ms, s and MiB.
+_NOT_DIVIDED = ("ns", "us", "µs", "min", "h", "B", "kB", "KB", "MB", "GB", "KiB", "GiB", "TiB")
+
+
+class Better(StrEnum):
+    """Direction in which a quantity improves."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+class Role(StrEnum):
+    """Place where a quantity is shown."""
+
+    HEADLINE = "headline"  # beside the point, wherever it is listed
+    DETAIL = "detail"  # with the point's other results
+    TELEMETRY = "telemetry"  # state of the hardware meanwhile
+    STAGE = "stage"  # a share of the time
+
+
+class Plot(StrEnum):
+    """Form in which a quantity is drawn."""
+
+    GROWTH = "growth"  # log-log against S, with a fitted exponent and guides of slopes 1 and 2
+    RATE = "rate"  # log-log against S, with guides of slopes 0 and -1; not fitted, being the inverse of a time
+    STEP_RATE = "step rate"  # as RATE, of steps that make equally many tokens at every S: constant, or ~ 1/S
+    CURVE = "curve"  # its samples in the order taken
+
+
+AGAINST_LENGTH = (Plot.GROWTH, Plot.RATE, Plot.STEP_RATE)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity.
+
+    Attributes:
+        name: the metric's name; "stage_*" declares every name that begins with "stage_".
+        unit: "ms", "MiB" (2^20 bytes), "tok/s", "%", "1" for none.
+        title: name in headings and on axes.
+        short: name in legends; the title if empty.
+        better: direction of improvement; None if neither is better.
+        role: place where it is shown.
+        plot: form in which it is drawn; None: only as a number.
+    """
+
+    name: str
+    unit: str
+    title: str
+    short: str = ""
+    better: Better | None = None
+    role: Role = Role.DETAIL
+    plot: Plot | None = None
+
+    @property
+    def legend(self) -> str:
+        return self.short or self.title.lower()
+
+    def named(self, rest: str) -> Quantity:
+        """Member of a family: `Quantity("stage_*", ...).named("merge")` is stage_merge."""
+        return replace(self, name=self.name.removesuffix("*") + rest, title=f"{self.title}: {rest.replace('_', ' ')}")
+
+    def declares(self, name: str) -> bool:
+        """Whether a metric of this name is this quantity or belongs to this family."""
+        return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
+
+
+class Quantities(Sequence[Quantity]):
+    """Declared quantities in display order; of several with one name, the first.
+
+    An undeclared metric gets a plain declaration.
+    """
+
+    def __init__(self, declared: Sequence[Quantity] = ()) -> None:
+        self._exact: dict[str, Quantity] = {}
+        for quantity in declared:
+            self._exact.setdefault(quantity.name, quantity)
+        self._all = tuple(self._exact.values())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._all[place]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def of(self, name: str, unit: str = "1") -> Quantity:
+        """Declaration of a metric; if it is undeclared, a plain one from its name and unit."""
+        if (exact := self._exact.get(name)) is not None:
+            return exact
+        for quantity in self._all:
+            if quantity.declares(name):
+                return quantity.named(name.removeprefix(quantity.name[:-1]))
+        return Quantity(name, unit, in_words(name))
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Sort key of a metric: declared ones in their order, then the others by name."""
+        places = (place for place, quantity in enumerate(self._all) if quantity.declares(name))
+        return next(places, len(self._all)), name
+
+    def names(self, *, role: Role | None = None, plots: Container[Plot | None] | None = None) -> list[str]:
+        """Names of the quantities with this role and one of these plots; None: any."""
+        chosen = (q for q in self._all if role is None or q.role is role)
+        return [q.name for q in chosen if plots is None or q.plot in plots]
+
+
+def readable(value: float, unit: str = "1") -> str:
+    """A value with four significant digits, from 1,000 on a whole number, and its unit, of which "1" is left out.
+
+    A time is written as it is said: 0.2151 h is 12.9 min, 1.3 h is 1 h 18 min.
+    """
+    if (said := _time(value, unit)) is not None:
+        return said
+    text = f"{value:,.0f}" if 1_000 <= abs(value) < 1e15 else f"{value + 0.0:.4g}"  # + 0.0: no "-0"
+    return text if unit == "1" else f"{text} {written_unit(unit, value)}"
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes with four significant digits in the largest binary unit that gives at least 1."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return readable(count / factor, unit)
+    return f"{count:,.0f} bytes"
+
+
+def readable_range(low: float, high: float, unit: str = "1", to: str = " – ") -> str:
+    """Two values and their unit, which is written once if it is the same: 15.48 – 15.49 ms."""
+    first, last = readable(low, unit), readable(high, unit)
+    number, _, end = first.partition(" ")
+    return (number if end and last.partition(" ")[2] == end else first) + to + last
+
+
+def written_unit(unit: str, value: float = 0.0) -> str:
+    """A unit as it is written: °C for C; tokens, but 1 token."""
+    return {"C": "°C", "token": "token" if value == 1 else "tokens"}.get(unit, unit)
+
+
+def in_words(name: str) -> str:
+    """A name from code as a heading: "gpu_sm-clock" as "GPU SM clock"."""
+    words = [_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name)]
+    return heading(" ".join(words))
+
+
+def heading(text: str) -> str:
+    """The text with a capital letter first and the others as they are: "MFU" and "tok/s" keep theirs."""
+    return text[:1].upper() + text[1:]
+
+
+def said_in_its_own_unit(unit: str) -> bool:
+    """Whether values of this unit are said in others (0.2 h as 12 min), so that a column cannot have it as a title."""
+    return unit in ("s", "min", "h")
+
+
+def _time(value: float, unit: str) -> str | None:
+    """A time in the unit in which it is said; None where that is its own, and for what is no time."""
+    if unit not in _SECONDS or not math.isfinite(value) or value == 0:
+        return None
+    size = abs(value)
+    if size < _MOST[unit] and (size >= 1 or unit == "ms"):
+        return None if unit != "h" else _hours(value)
+    seconds = size * _SECONDS[unit]
+    if seconds >= 7_200:
+        return _hours(value * _SECONDS[unit] / 3_600)
+    other = next(name for name in ("min", "s", "ms") if seconds >= _SECONDS[name] or name == "ms")
+    return f"{value * _SECONDS[unit] / _SECONDS[other]:.3g} {other}"
+
+
+def _hours(hours: float) -> str:
+    """Hours and minutes, as 24 h or 1 h 18 min; from 100 h on, whole hours."""
+    whole, minutes = divmod(round(60 * abs(hours)), 60)
+    if whole >= 100:
+        return f"{hours:,.0f} h"
+    return "-" * (hours < 0) + (f"{whole} h {minutes:02d} min" if minutes else f"{whole} h")
+
+
+def check_quantities(quantities: Sequence[Quantity]) -> None:
+    """Check that the declarations can be stored and told apart.
+
+    Raises:
+        ValueError: a declaration is wrong; the message names the quantity and the fix.
+    """
+    for quantity in quantities:
+        _check_types(quantity)
+    names = [quantity.name for quantity in quantities]
+    for quantity in quantities:
+        if quantity.name.endswith("*") and (quantity.plot or quantity.role is Role.HEADLINE):
+            raise ValueError(
+                f"QUANTITIES: {quantity.name!r}: a family is neither drawn nor a headline; declare its members"
+            )
+        if quantity.plot is Plot.GROWTH and quantity.unit in _NOT_DIVIDED:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: growth is fitted in ms, s or MiB")
+        if not _NAME.fullmatch(quantity.name):
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: use lower-case letters, digits and '_', a letter first")
+        if names.count(quantity.name) > 1:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: is declared twice; keep one of them")
+        if not quantity.unit or len(quantity.unit) > 20:
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: use 1 to 20 characters")
+
+
+def _check_types(quantity: object) -> None:
+    if not isinstance(quantity, Quantity):
+        raise ValueError(f"QUANTITIES: {quantity!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
+    texts = (quantity.name, quantity.unit, quantity.title, quantity.short)
+    if not all(isinstance(text, str) and text.isprintable() for text in texts) or not quantity.title:
+        raise ValueError(f"QUANTITIES: {quantity.name!r}: name, unit, title and short must be printable texts")
+    kinds = ((quantity.better, Better | None), (quantity.role, Role), (quantity.plot, Plot | None))
+    for value, kind in kinds:
+        if not isinstance(value, kind):
+            raise ValueError(f"QUANTITIES: {quantity.name!r}: {value!r}: use a member of Better, Role or Plot")
+
+
+TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)
+THROUGHPUT = Quantity("throughput", "tok/s", "Throughput", "throughput", Better.HIGHER, Role.HEADLINE, Plot.RATE)
+THROUGHPUT_NEEDED = Quantity("throughput_needed", "tok/s", "Throughput that the plan needs")
+ENERGY = Quantity("energy_per_token", "J/tok", "Energy per token", "energy", Better.LOWER, Role.HEADLINE)
+PEAK_EXTRA_MEMORY = Quantity(
+    "peak_extra_memory", "MiB", "Peak memory beyond inputs", "extra memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH
+)
+PEAK_MEMORY = Quantity(
+    "peak_memory", "MiB", "Peak memory allocated", "allocated memory", Better.LOWER, Role.HEADLINE, Plot.GROWTH
+)
+# Not a headline: reserved memory depends on the points measured before.
+PEAK_RESERVED = Quantity(
+    "peak_reserved", "MiB", "Peak memory reserved", "reserved memory", Better.LOWER, plot=Plot.GROWTH
+)
+PEAK_DRIVER = Quantity("peak_driver", "MiB", "Memory in use on the card", better=Better.LOWER)
+PEAK_RSS = Quantity("peak_rss", "MiB", "Peak resident set", better=Better.LOWER)
+MEMORY = (PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_DRIVER, PEAK_RSS)
+
+ESTIMATE_ERROR = Quantity("estimate_error", "%", "Error of the memory estimate")
+ORACLE_ERROR = Quantity("oracle_error", "1", "Error against the oracle", better=Better.LOWER)
+ORACLE_ERROR_BOUND = Quantity("oracle_error_bound", "1", "Bound of the error against the oracle")
+AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND)
+
+STAGE = Quantity("stage_*", "ms", "Stage", better=Better.LOWER, role=Role.STAGE)
+
+GPU_UTILIZATION = Quantity("gpu_utilization", "%", "GPU utilisation", better=Better.HIGHER, role=Role.TELEMETRY)
+GPU_POWER = Quantity("gpu_power", "W", "GPU power", role=Role.TELEMETRY)
+GPU_SM_CLOCK = Quantity("gpu_sm_clock", "MHz", "SM clock", role=Role.TELEMETRY)
+GPU_TEMPERATURE = Quantity("gpu_temperature", "C", "GPU temperature", role=Role.TELEMETRY)
+GPU_MEMORY_USED = Quantity("gpu_memory_used", "MiB", "Memory used on the GPU", role=Role.TELEMETRY)
+GPU_PROCESSES = Quantity("gpu_processes", "1", "Processes on the GPU", role=Role.TELEMETRY)
+GPU_THROTTLED = Quantity("gpu_throttled", "%", "Samples with a throttle", better=Better.LOWER, role=Role.TELEMETRY)
+GPU_ENERGY = Quantity("gpu_energy", "J", "GPU energy", role=Role.TELEMETRY)
+TELEMETRY = (
+    *(GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED),
+    GPU_ENERGY,
+)
+
+# Series of every point on a CPU.
+CPU_UTILIZATION = Quantity("cpu_utilization", "%", "CPU utilisation", role=Role.TELEMETRY)
+RESIDENT_MEMORY = Quantity("resident_memory", "MiB", "Resident memory", role=Role.TELEMETRY)
+LIVE = (GPU_UTILIZATION, GPU_MEMORY_USED, GPU_POWER, GPU_SM_CLOCK, CPU_UTILIZATION, RESIDENT_MEMORY)
+
+# For runs stored without declarations: figures that others report, journals of earlier versions.
+SHARED = Quantities((TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, STAGE, *TELEMETRY))

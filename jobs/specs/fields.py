@@ -1,0 +1,135 @@
+"""Spec fields that several kinds share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.clock import TimingPlan
+from jobs.specs.spec import Strict
+from nsa_core import NSAConfig
+from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names
+from nsa_core.model import PRESETS
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _nsa(value: Any) -> Any:
+    """NSAConfig from a mapping; NSAConfig itself checks the values.
+
+    Raises:
+        ValueError: a key or value is wrong; the message names field, value and fix.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    known = [field.name for field in fields(NSAConfig)]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{key}: unknown key (value {value[key]!r}); use {', '.join(known)}")
+    return NSAConfig(**value)
+
+
+def _without_a_layer(nsa: NSAConfig) -> NSAConfig:
+    if nsa.compress != "mean":
+        raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
+    return nsa
+
+
+def _preset(value: str) -> str:
+    if value not in PRESETS:
+        raise ValueError(f"there is no such preset; use one of {', '.join(PRESETS)}")
+    return value
+
+
+def _unique(values: Sequence[Any]) -> Sequence[Any]:
+    repeated = dict.fromkeys(v for v in values if values.count(v) > 1)
+    if repeated:
+        raise ValueError(f"{', '.join(map(str, repeated))} appears more than once; name each once")
+    return values
+
+
+WINDOW_ALONE = tuple(name for name in WINDOW_BACKENDS if name not in BACKENDS)
+"""Backends that compute the window branch and no other."""
+
+
+def computes(backend: str, branch: str) -> bool:
+    """Whether a backend computes a branch, or "all" of them."""
+    return branch == "win" or backend not in WINDOW_ALONE
+
+
+NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
+BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
+Preset = Annotated[str, AfterValidator(_preset)]
+Unique = AfterValidator(_unique)  # rejects a list with a repeated value
+
+
+def implementation_names(*dense: str) -> AfterValidator:
+    """Check of a list of names: each is a backend of the sparse operator or one of `dense`."""
+
+    def check(names: list[str]) -> list[str]:
+        known = (*backend_names(), *dense)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no implementation; use {', '.join(known)}")
+        return names
+
+    return AfterValidator(check)
+
+
+# Bounds far beyond any machine, so that a typing mistake is refused at once.
+MOST = 2**20
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Layers = Annotated[int, Field(ge=1, le=2**12)]
+Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
+Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
+
+Pass = Literal["forward", "forward+backward"]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
+Passes = Annotated[list[Pass], Field(min_length=1), Unique]
+Lengths = Annotated[list[Length], Field(min_length=1), Unique]
+
+
+class HeadsSpec(Strict):
+    """Heads of the attention."""
+
+    query_heads: Count
+    kv_heads: Count
+    head_dim: Count
+
+    @model_validator(mode="after")
+    def _possible(self) -> HeadsSpec:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
+        return self
+
+
+class TimingSpec(Strict):
+    """Limits of a time measurement. Every sample taken is kept."""
+
+    repeats: Count = Field(default=10, description="samples to take at least")
+    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
+    max_s: float = Field(
+        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
+    )
+    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TimingSpec:
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
+        return self
+
+    @property
+    def plan(self) -> TimingPlan:
+        return TimingPlan(self.repeats, self.min_s, self.max_s, self.warmup)

@@ -1,0 +1,95 @@
+"""Checks whether a point can run on a machine: its implementations, its memory, its CPU threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from jobs.hardware.machine import TRITON_PROBLEM
+from jobs.measure.check import DENSE_KERNELS
+from jobs.schema.point import Machine
+from jobs.schema.quantities import readable_bytes
+from jobs.specs.fields import WINDOW_ALONE
+from jobs.specs.spec import JobSpec, SpecError
+from nsa_core import available_backends
+from nsa_core.backends import Heads, untested
+from nsa_core.backends.dense import Host, unusable
+from nsa_core.backends.triton import too_large, unsupported
+from nsa_core.model import ModelConfig
+
+
+def heads_of(model: ModelConfig) -> Heads:
+    """Heads of a model's attention."""
+    return Heads(model.head_dim, model.heads // model.kv_heads)
+
+
+def backend_reasons(machine: Machine, dtype: torch.dtype, heads: Heads) -> dict[str, str | None]:
+    """For each backend name, the reason why it cannot compute such operands on `machine`; None if it can.
+
+    `machine` may be another host, so the fingerprint of a GPU host tells which Triton it has. Without a fingerprint
+    Triton counts as installed; if it is missing after all, the point fails.
+    """
+    reasons = available_backends(torch.device(machine.device), dtype)
+    if machine.device == "cuda":
+        host = _host(machine)
+        capability = host.capability if host else None
+        reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_large(capability, dtype, heads)
+    return reasons
+
+
+def window_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | None]:
+    """As backend_reasons, for the backends that compute the window alone."""
+    reasons = available_backends(torch.device(machine.device), dtype, "win")
+    return {name: reasons[name] for name in WINDOW_ALONE}
+
+
+def _triton_problem(machine: Machine) -> str | None:
+    """Reason why the kernels cannot run with the Triton of a GPU host; None if they can, or without a fingerprint."""
+    if not machine.fingerprint:
+        return None
+    version = machine.fingerprint.get("triton")
+    if version is None:
+        return f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there'
+    reason = machine.fingerprint.get(TRITON_PROBLEM) or untested(version)
+    return f"{machine.name}: {reason}" if reason else None
+
+
+def _host(machine: Machine) -> Host | None:
+    """Capability and packages of the machine; None for a GPU host without a fingerprint."""
+    if machine.device != "cuda":
+        return Host(None, {})
+    capability = machine.fingerprint.get("capability", "unknown")
+    return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
+
+
+def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+    """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
+    host = _host(machine)
+    if host is None:
+        return dict.fromkeys(DENSE_KERNELS)
+    kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
+    return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+
+
+def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:
+    """Raise SpecError for the first implementation with a reason why it cannot run."""
+    for name in implementations:
+        if (reason := reasons[name]) is not None:
+            usable = [other for other, against in reasons.items() if against is None]
+            raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
+
+
+def threads(spec: JobSpec, machine: Machine, ranks: int = 1) -> int | None:
+    """CPU threads of a point, or of each of its ranks: the cores it is scheduled with; None (PyTorch's) on a GPU."""
+    return max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
+
+
+def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:
+    """Reason to skip a point that needs `needed` bytes; None if it fits or `needed` is unknown (None)."""
+    limit, who = machine.memory_bytes, f"the {machine.device} device has"
+    if spec.memory_gib is not None and spec.memory_gib * 2**30 < limit:
+        limit, who = int(spec.memory_gib * 2**30), "memory_gib allows"
+    if needed is None or needed <= limit:
+        return None
+    return f"needs {readable_bytes(needed)}, {who} {readable_bytes(limit)}; {advice}"

@@ -1,0 +1,263 @@
+"""Specs: YAML in, a validated job out. Every mistake names its field, the value and the fix, before anything runs.
+
+Kinds of job: jobs.specs.kinds.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
+
+from jobs.schema.plain_text import shown
+from jobs.schema.point import Machine, Point
+from jobs.specs.environments import Environments, Interpreters, env_text, suffix
+from jobs.specs.kinds import KindError, kind_module, kind_sources, kinds, source_files
+from jobs.specs.validation import describe
+from jobs.specs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_mapping, read_yaml
+
+__all__ = [
+    "Deadlines",
+    "JobSpec",
+    "Recovery",
+    "Resources",
+    "SpecError",
+    "Strict",
+    "kind_module",
+    "kinds",
+    "load_spec",
+    "offered_sources",
+    "parse_spec",
+]
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used. One line a mistake: field, value, fix."""
+
+
+class Strict(BaseModel):
+    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity.
+
+    Defaults are validated, too: a float's default of 20 would else come back from a stored spec as 20.0, and the point
+    under another key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class Resources(Strict):
+    """Resources that one point is scheduled with."""
+
+    num_gpus: float | None = Field(
+        default=None, ge=0, le=2**16, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
+    )
+    num_cpus: float = Field(default=1, ge=1e-4, le=2**16, description="CPU cores a point needs")
+    accelerator_type: str | None = Field(default=None, description="Ray's accelerator type, e.g. A100, H100, H200")
+    workers: int | None = Field(
+        default=None, ge=1, le=2**16, description="points at a time; None: as many as the cluster has room for"
+    )
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole_gpus(cls, gpus: float | None) -> float | None:
+        """Refuse what Ray cannot give: a point gets whole GPUs, or a fraction of one."""
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError("more than one GPU must be a whole number; use 1, or a fraction below 1 to share one")
+        if gpus is not None and 0 < gpus < 1e-4:
+            raise ValueError("is a smaller share of a GPU than Ray can give; use at least 0.0001, or 0 for none")
+        return gpus
+
+
+class Deadlines(Strict):
+    """Time limits in seconds. On expiry the point's stacks are dumped and its process group killed."""
+
+    startup_s: float = Field(
+        default=300,
+        gt=0,
+        le=10**6,
+        description="until the first progress, also of ranks that start again: imports, compilation",
+    )
+    heartbeat_s: float = Field(
+        default=120, gt=0, le=10**6, description="between two signs of progress; longer silence is a hang"
+    )
+    point_s: float = Field(
+        default=900, gt=0, le=10**6, description="for the whole point; beyond it the point is a timeout"
+    )
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Treatment of points that are interrupted.
+
+    Attributes:
+        restarts: number of times that a point whose process crashed is handed out again.
+        keeps: whether points keep checkpoints: they get time to save one before they are killed, and go on from it.
+    """
+
+    restarts: int = 0
+    keeps: bool = False
+
+
+class JobSpec(Strict):
+    """Fields that every kind has."""
+
+    kind: str
+    name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where the cluster has a GPU")
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="most that a point may use; None: what the device has"
+    )
+    isolation: Literal["process", "warm"] = Field(
+        default="process",
+        description="process: a new one for each point; warm: one serves many until a point is not ok",
+    )
+    retries: int = Field(default=1, ge=0, le=10, description="how often a lost point is handed out again")
+    env: Environments = Field(
+        default=[{}], description="environment variables, or a list of such sets: every point is measured under each"
+    )
+    python: Interpreters = Field(
+        default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own"
+    )
+    resources: Resources = Resources()
+    deadlines: Deadlines = Deadlines()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `env` and `python` that add nothing: specs of runs from before they existed stay equal."""
+        data = handler(self)
+        for name, default in (("env", [{}]), ("python", [None])):
+            if data.get(name) == default:
+                del data[name]
+        return data
+
+    @property
+    def settings(self) -> list[str]:
+        """Names of all environment variables that the spec sets, sorted: each point reads all of them back."""
+        return sorted({name for env in self.env for name in env})
+
+    @property
+    def recovery(self) -> Recovery:
+        """Treatment of the points that are interrupted."""
+        return Recovery()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a point, which share its resources equally; on a cluster they may run on several nodes."""
+        return 1
+
+    def all_points(self, machines: Mapping[str | None, Machine]) -> list[Point]:
+        """Points under every interpreter and environment, in the order to measure them.
+
+        All points of one interpreter and environment follow each other, so that a warm process serves them all.
+
+        Args:
+            machines: the machine as each interpreter of the spec finds it.
+        """
+        found = []
+        for number, python in enumerate(self.python):
+            points = self.points(machines[python])
+            for index, env in enumerate(self.env):
+                text = env_text(env)
+                ending = suffix(python, number, "python") if len(self.python) > 1 else ""
+                ending += suffix(text, index, "env") if len(self.env) > 1 else ""
+                for point in points:
+                    axes = replace(point.axes, env=text, python=python)
+                    found.append(replace(point, label=point.label + ending, axes=axes, env=env, python=python))
+        return found
+
+    @abstractmethod
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """Points of the job on `machine`, in the order to measure them.
+
+        Points predicted not to fit have a `skip_reason`.
+        """
+
+    def paths(self) -> Mapping[str, Path]:
+        """Files and folders that the points read, by field name.
+
+        Relative ones are uploaded with the job, to the same relative path; absolute ones must exist on the workers.
+        """
+        return {}
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.
+
+    Raises:
+        SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
+    """
+    try:
+        data = read_mapping(path, "spec", "kind: scaling")
+    except YamlError as err:
+        raise SpecError(str(err)) from None
+    for item in overrides:
+        _override(data, item)
+    return parse_spec(data)
+
+
+def parse_spec(data: Mapping[str, Any]) -> JobSpec:
+    """The job that a spec's content describes. Raises SpecError."""
+    if "kind" not in data:
+        raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
+    kind = data["kind"]
+    if not isinstance(kind, str):
+        raise SpecError(f"kind: {shown(kind)} is no job kind; use one of {', '.join(sorted(kinds()))}")
+    try:
+        module = kind_module(kind)
+    except KindError as err:
+        raise SpecError(f"kind: {err}") from None
+    if next(iter(data)) != "kind":
+        raise SpecError(f"kind: {kind!r} must be the spec's first key; move it to the top")
+    try:
+        return module.Spec.model_validate(data)
+    except ValidationError as err:
+        raise SpecError("\n".join(describe(err, data, "spec"))) from None
+
+
+def offered_sources(spec: JobSpec) -> dict[str, Path]:
+    """Python files of the other distributions that offer a job's kind or implementations, by relative path.
+
+    Results depend on them as on this package.
+    """
+    files = kind_sources(spec.kind)
+    names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
+    offered = {"nsa_bench.implementations": names, "nsa_bench.peers": {*getattr(spec, "peers", ())}}
+    for group, wanted in offered.items():
+        for entry in entry_points(group=group):
+            if entry.name in wanted:
+                files |= source_files(entry.module)
+    return files
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    name, eq, text = item.partition("=")
+    if not eq or not name:
+        raise SpecError(f"--set: {shown(item)} is no setting; write key=value, e.g. --set lengths=[512,1024]")
+    node = data
+    *parents, last = name.split(".")
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise SpecError(f"--set: {shown(item)}: {shown(part)} is no section of the spec; name an existing one")
+    try:
+        node[last] = read_yaml(text)
+    except RepeatedKeyError as err:
+        raise SpecError(str(err)) from None
+    except TooLargeError as err:
+        raise SpecError(f"--set: {shown(item)}: {err}") from None
+    except YamlError:
+        raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

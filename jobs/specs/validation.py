@@ -1,0 +1,97 @@
+"""Pydantic's errors as readable lines: the field's path in the file, the value, and the fix.
+
+Used for specs, gate rules and settings. Imports pydantic and what is light here, so that every package can use it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from jobs.schema.plain_text import in_a_line, shown
+
+# Fixes for error types whose message in Pydantic states only the rule.
+_FIXES = {
+    "int_type": "write a whole number in digits, e.g. 1024",
+    "float_type": "write a number, e.g. 0.5",
+    "finite_number": "write it in digits, e.g. 8",
+    "bool_type": "write true or false",
+    "string_type": "write a text, in quotes",
+    "list_type": "write a list, e.g. [a, b]",
+    "tuple_type": "write a list, e.g. [a, b]",
+    "dict_type": "write a section of 'key: value' lines",
+    "too_short": "name at least one",
+    "is_instance_of": "write a section of 'key: value' lines",
+    "dataclass_exact_type": "write a section of 'key: value' lines",
+    "model_type": "write a section of 'key: value' lines",
+    "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
+    "invalid_key": "put it in quotes, or remove it",
+}
+_PATH = 200  # characters of a field's path
+# A check of several fields begins its message with the field to mend: "cmp_stride: 24: use a divisor ...".
+_NAMES_A_FIELD = re.compile(r"([a-z][a-z0-9_.]*): (.*)", re.DOTALL)
+
+
+def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] = ()) -> list[str]:
+    """One line for each wrong field: path, value, mistake and fix.
+
+    Args:
+        data: the content that was validated, for the names of list items.
+        whole: the name of the content itself ("spec"), for mistakes that concern no single field.
+        kinds: the values that `kind` may have if it chooses among several models.
+    """
+    lines: dict[str, list[str]] = defaultdict(list)
+    for error in err.errors(include_url=False):
+        section = path_in(data, error["loc"], keep_last=error["type"] == "missing")
+        field, message = split(error, in_a_line(".".join(section), _PATH), kinds)
+        lines[field or whole].append(message)
+    return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
+
+
+def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple[str, str]:
+    """Path of the field to mend (below `section` if the message names one); and value, mistake and fix as text."""
+    value, message = _shown(error["input"]), error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return section, f"unknown key (value {value}); remove it or correct its spelling"
+        case "missing":
+            return section, "missing; add it"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return section, f"kind is unknown or missing; use {', '.join(kinds[:-1])} or {kinds[-1]}"
+        case "value_error" if named := _NAMES_A_FIELD.match(message):
+            return f"{section}.{named[1]}".removeprefix("."), named[2]
+        case "value_error" if isinstance(error["input"], Mapping):
+            return section, message
+    fix = _FIXES.get(error["type"])
+    return section, f"{value}: {message}; {fix}" if fix else f"{value}: {message}"
+
+
+def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
+    """Keys that lead to `location` in `data`; list items appear by their `rule` or `name` if they have one.
+
+    Pydantic's names of union members are left out, as they are not keys. `keep_last` keeps a key that `data` lacks.
+    """
+    path = []
+    member = False  # whether the next part names the member of a union chosen by `kind`
+    for part in location:
+        if member:
+            member = False
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+            named = data if isinstance(data, dict) else {}
+            member = "kind" in named
+            path.append(str(named.get("rule") or named.get("name") or part))
+        elif isinstance(data, Mapping) and part in data:
+            data = data[part]
+            path.append(str(part))
+    return [*path, str(location[-1])] if keep_last else path
+
+
+def _shown(value: Any) -> str:
+    return shown(str(value) if isinstance(value, PurePath) else value)

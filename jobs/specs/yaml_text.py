@@ -1,0 +1,114 @@
+"""YAML as specs and rules' files use it: repeated keys are refused, and 1e-3 is a number, as in YAML 1.2."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs.schema.plain_text import in_a_line, shown
+from jobs.specs.user_files import NotAFileError, open_regular
+
+MOST_VALUES = 100_000
+"""Values of a document, those that an alias stands for counted each time."""
+MOST_CHARACTERS = 1 << 20
+
+
+class YamlError(ValueError):
+    """A text that is not YAML; the message says why, in one line."""
+
+
+class TooLargeError(YamlError):
+    """A document with more characters, values or levels than are read. One line: what is too much, and the fix."""
+
+
+class RepeatedKeyError(YamlError):
+    """A mapping with two values for one key. One line: key, lines, fix."""
+
+
+class _Loader(yaml.SafeLoader):
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node; refuse aliases that stand for more values than any spec has."""
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if node not in self._sizes:
+            inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            parts = inner if isinstance(node, yaml.CollectionNode) else []
+            self._sizes[node] = 1 + sum(self._sizes.get(part, MOST_VALUES) for part in parts)
+        if self._sizes[node] > MOST_VALUES:
+            raise TooLargeError(f"holds more than {MOST_VALUES:,} values with its aliases; write fewer")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise RepeatedKeyError(
+                    f"{shown(key.value)[1:-1]}: given twice, in lines {lines[name]} and {line}; keep one of the two"
+                )
+            lines[name] = line
+        return node
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
+
+
+def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
+    """The mapping in the YAML file of a user.
+
+    Args:
+        field: the name of the file in messages: "spec".
+        beginning: how such a file begins, for one that holds no mapping.
+
+    Raises:
+        YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
+    """
+    name = shown(str(path))
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+            data = read_yaml(file.read(MOST_CHARACTERS + 1))
+    except NotAFileError:
+        raise YamlError(f"{field}: {name} is no file; give the path of a YAML file") from None
+    except OSError as err:
+        raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
+    except RepeatedKeyError:
+        raise
+    except TooLargeError as err:
+        raise YamlError(f"{field}: {name} {err}") from None
+    except (YamlError, UnicodeDecodeError) as err:
+        raise YamlError(f"{field}: {name} is not YAML ({err}); mend its syntax") from None
+    if not isinstance(data, dict):
+        raise YamlError(f"{field}: {name} holds no mapping; start it with {beginning!r}")
+    return data
+
+
+def read_yaml(text: str) -> Any:
+    """The content of a YAML document.
+
+    Raises:
+        YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
+        TooLargeError: it is longer than MOST_CHARACTERS, holds more than MOST_VALUES, or is nested too deep to read.
+        RepeatedKeyError: a key is given twice.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise TooLargeError(f"has more than {MOST_CHARACTERS:,} characters; shorten its texts")
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise TooLargeError("is nested too deep; write fewer brackets within each other") from None
+    except YamlError:
+        raise
+    except (yaml.YAMLError, ValueError) as err:  # a ValueError: a date or number that does not exist
+        raise YamlError(in_a_line(err)) from None

@@ -1,0 +1,1 @@
+"""Checkpoints of a training: when they are saved, how they are stored and found again."""

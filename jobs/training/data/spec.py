@@ -1,0 +1,155 @@
+"""The section `data` of a training's spec. A tokenizer's size is read from its files, without its package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from jobs.specs.fields import Count
+from jobs.specs.spec import SpecError, Strict
+from jobs.specs.user_files import open_regular
+
+GPT2 = 50_257
+"""Tokens of GPT-2's vocabulary, with the end of text."""
+
+_MULTIPLE = 64  # of a model's vocabulary: GEMMs of other widths are slower
+_PACKAGES = ("datasets", "tokenizers")
+_FIRST = ("path", "heldout", "heldout_batches")  # fields from before there were documents
+
+
+class DataSpec(Strict):
+    """Text to learn from: the bytes of files, or with a tokenizer the tokens of documents."""
+
+    path: Path | None = Field(
+        default=None,
+        strict=False,
+        description="folder or file; None: Python's standard library. With a tokenizer: documents as .parquet, .jsonl, "
+        ".json or .txt (a file is a document), the last three also as .gz",
+    )
+    dataset: str | None = Field(
+        default=None, min_length=1, description="dataset of the Hugging Face Hub in place of path; streamed"
+    )
+    subset: str | None = Field(default=None, min_length=1, description="of the dataset, e.g. sample-10BT")
+    split: str = Field(default="train", min_length=1, description="of the dataset")
+    revision: str | None = Field(default=None, min_length=1, description="commit or tag of the dataset; None: newest")
+    text_field: str = Field(default="text", min_length=1, description="field of a document that has its text")
+    tokenizer: Literal["gpt2"] | None = Field(default=None, description="tokenizer of the Hugging Face Hub")
+    tokenizer_path: Path | None = Field(
+        default=None,
+        strict=False,
+        description="in place of tokenizer: tokenizer.json, or a folder with it or with vocab.json and merges.txt",
+    )
+    end_token: str = Field(default="<|endoftext|>", min_length=1, description="token after each document")
+    heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files, or documents, never trained on")
+    heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSpec:
+        """Refuse two sources of text or tokens, documents without a tokenizer, and a tokenizer without documents."""
+        if self.dataset is not None and self.path is not None:
+            raise ValueError(f"path: {str(self.path)!r}: has no effect beside dataset; leave one of them out")
+        if self.tokenizer is not None and self.tokenizer_path is not None:
+            raise ValueError(f"tokenizer: {self.tokenizer!r}: has no effect beside tokenizer_path; leave one out")
+        if self.dataset is not None and not self.tokenized:
+            raise ValueError(f"dataset: {self.dataset!r}: needs a tokenizer; add 'tokenizer: gpt2' or a tokenizer_path")
+        if self.tokenized and self.dataset is None and self.path is None:
+            source = self.tokenizer_source.removeprefix("data.")
+            raise ValueError(f"{source}: there are no documents; add a dataset, or the path of some")
+        return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> DataSpec:
+        """Refuse settings of documents where there are none."""
+        idle = () if self.dataset else ("subset", "split", "revision")
+        idle += () if self.tokenized else ("text_field", "end_token")
+        for name in idle:
+            if (value := getattr(self, name)) != _default(name):
+                owner = "a tokenizer" if name in ("text_field", "end_token") else "dataset"
+                raise ValueError(f"{name}: {value!r}: has no effect without {owner}; leave it out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer settings that add nothing: specs and keys from before they existed stay equal."""
+        data = handler(self)
+        return {name: data[name] for name in data if name in _FIRST or getattr(self, name) != _default(name)}
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether text is read as documents and their tokens, not as bytes."""
+        return self.tokenizer is not None or self.tokenizer_path is not None
+
+    @property
+    def source(self) -> str:
+        """Field and value that name the documents, for messages."""
+        return f"data.path: {str(self.path)!r}" if self.dataset is None else f"data.dataset: {self.dataset!r}"
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Field and value that name the tokenizer, for messages."""
+        if self.tokenizer_path is None:
+            return f"data.tokenizer: {self.tokenizer!r}"
+        return f"data.tokenizer_path: {str(self.tokenizer_path)!r}"
+
+    def paths(self) -> Mapping[str, Path]:
+        """Files and folders to be read, by field name."""
+        found = {"data.path": self.path, "data.tokenizer_path": self.tokenizer_path}
+        return {field: path for field, path in found.items() if path is not None}
+
+    def vocabulary(self) -> int | None:
+        """Vocabulary that a model of this text needs: that of the tokenizer, up to a multiple of 64; None for bytes.
+
+        Raises:
+            SpecError: the extra `data` is not installed here, or the tokenizer's files cannot be read.
+        """
+        if not self.tokenized:
+            return None
+        if lacking := [name for name in _PACKAGES if find_spec(name) is None]:
+            raise SpecError(f"{self.tokenizer_source}: {missing_extra(lacking)}")
+        size = GPT2 if self.tokenizer_path is None else self._size_of(self.tokenizer_path)
+        return -(-size // _MULTIPLE) * _MULTIPLE
+
+    def _size_of(self, path: Path) -> int:
+        """Tokens of a tokenizer as its files list them."""
+        file = tokenizer_file(path)
+        try:
+            with open_regular(file) as source:  # a pipe would be waited for
+                content = json.load(source)
+            if file.name == "vocab.json":
+                return max(content.values()) + 1
+            added = [token["id"] for token in content["added_tokens"]]
+            return max(*content["model"]["vocab"].values(), *added) + 1
+        except OSError as err:
+            reason = err.strerror
+        except (ValueError, TypeError, LookupError, AttributeError):
+            reason = "is no tokenizer's"
+        raise SpecError(
+            f"{self.tokenizer_source}: {file.name} cannot be read here ({reason}), and the vocabulary depends on it; "
+            "give the tokenizer.json of a byte-level BPE tokenizer, or a folder with vocab.json and merges.txt"
+        )
+
+
+def _default(name: str) -> Any:
+    return DataSpec.model_fields[name].default
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The file of a tokenizer that lists its tokens: tokenizer.json, else vocab.json, of a folder."""
+    if not path.is_dir():
+        return path
+    whole = path / "tokenizer.json"
+    return whole if whole.exists() else path / "vocab.json"
+
+
+def missing_extra(packages: list[str]) -> str:
+    """Message about packages of the extra `data` that are not installed."""
+    names = " and ".join(packages)
+    return (
+        f"needs the extra 'data', whose {names} {'are' if len(packages) > 1 else 'is'} not installed; "
+        "pip install 'nsa-bench[data]'"
+    )

@@ -1,0 +1,205 @@
+"""Training on several ranks, from the process of their point: progress, failures, restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jobs.measure.check import WrongResult
+from jobs.process.rank_messages import (
+    CHECKPOINT,
+    RankBeat,
+    RankFailure,
+    RankNoted,
+    RankSample,
+    RankStarted,
+    RankWarned,
+)
+from jobs.schema.launcher import Launcher, RanksEnded
+from jobs.schema.point import STARTING, WAITING, Beat, Surroundings, reporter
+from jobs.training import rank
+from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
+from jobs.training.data.base import DataError
+from jobs.training.elastic import ElasticLauncher
+from jobs.training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
+from jobs.training.rank_metrics import LiveImbalance
+from jobs.training.report import RankReport
+
+_ENDS = (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
+_KNOWN = {cls.__name__: cls for cls in _ENDS}
+
+
+def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> list[RankReport]:
+    """Train with the point's configuration on its ranks; returns their reports, by rank.
+
+    Ranks of which one died are started again together, as often as the configuration says, and go on from the last
+    checkpoint; `training.restarts` of the environment is how often. A launcher's own restarts would also repeat a
+    training that diverged.
+
+    Args:
+        beat: gets the progress of the slowest rank.
+        stop: once set, the ranks are asked to end, and are not started again.
+
+    Raises:
+        RankFailed: a rank ended; the others were killed. Caused by a MemoryError if memory ran out.
+        Stopped: `stop` was set before the end; Suspended if the training can go on.
+        DataError, WrongResult, Diverged, Ineffective, MemoryLimit, CheckpointError: as train_rank, where a rank raised
+            it.
+    """
+    report = reporter(beat)
+    launcher = report.surroundings.launcher or ElasticLauncher()
+    allowed = config.get("restarts", 0)
+    restarts = 0
+    while True:
+        try:
+            return [_with(each, restarts=restarts) for each in _run_once(config, beat, launcher, stop)]
+        except RankDied as err:
+            if restarts == allowed or isinstance(err.__cause__, MemoryError):  # it would run out again
+                raise
+            restarts += 1
+            first, *_ = str(err).splitlines()
+            where = "the beginning" if _saved_step(report.surroundings) is None else "the last checkpoint"
+            report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from {where}")
+            report(STARTING)  # in place of the dead ranks' progress
+
+
+def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
+    ranks = config["ranks"]["ranks"]
+    watch = RankWatch(ranks, beat)
+    main = partial(rank.train, config, reporter(beat).surroundings.without_launcher())
+    try:
+        if stop.is_set():
+            raise RanksEnded({}, {})
+        reports = launcher.run(ranks, config["device"], main, watch.note, watch.waiting, stop)
+        hosts = [report.environment["host"] for report in reports]
+        return [_with(report, launcher=launcher.name, hosts=hosts) for report in reports]
+    except RanksEnded as err:
+        ended = err
+    failure = watch.failure(ended)  # raised out here, with its own cause
+    of_memory = isinstance(failure.__cause__, MemoryError)
+    if stop.is_set() and isinstance(failure, RankFailed) and not of_memory:
+        raise watch.interruption(ended, failure)
+    raise failure
+
+
+def _saved_step(there: Surroundings) -> int | None:
+    """Step of the checkpoint that the training goes on from; None if none can be found."""
+    if there.checkpoints is not None:
+        with contextlib.suppress(CheckpointError):
+            return CheckpointFolder(there.checkpoints).step_to_go_on_from(there.key)
+    return None
+
+
+def _with(report: RankReport, **found: Any) -> RankReport:
+    """The report, with more about its training."""
+    training = {**report.environment["training"], **found}
+    return replace(report, environment={**report.environment, "training": training})
+
+
+class RankWatch:
+    """Takes the ranks' messages: passes on samples, imbalance and the slowest one's progress, remembers failures."""
+
+    def __init__(self, ranks: int, beat: Beat) -> None:
+        self._ranks = ranks
+        self._report = reporter(beat)
+        self._imbalance = LiveImbalance(ranks, self._report)
+        self._pids: dict[int, int] = {}
+        self._beats: dict[int, RankBeat] = {}
+        self._begun = False
+        self._sent = 0  # number of the last forwarded beat
+        self._failures: dict[int, RankFailure] = {}  # in the order of arrival
+
+    def note(self, message: Any) -> None:
+        """Take a message of a rank (jobs.process.rank_messages)."""
+        self._begun = self._begun or isinstance(message, RankBeat)
+        match message:
+            case RankStarted(rank=number, pid=pid):
+                self._pids[number] = pid
+                if len(self._pids) == self._ranks:
+                    self._report.ranks([self._pids[rank] for rank in range(self._ranks)])
+            case RankFailure(rank=number):
+                self._failures.setdefault(number, message)
+            case RankSample(rank=number, step=step, values=values):
+                self._report.sample(step, values, number)
+                self._imbalance.take(message)
+            case RankWarned(text=text):
+                self._report.warn(text)
+            case RankNoted(name=name, text=text):
+                self._report.keep(name, text)
+            case RankBeat(phase=phase, done=done, total=total) if phase == CHECKPOINT:
+                self._report(phase, done, total)  # whichever rank writes: the others wait for it
+            case RankBeat(rank=number):
+                self._beats[number] = message
+                self._forward()
+
+    def waiting(self, reason: str) -> None:
+        """Report that the ranks wait to be started."""
+        self._report(f"{WAITING}{reason}", 0, self._ranks)
+
+    def failure(self, ended: RanksEnded) -> Exception:
+        """The exception for the first failure: of ranks that died without a word, else of the earliest exception."""
+        if silent := self._silent(ended):
+            number = silent[0]
+            text = f"rank {number} of {self._ranks} {ended.died[number]}{_tail(ended, number)}"
+            memory = number in ended.out_of_memory
+            return _caused(RankDied(text), MemoryError("memory ran out") if memory else None)
+        if not self._failures:
+            return RankFailed(f"the {self._ranks} ranks were stopped before the first of them had begun")
+        first = next(iter(self._failures.values()))
+        if (known := _KNOWN.get(first.type)) is not None:
+            return known(first.text)
+        memory = first.type in ("OutOfMemoryError", "MemoryError")
+        text = f"rank {first.rank} of {self._ranks}: {first.type}: {first.text}{_tail(ended, first.rank)}"
+        return _caused(RankFailed(text), MemoryError(first.text) if memory else None)
+
+    def interruption(self, ended: RanksEnded, failure: RankFailed) -> Stopped:
+        """The exception in place of `failure` where the ranks had been asked to end."""
+        text = "SIGTERM ended the training"
+        if not self._begun:
+            text += " before its ranks had begun"
+        elif silent := self._silent(ended):
+            text += f"; {_ends({number: ended.died[number] for number in sorted(silent)}, self._ranks)}"
+        else:
+            text += f"; {str(failure).splitlines()[0]}"
+        if (step := _saved_step(self._report.surroundings)) is not None:
+            return Suspended.at(step, text)
+        if not self._begun:
+            return Suspended(f"{text}: nsa submit SPEC --resume RUN")
+        return Stopped(f"{text}; it has no checkpoint to go on from")
+
+    def _silent(self, ended: RanksEnded) -> list[int]:
+        """Ranks that died without a word."""
+        return [number for number in ended.died if number not in self._failures]
+
+    def _forward(self) -> None:
+        """Report progress once every rank has made it: a stalled rank is not hidden by the others' beats."""
+        if len(self._beats) < self._ranks:
+            return
+        slowest = min(self._beats.values(), key=lambda beat: beat.number)
+        if slowest.number > self._sent:
+            self._sent = slowest.number
+            self._report(slowest.phase, slowest.done, slowest.total)
+
+
+def _ends(died: Mapping[int, str], ranks: int) -> str:
+    """The ends of ranks that died, in words: those of one end together."""
+    numbers: dict[str, list[str]] = {}
+    for number, end in died.items():
+        numbers.setdefault(end, []).append(str(number))
+    named = ((f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}", end) for end, those in numbers.items())
+    return "; ".join(f"{who} of {ranks} {end}" for who, end in named)
+
+
+def _tail(ended: RanksEnded, number: int) -> str:
+    """The end of a rank's stderr, as further lines of a message."""
+    lines = ended.tails.get(number, "")
+    return f"\nthe end of its stderr:\n{lines}" if lines else ""
+
+
+def _caused(err: Exception, cause: Exception | None) -> Exception:
+    err.__cause__ = cause
+    return err

@@ -1,0 +1,355 @@
+"""The training loop, one for a single process and for several ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from jobs.diagnosis.rank_state import Notes
+from jobs.hardware.energy import EnergyMeter
+from jobs.hardware.telemetry import Telemetry
+from jobs.measure.clock import synchronize
+from jobs.measure.memory import tensor_bytes
+from jobs.measure.route import route_of
+from jobs.process.rank_messages import CHECKPOINT
+from jobs.schema.point import Beat, reporter
+from jobs.schema.quantities import Better, Quantity, Role
+from jobs.training.ahead import in_order, on_its_way
+from jobs.training.checkpoints.folder import CheckpointError
+from jobs.training.compute_clock import RecentMean
+from jobs.training.data.base import Corpus
+from jobs.training.errors import Diverged, Stopped, Suspended
+from jobs.training.layout import Layout
+from jobs.training.live import TRAINING_MEMORY, LiveTraining, memory_mib
+from jobs.training.model_flops import ModelFlops
+from jobs.training.optimizer import OptimizerSpec, learning_rate, new_optimizer
+from jobs.training.parallel import ParallelModel, clip_gradients, local
+from jobs.training.results import Run, Step, is_steady
+from jobs.training.soak.history import steps_of
+from jobs.training.soak.watch import SoakWatch
+from jobs.training.state import TrainingState
+from nsa_core import NSAConfig
+from nsa_core.loss import IGNORED
+from nsa_core.model import ModelConfig, NSATransformer
+
+if TYPE_CHECKING:
+    from jobs.training.checkpoints.saving import Checkpoints
+
+HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
+RANK_COMPUTE_TIME = Quantity("rank_compute_time", "ms", "Own compute time of a step by rank", better=Better.LOWER)
+
+
+class Trainer:
+    """A training: its state, and the passes that take it from step to step.
+
+    Args:
+        watch: of a soak, which ends by its time; None: the training ends after its steps.
+        notes: of this rank's memory, to be completed at the first step; None: nobody wants them.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        corpus: Corpus,
+        device: torch.device,
+        rank: int = 0,
+        watch: SoakWatch | None = None,
+        notes: Notes | None = None,
+    ) -> None:
+        shape = dict(config["model"])
+        shape["nsa"] = NSAConfig(**shape["nsa"])
+        self.steps = steps_of(config)
+        self.schedule_steps: int = config["steps"]
+        self.layout = Layout.from_config(config)
+        self.spec = OptimizerSpec.model_validate(config["optimizer"])
+        self.device = device
+        self.rank = rank
+        self.corpus = corpus
+        self.route: dict[str, str] = {}
+        self.energy = EnergyMeter.of(device)  # of the steady steps, in tokens of all ranks
+        self.size = (config["batch"], config["seq_len"])
+        self.gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._autocast = config["precision"] == "bfloat16"
+        self._watch = watch
+        self._notes = notes
+        self._asked = False  # whether a rank was asked to stop
+        self._measuring = False  # whether the telemetry has been started
+        torch.manual_seed(config["seed"])
+        model = NSATransformer(ModelConfig(**shape)).to(device).train()
+        if config["compile"]:
+            torch.compiler.reset()  # graphs of an earlier point of this process
+        how = {"compiled": config["compile"], "cuda_graphs": config.get("cuda_graphs", False)}
+        self._parallel = ParallelModel(model, self.layout, rank, device, **how)
+        self.flops = ModelFlops.of(model.config, config, self.gpu)  # None where no peak is known
+        batches = corpus.batches(*self.size, config["seed"])
+        self.state = TrainingState(model, new_optimizer(model, self.spec, device), batches)
+
+    @property
+    def model(self) -> NSATransformer:
+        return self.state.model
+
+    @property
+    def resident(self) -> int:
+        """Bytes of this rank's weights and optimizer state, and of gradients that stay between steps."""
+        state = [t for s in self.state.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return self._parallel.resident + tensor_bytes([local(t) for t in state])
+
+    def run(
+        self,
+        heldout_batches: int,
+        beat: Beat,
+        stop: threading.Event,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
+    ) -> Run:
+        """Train all steps, or those that a checkpoint lacks; measure the held-out loss before and after them.
+
+        A soak trains to the end of its piece, and measures the second loss after the last one.
+
+        Args:
+            stop: once set on one of the ranks, all of them end after the same step.
+            telemetry: started with the first steady step, stopped after the last step.
+            checkpoints: saved on the way, after the last step, and when `stop` is set.
+
+        Raises:
+            Diverged: a loss became infinite or NaN; all ranks raise it at the same step.
+            Stopped: `stop` was set before the last step; Suspended if there is a checkpoint to go on from.
+            Ineffective: as ParallelModel.check_effective.
+            MemoryLimit: this rank of a soak holds more memory than its plan allows.
+            CheckpointError: the checkpoints of earlier attempts cannot be read, or a soak's piece could save none.
+        """
+        heldout = self.corpus.heldout_batches(*self.size, heldout_batches)
+        run, saved_route = Run(soak=None if self._watch is None else self._watch.history), None
+        if checkpoints is not None:
+            beat(CHECKPOINT)
+            saved_route = checkpoints.load(self.state, run)
+        if saved_route is None:
+            run.before = self._heldout_loss(heldout, beat)
+        if self._watch is not None:
+            self._watch.begin(len(run.begun) - 1)
+        live, begun = _Live(beat, self), self.state.step
+        while not (self._complete() or self._ending()):
+            until = self.steps if checkpoints is None else checkpoints.next_stop(self.state.step)
+            self._train(until, run, live, beat, stop, telemetry)
+            if checkpoints is not None and not self._complete():
+                if self._watch is not None:
+                    self._watch.note_checkpoint()
+                with telemetry.paused():
+                    loss = self._heldout_loss(heldout, beat) if checkpoints.wants_loss and not self._asked else None
+                    self._save(checkpoints, run, live, loss)
+        if self._asked and not self._complete():
+            raise self._stopped(checkpoints)
+        telemetry.stop()
+        if begun < self.state.step:
+            self._parallel.check_effective()
+        if self._complete():
+            run.after = self._heldout_loss(heldout, beat)
+            if checkpoints is not None and begun < self.state.step:
+                self._save(checkpoints, run, live, run.after)
+        if checkpoints is not None:
+            checkpoints.close()
+            if not self._complete() and (checkpoints.latest or 0) <= begun:
+                raise CheckpointError(
+                    f"checkpoints: none could be saved after step {begun}, and the soak's next process would get no "
+                    "further; mend the artifact store"
+                )
+        self.route = self.route or dict(saved_route or {})
+        return run
+
+    def _complete(self) -> bool:
+        """Whether the whole training is done: its steps, or a soak's time."""
+        return self.state.step >= self.steps if self._watch is None else self._watch.history.done
+
+    def _ending(self) -> bool:
+        """Whether this process ends with the present step: it was asked to, or the time of its piece is over."""
+        return self._asked or (self._watch is not None and self._watch.over)
+
+    def _train(
+        self, until: int, run: Run, live: _Live, beat: Beat, stop: threading.Event, telemetry: Telemetry
+    ) -> None:
+        """Train up to step `until`, or to the step at which this process ends."""
+        ended, before, metered = time.perf_counter(), self.state.step, 0
+        # Start the next step before waiting for a loss, so that a GPU is never idle.
+        started = self._steps(until, beat, stop)
+        for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
+            before_it, ended = ended, time.perf_counter()
+            if not self._measuring and is_steady(number - 1, self.steps, run.begun):
+                self._measuring = True
+                telemetry.start()
+            metered += self.energy.running
+            if not self.energy.running and is_steady(number - 1, self.schedule_steps, run.begun):
+                self.energy.start()
+            _check_finite(step.loss, f"at step {number}")
+            live.step(number, step)
+            if self._notes is not None and number == run.begun[-1] + 1:
+                self._notes.first_step(number, self.route)
+            self._asked = self._asked or step.stop
+            if self._watch is not None:
+                self._watch.take(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)
+                continue
+            run.losses.append(step.loss)
+            run.seconds.append(ended - before_it)
+            run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
+        self.energy.stop(metered * math.prod(self.size))
+
+    def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
+        """Start one step after another; yields functions that wait for its results."""
+        while self.state.step < until and not self._ending():
+            done = self.state.step
+            if self._watch is None:
+                beat("train", done, self.steps)
+            else:
+                beat("train [s]", int(self._watch.history.elapsed_s), int(60 * self._watch.plan.minutes))
+            self._set_rate(learning_rate(self.spec, done, self.schedule_steps))
+            yield self._start(stop) if self.route else self._start_first(stop)
+            self.state.step += 1
+
+    def _stopped(self, checkpoints: Checkpoints | None) -> Stopped:
+        """The exception of a training that was asked to end."""
+        text = f"SIGTERM ended the training after step {self.state.step}"
+        if self._watch is None:
+            text += f" of {self.steps}"
+        if checkpoints is None:
+            return Stopped(text)
+        checkpoints.close()
+        if checkpoints.latest is None:
+            return Stopped(f"{text}; it has no checkpoint to go on from")
+        return Suspended.at(checkpoints.latest, text)
+
+    def _save(self, checkpoints: Checkpoints, run: Run, live: _Live, heldout: float | None) -> None:
+        """Save a checkpoint. Raises Diverged instead if the weights are no numbers."""
+        weights = [local(weight) for weight in self.model.parameters()]
+        bad = torch.stack([~weight.isfinite().all() for weight in weights]).any().float()
+        if self._parallel.mean(bad).item() > 0:
+            raise Diverged(f"weights are not finite after step {self.state.step}; lower optimizer.learning_rate")
+        if heldout is not None:
+            live.heldout(self.state.step, heldout)
+        checkpoints.save(self.state, run, self.route, heldout)
+
+    def _start_first(self, stop: threading.Event) -> Callable[[], Step]:
+        """Like `_start`, but records the route; a compiled model notes it while it is traced."""
+        started: list[Callable[[], Step]] = []
+        self.route = route_of(lambda: started.append(self._start(stop)))
+        return started[0]
+
+    def step(self) -> float:
+        """Run one optimizer step on all ranks and wait for the device; returns the loss [nat/byte]."""
+        loss = self._start(threading.Event())().loss
+        synchronize(self.device)
+        return loss
+
+    def _start(self, stop: threading.Event) -> Callable[[], Step]:
+        """Start one optimizer step without waiting for a GPU; returns a function that waits for its results."""
+        self._parallel.clock.begin()
+        batch = next(self.state.batches)
+        parts = self._parts(*batch)
+        losses = []
+        for number, (tokens, targets) in enumerate(parts, 1):
+            with self._parallel.gathering(last=number == len(parts)):
+                with self.precision():
+                    loss = self._parallel.loss_of(tokens, targets)
+                (loss / len(parts) if len(parts) > 1 else loss).backward()
+            losses.append(loss.detach())
+        lap = self._parallel.clock.lap()
+        told = self._parallel.averaging(self._numbers(losses, stop))  # on its way while the weights change
+        norm = clip_gradients(self.model, self.spec.grad_clip)
+        self.state.optimizer.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        return self._results(torch.cat((told(), norm.detach().float().view(1))), lap, self._tokens_a_byte(batch[1]))
+
+    def _numbers(self, losses: list[Tensor], stop: threading.Event) -> Tensor:
+        """Loss of a step over its passes, whether to stop, and a soak's time: means over ranks, which agree so."""
+        loss = (torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()
+        told = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
+        return torch.stack([loss, *(torch.full_like(loss, number) for number in told)])
+
+    @staticmethod
+    def _results(numbers: Tensor, lap: Callable[[], float | None], tokens_a_byte: float) -> Callable[[], Step]:
+        """Function that waits for a step's numbers, those of `_numbers` and the gradient norm of all ranks."""
+        found = on_its_way(numbers)
+
+        def wait() -> Step:
+            loss, asked, *elapsed, norm = found()
+            return Step(loss * tokens_a_byte, norm, asked > 0, lap(), *elapsed)
+
+        return wait
+
+    def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a batch [batch,S], on its device."""
+        shape = (self.layout.accumulation, self.layout.ranks, self.layout.micro_batch)
+        mine = [x.unflatten(0, shape)[:, self.rank] for x in (tokens, targets)]
+        return [
+            (tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+            for tokens, targets in zip(*mine, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _heldout_loss(self, batches: list[tuple[Tensor, Tensor]], beat: Beat) -> float:
+        self.model.eval()
+        total = 0.0
+        for done, batch in enumerate(batches):
+            beat("heldout loss", done, len(batches))
+            parts = self._parts(*batch)
+            for tokens, targets in parts:
+                with self.precision():
+                    total += self.model(tokens, targets).item() / len(parts)
+        self.model.train()
+        total = self._parallel.mean(torch.tensor(total, dtype=torch.float64, device=self.device)).item()
+        _check_finite(total, "on held-out text")
+        return total / len(batches) * self._tokens_a_byte(torch.stack([targets for _, targets in batches]))
+
+    def _tokens_a_byte(self, targets: Tensor) -> float:
+        """Factor from a mean over targets, of all ranks, to one over the bytes of their text: 1 for bytes."""
+        return int((targets != IGNORED).sum()) / self.corpus.text_bytes(targets)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Context of the model's passes: autocast, if the configuration asks for it."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate
+
+
+class _Live:
+    """The live series of a rank: the first one's are those of the training, all have memory and own compute time."""
+
+    def __init__(self, beat: Beat, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._report = reporter(beat)
+        tokens = math.prod(trainer.size)
+        mfu = None if trainer.flops is None else trainer.flops.utilization
+        first = trainer.rank == 0
+        self._compute = RecentMean()  # a step by itself says little of how even the ranks are
+        self._training = LiveTraining(beat, tokens, trainer.device, utilization=mfu) if first else None
+
+    def heldout(self, number: int, loss: float) -> None:
+        """Report the held-out loss after step `number`."""
+        if self._training is not None:
+            self._report.sample(number, {HELDOUT_LOSS.name: loss})
+
+    def step(self, number: int, step: Step) -> None:
+        """Report that step `number`, from 1, has ended."""
+        trainer = self._trainer
+        own: dict[str, float] = {}
+        if self._training is not None:
+            rate = learning_rate(trainer.spec, number - 1, trainer.schedule_steps)
+            self._training.step(number, step.loss, step.norm, rate)
+        else:
+            own[TRAINING_MEMORY.name] = memory_mib(trainer.device)
+        if step.compute_ms is not None:
+            own[RANK_COMPUTE_TIME.name] = self._compute.add(step.compute_ms)
+        if own:
+            self._report.sample(number, own, trainer.rank)
+
+
+def _check_finite(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(f"loss {loss} {where}; lower optimizer.learning_rate")

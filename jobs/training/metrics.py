@@ -1,0 +1,187 @@
+"""Metrics of a training from the reports of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean, median
+from typing import Any
+
+from jobs.hardware.energy import Energy
+from jobs.measure.stats import summarize
+from jobs.schema.point import Measurement, Metric
+from jobs.schema.quantities import (
+    AGREEMENT,
+    ENERGY,
+    ESTIMATE_ERROR,
+    MEMORY,
+    TELEMETRY,
+    THROUGHPUT,
+    THROUGHPUT_NEEDED,
+    TIME,
+    Better,
+    Quantity,
+    Role,
+)
+from jobs.schema.training_plan import TrainingPlan
+from jobs.training.checkpoints.report import (
+    CHECKPOINT_FAILURES,
+    CHECKPOINT_SIZE,
+    CHECKPOINT_TIME,
+    CHECKPOINT_WAIT,
+    CHECKPOINTS,
+    RESUMED_STEP,
+)
+from jobs.training.data.spec import DataSpec
+from jobs.training.estimate import estimate
+from jobs.training.live import LOSS, MFU, SERIES
+from jobs.training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME
+from jobs.training.model_flops import ModelFlops
+from jobs.training.rank_metrics import RANK_IMBALANCE, RANK_STEP_TIME, RANK_UTILIZATION, compared
+from jobs.training.report import RankReport
+from jobs.training.results import RESUME_WARM_UP, Run, first_steady, steady_steps
+
+HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
+PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
+QUANTITIES = (
+    *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
+    *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
+    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
+    *SERIES,
+)
+
+
+def measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Measurement:
+    """Results of a point from its ranks' reports, in the order of the ranks.
+
+    Times and losses are the first rank's, as the ranks wait for each other in every step; memory and the agreement with
+    the oracle are those of the worst rank.
+    """
+    first = reports[0]
+    worst = max(reports, key=lambda report: report.peak.allocated)
+    agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
+    steady = [first.run.seconds[step] for step in steady_steps(first.run)]
+    metrics = [*speed(config, first, steady, _left_out(first.run)), *energy_per_token([r.energy for r in reports])]
+    metrics += _ranks(reports)
+    metrics += [*_quality(config, first), *memory(config, worst), *checkpoint_costs(first), *agreement.metrics()]
+    environment = {**first.environment, "training": first.environment["training"] | history(first)}
+    return Measurement(tuple(metrics), first.route, environment, worst.peak.files)
+
+
+def speed(config: Mapping[str, Any], report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
+    """Step time and throughput, MFU if the GPU's peak is known, and figures of the plan if any.
+
+    Args:
+        steady: times of steps, or means of several in a row [s].
+        left_out: the steps that are not among them, in words.
+    """
+    tokens = config["batch"] * config["seq_len"]
+    method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
+    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
+    if (flops := ModelFlops.of(report.model, config, report.gpu)) is not None:
+        metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=flops.method))
+    if config["plan"] is not None:
+        plan = TrainingPlan.model_validate(config["plan"])
+        work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
+        hours = plan.hours_at(throughput.value)
+        metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
+        metrics.append(Metric.of(THROUGHPUT_NEEDED, plan.needed, method=f"{work} in {plan.hours:g} h"))
+    return metrics
+
+
+def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
+    """Energy of all ranks' GPUs for a token; none if one of them tells none."""
+    told = [energy for energy in energies if energy is not None]
+    if not told or len(told) < len(energies):
+        return []
+    seconds = told[0].seconds
+    method = f"NVML's energy counter of all ranks' cards over {seconds:.3g} s of steady steps, of this attempt"
+    shares = tuple(energy.joules / energy.work for energy in told)
+    return [Metric.of(ENERGY, sum(shares), shares, f"{method}; samples: ranks")]
+
+
+def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
+    """Comparison of several ranks."""
+    run = reports[0].run
+    chosen = steady_steps(run)
+    steps = [1000 * median(report.run.seconds[step] for step in chosen) for report in reports]
+    own = [[ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])] for ms in map(_compute, reports)]
+    compute = [fmean(ms) if ms else None for ms in own]
+    each = f"median of each rank's steps, {_left_out(run)}"
+    busy = [None if (sampled := report.utilization) is None else fmean(sampled.samples) for report in reports]
+    return compared(reports, (steps, each), (compute, "the steady steps"), (busy, "steady steps"))
+
+
+def _compute(report: RankReport) -> list[float]:
+    return report.run.compute_ms
+
+
+def _left_out(run: Run) -> str:
+    """The steps that count neither for times nor for throughput, in words."""
+    parts = [f"the first {first_steady(len(run.seconds))}"]
+    parts += [f"{run.foreign} of other code"] if run.foreign else []
+    parts += [f"{RESUME_WARM_UP} after each resume"] if len(run.begun) > 1 else []
+    return f"{' and '.join(parts)} left out"
+
+
+def checkpoint_costs(report: RankReport) -> list[Metric]:
+    """Costs of the checkpoints that the last attempt saved, its failures, and the step that it went on from."""
+    if (history := report.checkpoints) is None:
+        return []
+    metrics = [Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt")]
+    for quantity, values, method in (
+        (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
+        (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
+        (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
+    ):
+        metrics += [summarize(quantity, values, method)] if values else []
+    if len(report.run.begun) > 1:
+        method = f"of {len(report.run.begun) - 1} resumes"
+        metrics.append(Metric.of(RESUMED_STEP, report.run.begun[-1], tuple(map(float, report.run.begun[1:])), method))
+    return metrics
+
+
+def history(report: RankReport) -> dict[str, Any]:
+    """The training's checkpoints and resumes, as part of the point's environment."""
+    if (history := report.checkpoints) is None:
+        return {}
+    found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
+    return {"checkpoints": found, "resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
+
+
+def _quality(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+    """Losses; those of tokens are sums over the tokens, divided by the bytes of their text."""
+    run = report.run
+    last = max(1, len(run.losses) // 10)
+    ending = sum(run.losses[-last:]) / last
+    method = f"mean of the last {last} steps; samples: all steps{per_byte(config)}"
+    if DataSpec.model_validate(config["data"]).tokenized:
+        method += f"; in epoch {report.environment['training']['corpus']['epochs']} of the documents"
+    return [Metric.of(LOSS, ending, tuple(run.losses), method=method), *heldout_losses(config, run)]
+
+
+def per_byte(config: Mapping[str, Any]) -> str:
+    """The end of a loss's method: of what it is."""
+    tokenized = DataSpec.model_validate(config["data"]).tokenized
+    return ", of tokens, divided by the bytes of their text" if tokenized else ""
+
+
+def heldout_losses(config: Mapping[str, Any], run: Run) -> list[Metric]:
+    """Held-out loss before and after the training."""
+    texts = "documents" if DataSpec.model_validate(config["data"]).tokenized else "files"
+    heldout = f"mean cross entropy over fixed batches of held-out {texts}{per_byte(config)}"
+    return [
+        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
+        Metric.of(HELDOUT_LOSS, run.after, method=heldout),
+    ]
+
+
+def memory(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+    """Peak memory of one whole step, and the error of the estimate."""
+    peak, expected = report.peak, estimate(report.model, config)
+    if expected is None:
+        return peak.metrics()
+    error = 100 * (expected - peak.allocated) / peak.allocated
+    method = "(predicted - measured) / measured, of peak_memory"
+    return [*peak.metrics(), Metric.of(ESTIMATE_ERROR, error, method=method)]

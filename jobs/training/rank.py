@@ -1,0 +1,159 @@
+"""The process of one rank: trains, and reports beats and failures to the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from jobs.process import stacks
+from jobs.process.rank_messages import RankReporter, RankStarting, failure
+from jobs.process.rank_pipe import PipeWriter
+from jobs.schema.launcher import Rank
+from jobs.schema.point import Surroundings
+from jobs.training.errors import noting_sigterm
+from jobs.training.report import RankReport, train_rank
+
+T = TypeVar("T")
+
+SILENCE_S = 5.0
+"""Seconds without progress after which a rank writes what its flight recorder holds."""
+
+COLLECTIVES = 2000
+"""Entries of PyTorch's flight recorder."""
+
+TIMEOUT = timedelta(days=1)
+"""Time limit of a collective: only the supervisor, which knows the heartbeat deadline, tells a stalled rank from a slow
+one."""
+
+_inner: Any = _distributed_c10d  # the functions are not in PyTorch's type stubs
+_newer = hasattr(_inner, "_dump_fr_trace_json")  # it records gloo, too
+FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""The variable with the size of PyTorch's flight recorder."""
+
+PROCESS_GROUP = {
+    FLIGHT_RECORDER_SIZE: str(COLLECTIVES),
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # sums of gradients do not wait for the kernels of the backward pass beside them
+}
+"""Variables that PyTorch reads when a process group is formed; a user's own win."""
+
+_dump: Callable[[], bytes] = _inner._dump_fr_trace_json if _newer else _inner._dump_nccl_trace_json
+
+
+def missing_variables() -> dict[str, str]:
+    """Variables of PROCESS_GROUP that the environment of this process lacks."""
+    return {name: value for name, value in PROCESS_GROUP.items() if name not in os.environ}
+
+
+def flight_record(rank: int) -> str:
+    """Name of the file with the collectives of a rank, in JSON."""
+    return f"flight-recorder-rank{rank}.json"
+
+
+def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> RankReport:
+    """Train with the point's configuration as one of its ranks; reports to the process that started them.
+
+    Args:
+        surroundings: the point's.
+    """
+    threading.current_thread().name = f"rank {rank.number}"  # seen in dumps of stacks
+    report = RankReporter(rank.post, rank.number, surroundings)
+    try:
+        record = rank.folder / flight_record(rank.number)
+        with _watching(report, record):
+            found = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
+            dist.barrier()  # nobody leaves while another still exchanges
+            dist.destroy_process_group()
+        report.ended()
+        return found
+    except BaseException as err:
+        report.failed(err)
+        _print_traceback()
+        raise
+
+
+def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: str, memory_fraction: float | None) -> T:
+    """Run `main` as the rank that the elastic launcher's environment variables name. SIGTERM asks it to end; before all
+    ranks have formed a group it ends at once.
+
+    Args:
+        pipe: the pipe to the process that started the ranks.
+        folder: as Rank.folder.
+        memory_fraction: share of the GPU's memory that the rank may use; None: no limit.
+    """
+    number, post = int(os.environ["RANK"]), PipeWriter(pipe)
+    faulthandler.enable()
+    stacks.offer()
+    post(RankStarting(number, os.getpid()))
+    try:
+        own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
+    except BaseException as err:
+        post(failure(number, err))
+        _print_traceback()
+        raise
+    with noting_sigterm() as stop:
+        return main(Rank(number, str(own), post, stop, folder))
+
+
+def _print_traceback() -> None:
+    with contextlib.suppress(OSError):  # stderr is a file, whose disk may be full
+        traceback.print_exc()
+
+
+def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.device:
+    """Form the process group with the other ranks. Returns this rank's device."""
+    os.environ.update(missing_variables())
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return torch.device("cpu")
+    own = torch.device("cuda", local_rank)
+    torch.cuda.set_device(own)
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    if memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(memory_fraction, own)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=own)
+    return own
+
+
+@contextlib.contextmanager
+def _watching(report: RankReporter, path: Path) -> Iterator[None]:
+    """Write the flight recorder to `path` whenever there was no progress for SILENCE_S, once for each silence.
+
+    Not after the block: what waits for the process to end is no silence, and the path's folder may be removed by then.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(report, path, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(report: RankReporter, path: Path, ended: threading.Event) -> None:
+    written = 0.0
+    while not ended.wait(0.5):
+        last = report.last_beat
+        if last > written and time.monotonic() - last > SILENCE_S:
+            written = time.monotonic()
+            write_flight_record(path)
+
+
+def write_flight_record(path: Path) -> None:
+    """Write the last collectives of this process, and their states."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(_dump())
+    partial.replace(path)

@@ -1,0 +1,1 @@
+"""A soak over its processes."""

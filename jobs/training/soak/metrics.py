@@ -1,0 +1,220 @@
+"""Metrics of a soak from the histories of its ranks: slopes of memory, drift of the throughput, times and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from jobs.measure import trend
+from jobs.schema.point import Measurement, Metric
+from jobs.schema.quantities import Better, Quantity, Role
+from jobs.training import metrics as of_training
+from jobs.training.live import LOSS
+from jobs.training.rank_metrics import compared
+from jobs.training.report import RankReport
+from jobs.training.soak.history import GB, Interval, SoakHistory, SoakPlan
+from jobs.training.soak.watch import HOST_MEMORY, MEMORY_HELD
+
+MEMORY_SLOPE = Quantity(
+    "memory_slope", "MiB/h", "Growth of the memory held", "memory slope", Better.LOWER, Role.HEADLINE
+)
+MEMORY_GROWTH = Quantity("memory_growth", "%/1000 steps", "Growth of the memory held by step", better=Better.LOWER)
+ALLOCATED_SLOPE = Quantity("allocated_slope", "MiB/h", "Growth of the memory allocated", better=Better.LOWER)
+HOST_MEMORY_SLOPE = Quantity("host_memory_slope", "MiB/h", "Growth of the host memory", better=Better.LOWER)
+THROUGHPUT_DRIFT = Quantity(
+    "throughput_drift", "%/h", "Drift of the throughput", "throughput drift", Better.HIGHER, Role.HEADLINE
+)
+ALERT_TIME = Quantity("alert_time", "min", "Training time above the alert", better=Better.LOWER)
+SOAK_TIME = Quantity("soak_time", "h", "Training time of the soak")
+PIECES = Quantity("pieces", "1", "Pieces of the soak")
+INTERRUPTIONS = Quantity("interruptions", "1", "Interruptions of the soak", better=Better.LOWER)
+RESTARTS = Quantity("restarts", "1", "Restarts of the ranks", better=Better.LOWER)
+SLOPES = (MEMORY_SLOPE, MEMORY_GROWTH, ALLOCATED_SLOPE, HOST_MEMORY_SLOPE, THROUGHPUT_DRIFT)
+COUNTS = (ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, RESTARTS, MEMORY_HELD, HOST_MEMORY)
+
+HISTORY = "soak.csv"
+"""Name of the file with the intervals of the rank that holds the most memory."""
+
+_LEFT_OUT = "means of intervals of {:.3g} s, the first {:.3g} s of each process left out"
+
+
+def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], restarts: int) -> Measurement:
+    """Results of a whole soak from the reports of its last process, by rank.
+
+    Times and losses are the first rank's; memory is that of the rank that holds the most.
+
+    Args:
+        restarts: of all pieces in this attempt.
+    """
+    plan = SoakPlan.from_config(config)
+    assert plan is not None
+    first, worst = reports[0], max(reports, key=lambda report: _most(_history(report).intervals, _held))
+    agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
+    metrics = [
+        *_memory(worst, plan),
+        *_times(config, first, plan),
+        *of_training.energy_per_token([report.energy for report in reports]),
+        *_ranks(reports, plan),
+        *_counts(worst),
+        Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
+        *of_training.heldout_losses(config, first.run),
+    ]
+    metrics += [*of_training.memory(config, worst), *of_training.checkpoint_costs(first), *agreement.metrics()]
+    training = {**first.environment["training"], **of_training.history(first), "restarts": restarts}
+    environment = {**first.environment, "training": training}
+    files = {**worst.peak.files, HISTORY: _history(worst).to_csv()}
+    return Measurement(tuple(metrics), first.route, environment, files)
+
+
+def _history(report: RankReport) -> SoakHistory:
+    assert report.run.soak is not None
+    return report.run.soak
+
+
+def _settled(report: RankReport, plan: SoakPlan) -> list[Interval]:
+    """The intervals that count for times; of a short soak the last one."""
+    return list(_history(report).settled(plan)) or _history(report).intervals[-1:]
+
+
+def _held(interval: Interval) -> float:
+    return interval.held / 2**20
+
+
+def _allocated(interval: Interval) -> float:
+    return interval.allocated / 2**20
+
+
+def _resident(interval: Interval) -> float:
+    return interval.resident / 2**20
+
+
+def _hours(interval: Interval) -> float:
+    """Hours of training until the middle of an interval."""
+    return (interval.end_s - interval.seconds / 2) / 3600
+
+
+def _thousands(interval: Interval) -> float:
+    """Thousands of steps until the middle of an interval."""
+    return (interval.end_step - interval.steps / 2) / 1000
+
+
+def _most(intervals: Sequence[Interval], size: Callable[[Interval], float]) -> float:
+    return max(map(size, intervals), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """Slopes over the settled intervals of a rank, as metrics; none with too few of them."""
+
+    intervals: Sequence[Interval]
+
+    def of(
+        self,
+        quantity: Quantity,
+        y: Callable[[Interval], float],
+        x: Callable[[Interval], float],
+        what: str,
+        *,
+        relative: bool = False,
+        levels: bool = True,
+    ) -> list[Metric]:
+        """Slope of y against x.
+
+        Args:
+            what: y in words.
+            relative: in percent of the mean of y.
+            levels: processes have levels of their own, before their first checkpoint and after.
+        """
+        values = [y(interval) for interval in self.intervals]
+        pieces = [interval.memory_level if levels else 0 for interval in self.intervals]
+        slope = trend.common_slope(pieces, [x(interval) for interval in self.intervals], values)
+        if slope is None:
+            return []
+        scale = 100 / fmean(values) if relative else 1.0
+        low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
+        fit = (
+            f"least squares over {len(values)} intervals"
+            + ", one slope and levels of each process before and after its first checkpoint" * levels
+        )
+        method = f"{what}: {fit}; {trend.INTERVAL}"
+        return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
+
+
+def _memory(report: RankReport, plan: SoakPlan) -> list[Metric]:
+    """Highest memory and its slopes, of one rank."""
+    history = _history(report)
+    slopes = _Slopes(list(history.settled(plan)))
+    gpu = bool(_most(history.intervals, _allocated))
+    held = "memory reserved on the GPU" if gpu else "resident memory"
+    method = f"highest {held} over all processes; samples: intervals"
+    found = [
+        Metric.of(MEMORY_HELD, _most(history.intervals, _held), tuple(map(_held, history.intervals)), method),
+        *slopes.of(MEMORY_SLOPE, _held, _hours, held),
+        *slopes.of(MEMORY_GROWTH, _held, _thousands, f"{held} in percent of its mean", relative=True),
+    ]
+    if gpu:
+        found += slopes.of(ALLOCATED_SLOPE, _allocated, _hours, "highest memory allocated in an interval")
+        found += slopes.of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
+        method = "highest resident memory over all processes"
+        found.append(Metric.of(HOST_MEMORY, _most(history.intervals, _resident), method=method))
+    return found
+
+
+def _times(config: Mapping[str, Any], report: RankReport, plan: SoakPlan) -> list[Metric]:
+    """Step time, throughput and its drift, figures of the plan if any, and the loss."""
+    intervals, settled = _history(report).intervals, _settled(report, plan)
+    tokens = config["batch"] * config["seq_len"]
+    words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
+    drift = _Slopes(settled).of(
+        THROUGHPUT_DRIFT,
+        lambda i: tokens * i.steps / i.seconds,
+        _hours,
+        "throughput in percent of its mean",
+        relative=True,
+        levels=False,
+    )
+    losses = tuple(interval.loss / interval.steps for interval in intervals)
+    last = losses[-max(1, len(losses) // 10) :]
+    method = f"mean of the last {len(last)} intervals; samples: means of all intervals{of_training.per_byte(config)}"
+    return [
+        *of_training.speed(config, report, [i.seconds / i.steps for i in settled], words),
+        *drift,
+        Metric.of(LOSS, fmean(last), losses, method),
+    ]
+
+
+def _ranks(reports: Sequence[RankReport], plan: SoakPlan) -> list[Metric]:
+    """Comparison of several ranks."""
+    words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
+    settled = [_settled(report, plan) for report in reports]
+    steps = [median(1000 * i.seconds / i.steps for i in mine) for mine in settled]
+    compute = [_own_compute([i for i in mine if i.compute_ms]) for mine in settled]
+    busy = [_busy(mine) for mine in settled]
+    own, looked = f"all steps, by {words}", f"looks once a second, {words}"
+    return compared(reports, (steps, f"median of each rank's {words}"), (compute, own), (busy, looked))
+
+
+def _own_compute(intervals: Sequence[Interval]) -> float | None:
+    """A rank's own compute time of a step [ms]; None where it is unknown."""
+    return sum(i.compute_ms for i in intervals) / sum(i.steps for i in intervals) if intervals else None
+
+
+def _busy(intervals: Sequence[Interval]) -> float | None:
+    """Mean utilisation of a rank's GPU [%]; None where it is unknown."""
+    looks = sum(i.looks for i in intervals)
+    return sum(i.busy for i in intervals) / looks if looks else None
+
+
+def _counts(report: RankReport) -> list[Metric]:
+    history = _history(report)
+    processes = sum(step >= report.run.foreign for step in report.run.begun)
+    ends = "processes that ended before their piece did, and had saved a checkpoint"
+    plan_gb = f"memory held, of the rank that holds the most; samples once a second; 1 GB = {GB:,} bytes"
+    return [
+        Metric.of(SOAK_TIME, history.elapsed_s / 3600, method="without checkpoints, held-out losses and start-up"),
+        Metric.of(PIECES, history.pieces, method="processes that trained to the end of their piece"),
+        Metric.of(INTERRUPTIONS, max(0, processes - history.pieces), method=ends),
+        Metric.of(ALERT_TIME, history.alert_s / 60, method=plan_gb),
+    ]

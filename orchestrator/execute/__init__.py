@@ -1,0 +1,1 @@
+"""Where points run, and their files."""

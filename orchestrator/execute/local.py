@@ -1,0 +1,122 @@
+"""The executor for this machine: a thread and a share of the GPUs for each slot."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+from jobs.hardware import nvml
+from jobs.schema.point import Machine
+from jobs.schema.states import PointState
+from jobs.specs.spec import JobSpec
+from orchestrator.attempt import requirements, supervisor
+from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.execute.executor import MOST_A_CORE, BatchEnded, ExecutorError, gpus_per_point
+from orchestrator.messages import Assignment, Conditions, Requirements, Update
+
+_CANCEL_S = 2.0
+
+
+class LocalExecutor:
+    """Measures on this machine."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Raises ExecutorError if this machine lacks resources that the spec asks for."""
+        self._spec = spec
+        self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
+        self._cpus = _cpus()
+        self._free: list[int] = []
+        self._share: list[str | None] = []
+        self._updates: queue.SimpleQueue[tuple[int, Update | BatchEnded]] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._grace_s = 0.0
+        self._threads: list[threading.Thread] = []
+        self._check()
+
+    def probe(self) -> Mapping[str | None, Machine]:
+        wanted = Requirements.of(self._spec)
+        try:
+            return requirements.check(wanted, gpus="" if wanted.gpus == 0 else None)
+        except ProbeError as err:
+            raise ExecutorError(str(err)) from None
+
+    def slots(self, machine: Machine) -> int:
+        gpus = gpus_per_point(self._spec, machine)
+        room = min(int(self._cpus // self._spec.resources.num_cpus), MOST_A_CORE * self._cpus)
+        if gpus:
+            room = min(room, int(len(self._gpus) / gpus + 1e-9))
+        count = max(1, min(room, self._spec.resources.workers or room))
+        self._share = [self._gpus_of(slot, gpus) for slot in range(count)]
+        self._free = list(range(count))
+        return count
+
+    def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        slot = self._free.pop()
+        self._grace_s = conditions.grace_s
+        thread = threading.Thread(target=self._run, args=(slot, batch, assignments, conditions), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:
+            self._free.append(slot)
+            lost = BatchEnded(PointState.LOST, f"the host has no room for the thread of its supervisor ({err})")
+            self._updates.put((batch, lost))
+            return
+        self._threads.append(thread)
+
+    def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
+        try:
+            return [self._updates.get(timeout=timeout)]
+        except queue.Empty:
+            return []
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        deadline = time.monotonic() + _CANCEL_S + self._grace_s
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self, slot: int, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        end = BatchEnded()
+        try:
+            gpus = self._share[slot] if conditions.device == "cuda" else ""
+            for update in supervisor.supervise(assignments, conditions, gpus, self._cancelled.is_set):
+                self._updates.put((batch, update))
+        except Exception as err:
+            traceback.print_exc()  # a bug of ours: its location matters more than a tidy log
+            end = BatchEnded(PointState.LOST, f"the supervisor failed: {type(err).__name__}: {err}")
+        self._free.append(slot)
+        self._updates.put((batch, end))
+
+    def _gpus_of(self, slot: int, gpus: float) -> str | None:
+        if not gpus:
+            return ""
+        first = int(slot * gpus + 1e-9)
+        return ",".join(self._gpus[first : first + math.ceil(gpus)])
+
+    def _check(self) -> None:
+        asked = self._spec.resources
+        errors = []
+        if asked.num_cpus > self._cpus:
+            errors.append(
+                f"resources.num_cpus: {asked.num_cpus:g}: this machine has {self._cpus} CPU cores; ask for fewer"
+            )
+        if asked.num_gpus and asked.num_gpus > len(self._gpus):
+            errors.append(
+                f"resources.num_gpus: {asked.num_gpus:g}: this machine has {len(self._gpus)} GPUs; ask for fewer"
+            )
+        if asked.accelerator_type:
+            errors.append(
+                f"resources.accelerator_type: {asked.accelerator_type!r}: --local uses the machine at hand; remove it"
+            )
+        if errors:
+            raise ExecutorError("\n".join(errors))
+
+
+def _cpus() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

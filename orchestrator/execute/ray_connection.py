@@ -1,0 +1,140 @@
+"""The connection of this process to a Ray cluster: its address, what is wrong there, and the files sent with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jobs.process.garbage import uncollected
+from jobs.specs.spec import JobSpec
+from orchestrator.aside import interruptibly
+from orchestrator.execute import ray_token
+from orchestrator.execute.executor import ExecutorError, ExecutorGone
+from orchestrator.execute.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
+from orchestrator.execute.upload import collect
+from orchestrator.execute.waiting import ClusterWatch
+from orchestrator.settings import SOURCES, Installation, Settings, installation
+
+
+def connect(spec: JobSpec, settings: Settings) -> None:
+    """Connect this process to the cluster as a driver, whose tasks have the files that the spec names.
+
+    Raises:
+        ExecutorError: no cluster answers there, or it lets no driver in.
+        ExecutorGone: it fell silent meanwhile.
+    """
+    address = _answering_address(settings)
+    if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_token.send_it()
+    with uncollected():
+        import ray
+
+    with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
+        env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
+        try:
+            with _own_sigterm() as look_for_it:
+                watch = ClusterWatch(address, lambda: None)
+                interruptibly(  # a cluster that falls silent meanwhile would let no signal through
+                    lambda: ray.init(
+                        address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR
+                    ),
+                    lambda: (look_for_it(), watch.look()),
+                )
+        except ExecutorGone:
+            raise
+        except ConnectionError:
+            raise ExecutorError(
+                f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
+                "token which is not this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
+            ) from None
+        except Exception as err:  # other versions, a wrong token: Ray's message is the reason
+            raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {in_brief(err)}; correct it or use --local") from None
+
+
+def _answering_address(settings: Settings) -> str:
+    """The cluster's address, once its head has answered there. Raises ExecutorError."""
+    address = _address(settings)
+    if address.startswith("ray://"):
+        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
+    if not listens(address):
+        raise _unreachable(address)
+    if not answers(address):
+        raise ExecutorError(
+            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
+            "correct it, restart the cluster or use --local"
+        )
+    if node := frozen_node(address):
+        raise ExecutorError(
+            f"NSA_RAY_ADDRESS: {address!r}: its node on this host (process {node}) answers nothing; restart the "
+            "cluster or use --local"
+        )
+    return address
+
+
+def _address(settings: Settings) -> str:
+    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
+
+    Raises:
+        ExecutorError: none is given, and this user has none on this host.
+    """
+    inherited = os.environ.get("RAY_ADDRESS", "")
+    if inherited.startswith("http"):  # the job server's address, for `ray job` only
+        inherited = ""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
+        return inherited
+    given = (address for address in (settings.ray_address, inherited) if address and address != "auto")
+    if found := next(given, None) or local_address(settings) or own_address():
+        return found
+    raise _unreachable("auto")
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[Callable[[], None]]:
+    """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process.
+
+    The function given, to be called meanwhile, raises KeyboardInterrupt if the signal waits; the handler then gets it.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def look() -> None:
+        if signal.SIGTERM in signal.sigpending():
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, handler)  # a thread that was there before would let Ray's have it
+
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _unreachable(address: str) -> ExecutorError:
+    return ExecutorError(
+        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
+    )
+
+
+def _working_dir(spec: JobSpec, folder: Path) -> str | None:
+    """The files to send to the workers: the checkout, or a package, made in `folder`, if the spec names files.
+
+    None in a Ray job, whose own upload reaches the workers, and where the package is installed and no file is named.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return None
+    if all(path.is_absolute() for path in spec.paths().values()):
+        return str(SOURCES) if installation() is Installation.CHECKOUT else None
+    collect(spec).write(package := folder / "upload.zip")
+    return str(package)
+
+
+def in_brief(err: Exception) -> str:
+    """The first 300 characters of an exception's message, on one line, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(err).split()))[:300]

@@ -1,0 +1,117 @@
+"""Ray's token: a cluster that asks for it runs code for those alone who have it.
+
+Ray reads it from RAY_AUTH_TOKEN, from the file RAY_AUTH_TOKEN_PATH, or from ~/.ray/auth_token, in this order, and only
+where RAY_AUTH_MODE=token: https://docs.ray.io/en/latest/ray-security/token-auth.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from jobs.specs.user_files import open_regular
+from orchestrator.errors import UserError
+
+_MODE = "RAY_AUTH_MODE"
+_PATH = "RAY_AUTH_TOKEN_PATH"
+
+
+class TokenError(UserError):
+    """A token that cannot be used, or not be kept from others. One line: file, mistake, fix."""
+
+
+def wanted() -> bool:
+    """Whether a new cluster asks for the token: yes, unless RAY_AUTH_MODE says otherwise."""
+    return os.environ.get(_MODE, "token").strip().lower() == "token"
+
+
+def token_file() -> Path | None:
+    """The file that the token is read from; None if it is in RAY_AUTH_TOKEN."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    if named := os.environ.get(_PATH):
+        return Path(named).absolute()
+    try:
+        return Path.home() / ".ray" / "auth_token"
+    except RuntimeError:
+        raise TokenError(f"{_PATH}: is not set, and this user has no home; set it to a file of your own") from None
+
+
+def send_it() -> None:
+    """Send the token from this process, if there is one and RAY_AUTH_MODE is not set; call it before Ray is imported.
+
+    Of itself Ray sends none to an address that it was given. A cluster that asks for none takes no notice of it.
+    """
+    if _MODE in os.environ:
+        return
+    with contextlib.suppress(TokenError):
+        path = token_file()
+        if path is None or _is_there(path):
+            os.environ[_MODE] = "token"
+
+
+def environment_of_a_cluster() -> dict[str, str]:
+    """The variables by which a new cluster and its jobs find the token, which is made if there is none yet.
+
+    Raises:
+        TokenError: the file cannot be made or read, is empty, or another user owns it.
+    """
+    if not wanted():
+        return {}
+    path = token_file()
+    if path is None:
+        return {_MODE: "token"}
+    if not _is_there(path):
+        _make(path)
+    _keep_private(path)
+    return {_MODE: "token", _PATH: str(path)}
+
+
+def problem() -> str | None:
+    """The reason why others may know the token, or why it cannot be used; None if all is well or there is none."""
+    with contextlib.suppress(OSError):
+        path = token_file()
+        if path is not None and path.stat().st_mode & 0o077:
+            return f"{path}: other users can read this token"
+    return None
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.exists(path)  # Path.exists raises below a folder that may not be read
+
+
+def _make(path: Path) -> None:
+    """Write a new token to `path`, all at once; a file that another process has just put there is kept."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".auth_token-")  # mode 0600
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            os.unlink(draft)
+    except OSError as err:
+        raise TokenError(
+            f"{_PATH}: '{path}': the token cannot be written ({err.strerror}); set it to a file of your own"
+        ) from None
+
+
+def _keep_private(path: Path) -> None:
+    """Check that a token can be used, and take it from other users' reach."""
+    try:
+        with open_regular(path) as file:
+            there = os.fstat(file.fileno())
+            empty = not file.read().strip()
+            if there.st_uid == os.geteuid() and there.st_mode & 0o077:
+                os.fchmod(file.fileno(), 0o600)  # `ray get-auth-token --generate` leaves it readable by all
+    except OSError as err:
+        raise TokenError(f"{_PATH}: '{path}': cannot be read ({err.strerror}); set it to a file of your own") from None
+    if there.st_uid not in (os.geteuid(), 0):
+        raise TokenError(f"{_PATH}: '{path}': another user owns this token; set it to a file of your own")
+    if empty:
+        raise TokenError(f"{_PATH}: '{path}': is empty; remove it, and `nsa up` writes a new token")

@@ -1,0 +1,158 @@
+"""The upload of a Ray job: its spec, the files that the spec names and, from a checkout, the sources; nothing else."""
+
+from __future__ import annotations
+
+import ntpath
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.specs.spec import JobSpec
+from orchestrator.errors import UserError
+from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
+
+LIMIT = 100 * 2**20  # bytes before compression; Ray keeps an upload in its head's memory
+SUFFIXES = (".csv", ".mako", ".py", ".sql", ".svg", ".yaml")  # of sources and package data: pyproject.toml
+_ELSEWHERE = "put it on storage that all workers share and give its absolute path"
+
+
+class UploadError(UserError):
+    """A file that cannot be sent with the job. One line: field, value, fix."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Files to send.
+
+    Attributes:
+        files: source by path in the job's working directory, relative and with "/".
+        spec: path of the spec in the job's working directory; None if it is not sent.
+    """
+
+    files: Mapping[str, Path]
+    spec: str | None = None
+
+    def write(self, package: Path) -> int:
+        """Write the zip file that Ray unpacks. Returns its size in bytes.
+
+        Equal files give equal bytes, so that Ray keeps one copy of an upload that is submitted again.
+
+        Raises:
+            UploadError: a file cannot be read.
+        """
+        with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, source in sorted(self.files.items()):
+                entry = zipfile.ZipInfo(name)  # dated 1980
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                entry.external_attr = 0o644 << 16
+                try:
+                    with source.open("rb") as read, archive.open(entry, "w") as written:
+                        shutil.copyfileobj(read, written)
+                except OSError as err:
+                    raise _unreadable("upload", source, err) from None
+        return package.stat().st_size
+
+
+def collect(spec: JobSpec, spec_file: Path | None = None) -> Upload:
+    """The upload of a job that is submitted from the current folder.
+
+    A file keeps its path relative to this folder; a spec that lies elsewhere is put at the top.
+
+    Args:
+        spec_file: file that `spec` was read from; None if the job does not read it.
+
+    Raises:
+        UploadError: a file leads out of the current folder or cannot be read, or all of them are too large.
+    """
+    here = Path.cwd()
+    files = dict(sources()) if installation() is Installation.CHECKOUT else {}
+    name = None
+    if spec_file is not None:
+        inside = Path(os.path.relpath(spec_file, here))
+        name = _add(files, "spec", spec_file.name if ".." in inside.parts else inside.as_posix(), here / spec_file)
+    for field, path in spec.paths().items():
+        if path.is_absolute():
+            continue
+        for source in _named(field, path, here):
+            _add(files, field, source.as_posix(), here / source)
+    _check_size(files, here)
+    return Upload(files, name)
+
+
+def sources(root: Path = SOURCES) -> Iterator[tuple[str, Path]]:
+    """Python files and package data of the packages that a job imports, with their paths relative to `root`."""
+    for package in PACKAGES:
+        for path in (root / package).rglob("*"):
+            if path.suffix in SUFFIXES and path.is_file():
+                yield path.relative_to(root).as_posix(), path
+
+
+def _named(field: str, path: Path, here: Path) -> list[Path]:
+    """Files at or below a relative path of a spec, relative to `here`. Raises UploadError."""
+    if ".." in path.parts:
+        raise UploadError(f"{field}: {str(path)!r}: leads out of the folder that is sent; {_ELSEWHERE}")
+    if not os.path.exists(here / path):  # Path.exists raises for a path that is too long
+        raise UploadError(f"{field}: {str(path)!r}: there is no such file in {here}; correct it, or {_ELSEWHERE}")
+    found = list(_below(field, path, here, ()))
+    if not found:
+        raise UploadError(f"{field}: {str(path)!r}: holds no files; name a file, or a folder with some")
+    return found
+
+
+def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
+    """Files at or below `path`; links are followed within `here`. Raises UploadError."""
+    real = Path(os.path.realpath(here / path))
+    if not real.is_relative_to(here.resolve()):
+        raise UploadError(f"{field}: {str(path)!r}: is a link to {real}, out of the folder that is sent; {_ELSEWHERE}")
+    if real in parents:
+        raise UploadError(f"{field}: {str(path)!r}: is a link to a folder that holds it; remove the link")
+    if real.is_dir():
+        try:
+            names = sorted(os.listdir(here / path))
+        except OSError as err:
+            raise _unreadable(field, path, err) from None
+        for name in names:
+            yield from _below(field, path / name, here, (*parents, real))
+    elif real.is_file():
+        yield path
+    else:
+        raise UploadError(f"{field}: {str(path)!r}: is neither a file nor a folder; remove it, or name another folder")
+
+
+def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:
+    """Add a file under a name and return the name. Raises UploadError if Ray could not unpack it there."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UploadError(f"{field}: {name!r}: its name is not UTF-8; rename it") from None
+    if "\\" in name or ntpath.splitdrive(name)[0]:
+        raise UploadError(f"{field}: {name!r}: Ray does not unpack names with a backslash or a drive; rename it")
+    other = files.setdefault(name, source)
+    if other is not source and not other.samefile(source):
+        raise UploadError(
+            f"{field}: {name!r}: would replace {other} of the package; move it to a folder of another name"
+        )
+    return name
+
+
+def _check_size(files: Mapping[str, Path], here: Path) -> None:
+    sizes = {}
+    for name, source in files.items():
+        try:
+            sizes[name] = source.stat().st_size
+        except OSError as err:
+            raise _unreadable("upload", source, err) from None
+    if (total := sum(sizes.values())) > LIMIT:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise UploadError(
+            f"upload: {total / 2**20:.0f} MiB in {len(files)} files from {here}, the largest {largest!r}: "
+            f"at most {LIMIT // 2**20} MiB are sent with a job; put large data on storage that all workers share, and "
+            "give its absolute path in the spec"
+        )
+
+
+def _unreadable(field: str, path: Path, err: OSError) -> UploadError:
+    return UploadError(f"{field}: {str(path)!r}: cannot be read ({err.strerror}); make it readable")

@@ -1,0 +1,329 @@
+"""Time of the sparse attention by branch: its share at each length, and where the compressed branch takes over.
+
+A stage's name, given by its launch in nsa_core/kernels, tells its branch. The compressed branch alone is quadratic: a
+query sees S / cmp_stride compressed keys at most. Its scores and the choice of blocks visit the same keys and count to
+it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from orchestrator.judge.analysis import series_columns, series_of
+from orchestrator.judge.growth import HOLDS, MIN_LENGTHS, Growth, fit_growth
+
+STAGE = "stage_"
+_FAR = 4  # times the longest length up to which a crossing is extrapolated
+_ENDLESS = 100  # octaves beyond the longest length
+_SPLIT_HOLDS = 0.1  # largest relative residual with which a shared stage is split
+_NOT_OF_A_SERIES = ("metric", "unit")
+
+
+class Branch(StrEnum):
+    """Part of the operator that a stage works for."""
+
+    COMPRESSED = "compressed"  # with its scores and the choice of blocks
+    SELECTED = "selected"
+    WINDOW = "window"  # with the forced blocks of the selection, which the same kernels visit
+    REST = "rest"  # compression, merging, gates
+    OTHER = "other"  # PyTorch's kernels, and stages of unknown names
+    SHARED = "shared"  # stages of the compressed branch and the window that the lengths do not allow to split
+
+
+# Stages by name without direction; a launch over several spans has their names in turn ("compressed_window_forced").
+_SPANS = {"compressed": Branch.COMPRESSED, "window": Branch.WINDOW, "forced": Branch.WINDOW}
+_STAGES = {
+    "scores": Branch.COMPRESSED,
+    "topk": Branch.COMPRESSED,
+    "selected": Branch.SELECTED,
+    "inverse_index": Branch.SELECTED,
+    "sum_items": Branch.SELECTED,
+    "compress": Branch.REST,
+    "merge": Branch.REST,
+    "gates": Branch.REST,
+    "sum_chunks": Branch.REST,
+}
+_DIRECTION = re.compile(r"_backward(_q|_kv)?$")
+
+
+def branch_of(stage: str) -> Branch:
+    """The branch of a stage, named without "stage_"; SHARED for a launch of the compressed branch and the window."""
+    name = _DIRECTION.sub("", stage)
+    spans = {_SPANS.get(word, Branch.OTHER) for word in name.split("_")}
+    if Branch.OTHER in spans:
+        return _STAGES.get(name, Branch.OTHER)
+    return spans.pop() if len(spans) == 1 else Branch.SHARED
+
+
+@dataclass(frozen=True)
+class BranchShares:
+    """Device time by branch of one series at one length.
+
+    Attributes:
+        series: the series' values of `series_columns`, without metric and unit; None for a missing one.
+        seq_len, batch: coordinates of the call.
+        milliseconds: time of a call by branch, the branches in the order of `Branch`; those that ran.
+        unknown: stages of unknown names, which count as other.
+    """
+
+    series: Mapping[str, Any]
+    seq_len: int
+    batch: int
+    milliseconds: Mapping[Branch, float]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Time of all stages in milliseconds."""
+        return sum(self.milliseconds.values())
+
+    def share(self, branch: Branch) -> float:
+        """The branch's part of the total, 0 to 1."""
+        return self.milliseconds.get(branch, 0.0) / self.total
+
+    def per_sequence(self, branches: Collection[Branch]) -> float:
+        """Milliseconds of these branches, divided by the batch."""
+        return sum(self.milliseconds.get(branch, 0.0) for branch in branches) / self.batch
+
+
+def branch_shares(rows: pd.DataFrame) -> list[BranchShares]:
+    """Shares of every series in `rows` (of the view v_metrics) with stages, by series and length.
+
+    The stages that the compressed branch shares with the window are split: per token, the window costs a constant and
+    the compressed branch a multiple of S. Both are fitted over the series' lengths by least squares of the relative
+    residuals, and each measured time is divided in the fitted proportion. With fewer than three lengths, or residuals
+    over 10 %, the time stays SHARED.
+    """
+    staged = rows.loc[rows["metric"].str.startswith(STAGE) & (rows["seq_len"] > 0)]
+    columns = [name for name in series_columns(rows.columns) if name not in _NOT_OF_A_SERIES]
+    shares = []
+    for identity, group in staged.groupby(columns, dropna=False, sort=True):
+        series = series_of(columns, identity)
+        shares += _split([_at(series, of_length) for _, of_length in group.groupby("seq_len")])
+    return shares
+
+
+def shares_frame(shares: Sequence[BranchShares]) -> pd.DataFrame:
+    """Frame with a row per series, length and branch: the series' columns, then seq_len, batch, branch, milliseconds
+    and share (0 to 1).
+    """
+    names = {name for one in shares for name in one.series}
+    columns = [name for name in series_columns(names) if name not in _NOT_OF_A_SERIES]
+    rows = [
+        {**one.series, "seq_len": one.seq_len, "batch": one.batch, "branch": branch.value, "milliseconds": time}
+        | {"share": one.share(branch)}
+        for one in shares
+        for branch, time in one.milliseconds.items()
+    ]
+    return pd.DataFrame(rows, columns=[*columns, "seq_len", "batch", "branch", "milliseconds", "share"])
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Length from which on the compressed branch costs more than others.
+
+    Attributes:
+        seq_len: the length.
+        low, high: measured lengths between which it lies (low is 0 if no measured length is shorter), or the interval
+            that the exponents' intervals give, infinite at most, if it is extrapolated.
+        extrapolated: whether it lies beyond the longest measured length.
+    """
+
+    seq_len: float
+    low: float
+    high: float
+    extrapolated: bool
+
+    def __str__(self) -> str:
+        """The length with its bounds: "about 74,000 tokens (between the measured 65,536 and 131,072)"."""
+        if self.low == 0:
+            return f"{self.high:,.0f} tokens or fewer (the shortest length measured)"
+        about = f"about {_rounded(self.seq_len)} tokens"
+        if not self.extrapolated:
+            return f"{about} (between the measured {self.low:,.0f} and {self.high:,.0f})"
+        end = f"to {_rounded(self.high)}" if math.isfinite(self.high) else "or more"
+        return f"{about} (extrapolated: {_rounded(self.low)} {end})"
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Lengths at which the compressed branch of one series takes over.
+
+    Attributes:
+        series: as in `BranchShares`.
+        lengths: the measured lengths, ascending.
+        compressed, rest: growth of the compressed branch and of all others together, per sequence; None with fewer than
+            three lengths.
+        largest: where it becomes the largest branch; None for the reason given.
+        equal: where it costs as much as all others together; None for the reason given.
+        largest_reason, equal_reason: why there is no such length; empty if there is one.
+    """
+
+    series: Mapping[str, Any]
+    lengths: tuple[int, ...]
+    compressed: Growth | None
+    rest: Growth | None
+    largest: Crossing | None
+    equal: Crossing | None
+    largest_reason: str = ""
+    equal_reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The growth of both and the two lengths, in one sentence or two."""
+        grows = ""
+        if self.compressed and self.rest:
+            grows = f"The compressed branch grows as {_law(self.compressed)}, the rest as {_law(self.rest)}. "
+        largest = f"from {self.largest}" if self.largest else f"at no known length: {self.largest_reason}"
+        equal = f"from {self.equal}" if self.equal else f"at no known length: {self.equal_reason}"
+        return f"{grows}It is the largest branch {largest}; it costs as much as all the rest {equal}."
+
+
+def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
+    """The take-over in every series of `shares`, in their order."""
+    by_series: dict[tuple[Any, ...], list[BranchShares]] = {}
+    for one in shares:
+        by_series.setdefault(tuple(one.series.values()), []).append(one)
+    return [_take_over(found) for found in by_series.values()]
+
+
+def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
+    """The take-over in one series; `shares`: its lengths, ascending."""
+    series, lengths = shares[0].series, tuple(one.seq_len for one in shares)
+    if any(Branch.SHARED in one.milliseconds for one in shares):
+        reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
+        return TakeOver(series, lengths, None, None, None, None, reason, reason)
+    compressed = _Curve.of(shares, [Branch.COMPRESSED])
+    if compressed is None:
+        reason = "no stage of the compressed branch was measured at every length"
+        return TakeOver(series, lengths, None, None, None, None, reason, reason)
+    others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
+    rest = _Curve.of(shares, others)
+    if rest is None:
+        reason = "no other stage was measured at every length"
+        return TakeOver(series, lengths, compressed.law, None, None, None, reason, reason)
+    rivals = [curve for branch in others if (curve := _Curve.of(shares, [branch])) is not None]
+    equal, equal_reason = _crossing(compressed, rest)
+    largest, largest_reason = _last([_crossing(compressed, rival) for rival in rivals])
+    return TakeOver(series, lengths, compressed.law, rest.law, largest, equal, largest_reason, equal_reason)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Times of some branches per sequence against the length, with their law."""
+
+    lengths: tuple[int, ...]
+    times: tuple[float, ...]
+    law: Growth | None
+
+    @classmethod
+    def of(cls, shares: Sequence[BranchShares], branches: Collection[Branch]) -> _Curve | None:
+        """The branches' curve; None if they did not run at every length."""
+        lengths, times = tuple(one.seq_len for one in shares), tuple(one.per_sequence(branches) for one in shares)
+        return cls(lengths, times, fit_growth(lengths, times)) if min(times) > 0 else None
+
+
+_Found = tuple[Crossing | None, str]
+
+
+def _crossing(ours: _Curve, theirs: _Curve) -> _Found:
+    """The length from which on `ours` is the greater, or None with the reason.
+
+    Between measured lengths by a line on log-log axes; beyond them by both asymptotic exponents.
+    """
+    lengths = ours.lengths
+    ratios = [our / their for our, their in zip(ours.times, theirs.times, strict=True)]
+    below = [place for place, ratio in enumerate(ratios) if ratio < 1]
+    if not below:
+        return Crossing(lengths[0], 0, lengths[0], extrapolated=False), ""
+    if (last := below[-1]) == len(lengths) - 1:
+        return _extrapolated(ours.law, theirs.law, lengths[-1], ratios[-1])
+    low, high = lengths[last : last + 2]
+    part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
+    return Crossing(low * (high / low) ** part, low, high, extrapolated=False), ""
+
+
+def _extrapolated(ours: Growth | None, theirs: Growth | None, longest: int, ratio: float) -> _Found:
+    """The crossing beyond `longest`, at which `ours` is `ratio` of `theirs`."""
+    if ours is None or theirs is None:
+        return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
+    if max(ours.residual, theirs.residual) > HOLDS:
+        return None, f"it lies beyond {longest:,}, and no law of growth holds"
+    if ours.ci_low <= theirs.ci_high:
+        return None, f"it lies beyond {longest:,}, and the growth of both is not told apart"
+    faster = ours.exponent - theirs.exponent, ours.ci_high - theirs.ci_low, ours.ci_low - theirs.ci_high
+    octaves = [-math.log2(ratio) / difference for difference in faster]
+    found, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
+    if found > _FAR * longest:
+        return None, f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
+    return Crossing(found, low, high, extrapolated=True), ""
+
+
+def _last(found: Sequence[_Found]) -> _Found:
+    """The longest of several crossings; none with the reason of one that lacks."""
+    reasons = [reason for crossing, reason in found if crossing is None]
+    crossings = [crossing for crossing, _ in found if crossing is not None]
+    return (None, reasons[0]) if reasons else (max(crossings, key=lambda crossing: crossing.seq_len), "")
+
+
+def _at(series: Mapping[str, Any], rows: pd.DataFrame) -> BranchShares:
+    """Shares at one length, shared stages not split; several points count as their mean."""
+    points = rows["point_id"].nunique()
+    times = dict.fromkeys(Branch, 0.0)
+    unknown: set[str] = set()
+    for name, value in zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True):
+        stage = name.removeprefix(STAGE)
+        branch = branch_of(stage)
+        times[branch] += value / points
+        if branch is Branch.OTHER and stage != Branch.OTHER.value:
+            unknown.add(stage)
+    batch = rows["batch"].iloc[0]
+    return BranchShares(
+        series,
+        seq_len=int(rows["seq_len"].iloc[0]),
+        batch=1 if pd.isna(batch) else int(batch),
+        milliseconds={branch: time for branch, time in times.items() if time > 0},
+        unknown=tuple(sorted(unknown)),
+    )
+
+
+def _split(shares: list[BranchShares]) -> list[BranchShares]:
+    """The shares with the shared stages split, if their lengths allow it."""
+    lengths = np.array([one.seq_len for one in shares], dtype=float)
+    times = np.array([one.per_sequence([Branch.SHARED]) for one in shares]) / lengths
+    if len(shares) < MIN_LENGTHS or min(times) <= 0:
+        return shares
+    from scipy import optimize  # takes long to import, and most runs have no shared stages
+
+    terms = np.stack([1 / times, lengths / times], axis=1)
+    (constant, slope), _ = optimize.nnls(terms, np.ones(len(times)))
+    if np.abs(terms @ (constant, slope) - 1).max() > _SPLIT_HOLDS:
+        return shares
+    parts = slope * lengths / (constant + slope * lengths)
+    return [_with_part(one, float(part)) for one, part in zip(shares, parts, strict=True)]
+
+
+def _with_part(one: BranchShares, part: float) -> BranchShares:
+    """The shares with `part` of the shared time given to the compressed branch, the rest of it to the window."""
+    times = {branch: one.milliseconds.get(branch, 0.0) for branch in Branch}
+    shared = times.pop(Branch.SHARED)
+    times[Branch.COMPRESSED] += part * shared
+    times[Branch.WINDOW] += (1 - part) * shared
+    kept = {branch: time for branch, time in times.items() if time > 0}
+    return BranchShares(one.series, one.seq_len, one.batch, kept, one.unknown)
+
+
+def _rounded(length: float) -> str:
+    return f"{float(f'{length:.2g}'):,.0f}"
+
+
+def _law(growth: Growth) -> str:
+    return f"S^{growth.exponent:.2f} ({growth.ci_low:.2f} to {growth.ci_high:.2f})"

@@ -1,0 +1,115 @@
+"""Decisions: the verdicts on all hardware of a target, in a sentence, and the steps that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jobs.schema.states import Result
+from jobs.schema.training_plan import TrainingPlan
+from orchestrator.judge.results import RuleVerdict, TargetVerdict
+from orchestrator.judge.rules import Gates
+from orchestrator.judge.steps import Step, merged
+from orchestrator.judge.verdicts import evaluate
+from orchestrator.store import Store
+
+_NAMED = 3  # more rules than these are counted
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A target of the YAML with its verdicts, one per hardware."""
+
+    name: str
+    title: str
+    plan: TrainingPlan | None
+    verdicts: tuple[TargetVerdict, ...]
+
+    @property
+    def result(self) -> Result:
+        """GO if one of its hardware is GO, NO-GO if none is and one is NO-GO, else UNKNOWN."""
+        results = {verdict.result for verdict in self.verdicts}
+        return next((each for each in (Result.GO, Result.NO_GO) if each in results), Result.UNKNOWN)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that would settle the open rules, in the order to run; those without a command last."""
+        return merged(rule.step for verdict in self.verdicts for rule in verdict.rules if rule.step)
+
+    @property
+    def sentence(self) -> str:
+        """The result in words, with the headline figures of the hardware that was measured."""
+        judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
+        said = [_clause(each) for result in Result for each in judged if each.result is result]
+        blank = [each for each in self.verdicts if each not in judged]
+        missing = f"nothing measured{_on(blank, 'or')}" if blank else ""
+        if self.result is Result.UNKNOWN:
+            return ". ".join(["Not yet" + (f": {missing}" if missing else ""), *said]) + "."
+        return ". ".join([*said, *([f"N{missing[1:]}"] if missing else [])]) + "."
+
+
+def decide(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[Decision]:
+    """One decision per target, on the measured runs in `run_ids` (None: all). Raises StoreUnavailable."""
+    return decisions(gates, evaluate(store, gates, run_ids))
+
+
+def decisions(gates: Gates, verdicts: Sequence[TargetVerdict]) -> list[Decision]:
+    """The verdicts by target, in the order of the rules' file."""
+    return [
+        Decision(
+            target.name,
+            target.title,
+            target.plan,
+            tuple(verdict for verdict in verdicts if verdict.decision == target.name),
+        )
+        for target in gates.targets
+    ]
+
+
+def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
+    """The verdicts' hardware: " on 1x A100, 2x A100 or 1x H100"; "" without."""
+    titles = [verdict.hardware.title for verdict in verdicts if verdict.hardware]
+    if len(titles) < 2:
+        return "".join(f" on {title}" for title in titles)
+    return f" on {', '.join(titles[:-1])} {last} {titles[-1]}"
+
+
+def _clause(verdict: TargetVerdict) -> str:
+    """A verdict in words: "On 1x H200: 36,271 tok/s of 2,370 needed; open: soak-memory-slope"."""
+    on = _on([verdict])
+    if verdict.result is Result.NO_GO:
+        failed = [rule for rule in verdict.rules if rule.result is Result.NO_GO]
+        return f"No{on}: {', '.join(_figure(rule, named=True) for rule in failed)}"
+    figures = ", ".join(_figure(rule) for rule in verdict.rules if rule.headline and rule.value is not None)
+    if verdict.result is Result.GO:
+        return f"Go{on}" + (f": {figures}" if figures else "")
+    names = [rule.rule for rule in verdict.rules if rule.result is Result.UNKNOWN]
+    left = f"open: {', '.join(names)}" if len(names) <= _NAMED else f"{len(names)} of {len(verdict.rules)} rules open"
+    left = f"{figures}; {left}" if figures else left
+    return f"O{on[2:]}: {left}" if on else f"{left[0].upper()}{left[1:]}"
+
+
+def _figure(rule: RuleVerdict, *, named: bool = False) -> str:
+    """A rule's value and bound: "36,271 tok/s of 2,370 needed", "2.4 of 60.5 GiB", "naive 1.3 (at least 1.7)"."""
+    assert rule.value is not None, "only judged rules are shown"
+    assert rule.bound is not None, "every judged rule has a bound"
+    scale, unit = (1024, "GiB") if rule.unit == "MiB" else (1, "" if rule.unit == "1" else rule.unit)
+    value, bound = _numbers(rule.value / scale, rule.bound / scale)
+    if named or not unit:
+        side = "at most" if rule.comparison == "<=" else "at least"
+        return f"{rule.rule} {value} ({side} {bound} {unit}".rstrip() + ")"
+    return f"{value} of {bound} {unit}" if rule.comparison == "<=" else f"{value} {unit} of {bound} needed"
+
+
+def _numbers(value: float, bound: float) -> tuple[str, str]:
+    """Both in three digits, or as many as tell them apart: "1.1502" beside "1.15" is no "1.15"."""
+    for digits in range(3, 16):
+        shown = _number(value, digits), _number(bound, digits)
+        if value == bound or shown[0] != shown[1]:
+            return shown
+    return repr(value), repr(bound)
+
+
+def _number(value: float, digits: int) -> str:
+    size = len(str(int(abs(value))))
+    return f"{value:,.{max(0, digits - size)}f}" if size >= 3 else f"{value:.{digits}g}"

@@ -1,0 +1,214 @@
+"""The measured runs that verdicts may rest on, and which of them a rule prefers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from jobs.schema.states import FAILED, Origin, RunState
+from orchestrator.judge.analysis import Fit, scaling_fits
+from orchestrator.judge.filters import Row, Where
+from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.outlines import Outline, Series, outlines
+from orchestrator.judge.source import Source
+from orchestrator.store import Store, queries
+
+Lengths = Mapping[Series, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The points that a rule is about: a filter, on one hardware if it names one.
+
+    Attributes:
+        whole: the points measured on all GPUs of the hardware; else those on one.
+        lengths: the number of lengths of each series in a shape, by its number, as far as it was asked for.
+    """
+
+    where: Where
+    hardware: Hardware | None = None
+    whole: bool = False
+    lengths: dict[int, Lengths] = field(default_factory=dict)
+
+    def matches(self, row: Row) -> bool:
+        """Whether a row of the views v_metrics or v_points is in the scope."""
+        return self.is_here(row) and self.where.matches(row)
+
+    def matches_but_length(self, row: Row) -> bool:
+        """Whether all coordinates of a row match, its length aside."""
+        return self.is_here(row) and self.where.matches_but_length(row)
+
+    def is_here(self, row: Row) -> bool:
+        """Whether a row's point was measured on the scope's hardware."""
+        return self.hardware is None or self.hardware.measured(row, whole=self.whole)
+
+    def __str__(self) -> str:
+        return str(self.where) + (f"; on {self.hardware.title}" if self.hardware else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One measured run: its state, commit and outline, and on demand a row per point and per metric.
+
+    Attributes:
+        minutes: its duration; None if it has not ended, or was resumed after a pause.
+    """
+
+    run_id: str
+    name: str
+    kind: str
+    gpu: str | None
+    state: RunState
+    commit: str | None
+    minutes: float | None
+    outline: Outline
+    source: Source
+    resumed: bool
+
+    def __str__(self) -> str:
+        return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is done, or was and all that its points are still counts while some are measured again."""
+        if self.state is RunState.DONE:
+            return True
+        return self.resumed and all(state.settles for state in self.outline.states)
+
+    def lengths(self, scope: Scope) -> Lengths:
+        """The number of lengths of each series in the scope, whatever became of the points."""
+        shape = self.outline.shape
+        known = scope.lengths.get(shape.number)
+        if known is None:
+            series: dict[Series, set[Any]] = defaultdict(set)
+            for part in (part for parts in shape.places if scope.is_here(parts[0].row) for part in parts):
+                if scope.where.matches_but_length(part.row):
+                    series[part.series] |= {length for length in part.lengths if scope.where.matches_length(length)}
+            known = {name: len(lengths) for name, lengths in series.items() if lengths}
+            scope.lengths[shape.number] = known
+        return known
+
+    def of(self, metric: str, scope: Scope, *more: Where) -> list[Row]:
+        """Rows of a metric that are in the scope and match all further filters."""
+        if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
+            return []
+        if metric not in self._metrics:
+            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own)
+        rows = (row for row in self._metrics[metric] if scope.matches(row))
+        return [row for row in rows if all(each.matches(row) for each in more)]
+
+    def fits(self, metric: str, scope: Scope) -> list[Fit]:
+        """Fits of a metric's series in the scope."""
+        rows = self.of(metric, scope)
+        points = (metric, *(row["point_id"] for row in rows))
+        if points not in self._fits:
+            self._fits[points] = scaling_fits(pd.DataFrame(rows)) if rows else []
+        return self._fits[points]
+
+    def in_scope(self, scope: Scope, *more: Where) -> list[Row]:
+        """Rows of the points in the scope that match all further filters."""
+        if not self.lengths(scope):
+            return []
+        return [point for point in self._points if scope.matches(point) and all(each.matches(point) for each in more)]
+
+    def failed(self, scope: Scope) -> bool:
+        """Whether a point in the scope failed."""
+        return any(
+            scope.matches_but_length(part.row) and any(map(scope.where.matches_length, part.lengths))
+            for part in self.outline.failed
+        )
+
+    def failures(self, scope: Scope, *more: Where) -> list[Row]:
+        """Rows of the failed points in the scope that match all further filters."""
+        if not self.failed(scope):
+            return []
+        points = (point for point in self._points if point["state"] in FAILED)
+        return [point for point in points if scope.matches(point) and all(each.matches(point) for each in more)]
+
+    @cached_property
+    def texts(self) -> Mapping[str, str]:
+        """Fingerprint of the text that each point was trained on, by point id; without those that have none."""
+        return self.source.texts(self.run_id)
+
+    @cached_property
+    def _points(self) -> list[Row]:
+        return self.source.points(self.run_id, self.gpu)
+
+    @cached_property
+    def _metrics(self) -> dict[str, list[Row]]:
+        return {}
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, ...], list[Fit]]:
+        return {}
+
+
+def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
+    """The measured runs, newest first. Raises StoreUnavailable."""
+    rows = _rows(queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED))
+    known, source = outlines(store, rows, everything=run_ids is None), Source(store, run_ids)
+    return [
+        Run(
+            row["run_id"],
+            row["name"],
+            row["kind"],
+            row["gpu"],
+            RunState(row["state"]),
+            _commit(row),
+            _minutes(row),
+            known[row["run_id"]],
+            source,
+            row["resumed"] > 0,
+        )
+        for row in rows
+    ]
+
+
+def _rows(frame: pd.DataFrame) -> list[Row]:
+    """A frame's rows with None for missing values."""
+    return [
+        {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]
+
+
+def _commit(run: Row) -> str | None:
+    """A run's commit in short, with a mark for uncommitted changes."""
+    if not run["git_commit"]:
+        return None
+    return str(run["git_commit"])[:10] + (" (uncommitted changes)" if run["git_dirty"] else "")
+
+
+def _minutes(run: Row) -> float | None:
+    if run["ended_at"] is None or run["resumed"]:
+        return None
+    return (run["ended_at"] - run["created_at"]).total_seconds() / 60
+
+
+def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
+    """The complete runs, newest first; then those that an older one exceeds, for where that lacks the metric.
+
+    An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
+    """
+    complete = [(run, measured) for run in runs if run.complete and (measured := run.lengths(scope))]
+    oldest = {frozenset(measured.items()): place for place, (_, measured) in enumerate(complete)}
+    exceeded_before = {  # a run before this place is exceeded
+        measured: max((place for more, place in oldest.items() if _exceeds(more, measured)), default=-1)
+        for measured in oldest
+    }
+    exceeded = {
+        run.run_id
+        for place, (run, measured) in enumerate(complete)
+        if place < exceeded_before[frozenset(measured.items())]
+    }
+    return sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)
+
+
+def _exceeds(more: frozenset[tuple[Series, int]], measured: frozenset[tuple[Series, int]]) -> bool:
+    lengths = dict(more)
+    return more != measured and all(lengths.get(series, 0) >= number for series, number in measured)

@@ -1,0 +1,301 @@
+"""Go/no-go rules as data: validated targets from YAML. orchestrator.judge.verdicts evaluates them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StrictInt, ValidationError, model_validator
+
+from jobs.schema.axes import AXES
+from jobs.schema.states import FAILED, PointState
+from jobs.schema.training_plan import TrainingPlan
+from jobs.specs.validation import describe
+from jobs.specs.yaml_text import YamlError, read_mapping
+from orchestrator.errors import UserError
+from orchestrator.judge.filters import ANY, Strict, Where
+from orchestrator.judge.hardware import Hardware
+from orchestrator.settings import SOURCES
+
+DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
+READY_SPECS = SOURCES / "jobs" / "configs"
+LONGEST_NAME = 80  # of the columns of the table `verdict`
+Bound = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no value violates a bound of NaN
+_SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
+
+
+class GatesError(UserError):
+    """The rules cannot be used; one line per mistake: field, value, fix."""
+
+
+class Measure(Strict):
+    """The way to missing evidence: a ready spec to submit, the missing part of this version, or any text."""
+
+    spec: str | None = Field(None, description="file name of a ready spec (jobs/configs)")
+    set: tuple[str, ...] = Field((), description="KEY=VALUE to override in it")
+    lacking: str | None = Field(None, min_length=1)
+    text: str | None = Field(None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _or_text(cls, data: Any) -> Any:
+        return {"text": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if sum(each is not None for each in (self.spec, self.lacking, self.text)) != 1:
+            raise ValueError("give either spec (the file name of a ready spec), or lacking, or a text")
+        if self.set and self.spec is None:
+            raise ValueError("set: needs a spec; name one")
+        known = sorted(path.name for path in READY_SPECS.glob("*.yaml"))
+        if self.spec is not None and self.spec not in known:
+            raise ValueError(f"spec: {self.spec!r}: is no ready spec; use one of {', '.join(known)}")
+        if wrong := next((each for each in self.set if "=" not in each), None):
+            raise ValueError(f"set: {wrong!r}: is not KEY=VALUE; write e.g. lengths=[512,1024]")
+        return self
+
+
+class Change(Strict):
+    """A rule's differences on one hardware; `where` replaces the fields that it gives."""
+
+    where: Where = ANY
+    measure: Measure | None = None
+    at_most: Bound | None = None
+    at_least: Bound | None = None
+
+    @model_validator(mode="after")
+    def _replaces_something(self) -> Self:
+        for name in ("measure", "at_most", "at_least"):
+            if name in self.model_fields_set and getattr(self, name) is None:
+                raise ValueError(f"{name}: None: is nothing to change it to; give a value, or remove it")
+        return self
+
+
+class _Rule(Strict):
+    """Fields of every rule; `measure` tells how to get missing evidence."""
+
+    rule: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str = Field(min_length=1)
+    measure: Measure
+    where: Where = ANY
+    headline: bool = Field(False, description="its figure belongs into a sentence about the target")
+    gpus: Literal["all"] | None = Field(None, description="all: measured on all GPUs of the hardware; None: on one")
+    min_gpus: StrictInt = Field(0, ge=0, description="the rule is for hardware with that many")
+    transfers: bool = Field(False, description="evidence of another card of the same architecture may count")
+    per_hardware: dict[str, Change] = Field({}, description="what differs on a hardware, by its name")
+
+    @property
+    def of_hardware(self) -> str | None:
+        """The name of a field that has a meaning on hardware only; None if there is none."""
+        given = {"gpus": self.gpus, "min_gpus": self.min_gpus, "transfers": self.transfers}
+        given["per_hardware"] = self.per_hardware
+        return next((name for name, value in given.items() if value), None)
+
+    def on_hardware(self, hardware: Hardware) -> Self:
+        """The rule as it is judged on a hardware."""
+        change = self.per_hardware.get(hardware.name)
+        if change is None:
+            return self
+        given = {name: getattr(change, name) for name in change.model_fields_set}
+        return self.model_copy(update=given | {"where": self.where.also(change.where)})
+
+
+class _Bounded(_Rule):
+    at_most: Bound | None = None
+    at_least: Bound | Literal["plan"] | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError("give either at_most or at_least")
+        for name, change in self.per_hardware.items():
+            if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
+                raise ValueError(
+                    f"per_hardware.{name}.{other[0]}: is not the bound of this rule; change the one that it has"
+                )
+        return self
+
+
+class ExponentRule(_Bounded):
+    """Bound on the fitted exponent of the matching series; the worst one decides."""
+
+    kind: Literal["exponent"]
+    metric: str
+    min_lengths: int = Field(3, ge=3)
+
+
+class MetricRule(_Bounded):
+    """Bound on a metric of the matching points; the worst one decides. `every`: each point must have the metric."""
+
+    kind: Literal["metric"]
+    metric: str
+    unit: str = Field(max_length=20)
+    absolute: bool = False
+    every: bool = False
+    min_points: int = Field(1, ge=1)
+
+
+class Side(Strict):
+    """One side of a ratio; times and memory are per sequence (divided by the batch)."""
+
+    metric: str
+    where: Where = ANY
+
+
+class RatioRule(_Bounded):
+    """Bound on numerator / denominator over pairs of points equal in the columns `same`; the worst pair decides.
+
+    `every`: each point of the run that the numerator matches must have a pair.
+    """
+
+    kind: Literal["ratio"]
+    numerator: Side
+    denominator: Side
+    same: tuple[str, ...] = _SHAPE
+    every: bool = False
+    min_points: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _known_columns(self) -> Self:
+        unknown = set(self.same) - {*_SHAPE, "batch", "point_id", "implementation"}
+        if unknown:
+            raise ValueError(f"same: unknown column {sorted(unknown)[0]!r}; use some of {', '.join(_SHAPE)}")
+        return self
+
+
+class StatesRule(_Rule):
+    """Rule that no matching point is in one of the states `none_of`."""
+
+    kind: Literal["states"]
+    none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
+    min_points: int = Field(1, ge=1)
+
+
+_KINDS = ("exponent", "metric", "ratio", "states")
+Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discriminator="kind")]
+
+
+class Target(Strict):
+    """A decision: GO only if every rule holds; on each of its hardware separately, if it names any."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str = Field(min_length=1)
+    plan: TrainingPlan | None = None
+    hardware: tuple[str, ...] = ()
+    rules: tuple[Rule, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.rules:
+            raise ValueError("rules: is empty; without a rule nothing would be decided")
+        if double := _double(rule.rule for rule in self.rules):
+            raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
+        if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
+            raise ValueError("at_least: 'plan' needs a plan; add steps, tokens_per_step and hours to the target")
+        if double := _double(self.hardware):
+            raise ValueError(f"hardware: {double!r} comes twice; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_hardware(self) -> Self:
+        for rule in self.rules:
+            if not self.hardware and rule.of_hardware:
+                raise ValueError(f"rules.{rule.rule}.{rule.of_hardware}: needs a target with hardware; add hardware")
+            if unknown := sorted(rule.per_hardware.keys() - set(self.hardware)):
+                raise ValueError(
+                    f"rules.{rule.rule}.per_hardware: {unknown[0]!r} is not hardware of this target; add it there"
+                )
+        for name in self.hardware:
+            if len(self.verdict_name(name)) > LONGEST_NAME:
+                raise ValueError(f"name: {self.verdict_name(name)!r} is longer than {LONGEST_NAME} letters; shorten it")
+        return self
+
+    def verdict_name(self, hardware: str) -> str:
+        """The name of the verdict on one hardware."""
+        return f"{self.name}/{hardware}"
+
+    def rules_on(self, hardware: Hardware | None) -> list[Rule]:
+        """The rules that are judged on a hardware, as they are judged there; None: on any machine."""
+        if hardware is None:
+            return list(self.rules)
+        return [rule.on_hardware(hardware) for rule in self.rules if hardware.gpus >= rule.min_gpus]
+
+
+class Gates(Strict):
+    """The rules of all targets, and the hardware that they are about."""
+
+    hardware: tuple[Hardware, ...] = ()
+    targets: tuple[Target, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets: is empty; add one")
+        if double := _double(target.name for target in self.targets):
+            raise ValueError(f"targets: {double!r} comes twice; give each target its own name")
+        if double := _double(each.name for each in self.hardware):
+            raise ValueError(f"hardware: {double!r} comes twice; give each its own name")
+        for target in self.targets:
+            if unknown := sorted(set(target.hardware) - {each.name for each in self.hardware}):
+                raise ValueError(f"targets.{target.name}.hardware: {unknown[0]!r} is unknown; describe it in hardware")
+            for hardware in filter(None, self.of(target)):
+                if not target.rules_on(hardware):
+                    raise ValueError(f"targets.{target.name}.rules: none is for {hardware.name}; lower a min_gpus")
+        return self
+
+    def of(self, target: Target) -> list[Hardware | None]:
+        """The hardware that a target is judged on; [None] if it names none."""
+        known = {each.name: each for each in self.hardware}
+        return [known[name] for name in target.hardware] or [None]
+
+    def only(self, wanted: str | None) -> Gates:
+        """The rules of one target, on one hardware if `wanted` is TARGET/HARDWARE; None: all targets.
+
+        Raises:
+            GatesError: the target, or its hardware, is unknown.
+        """
+        if wanted is None:
+            return self
+        name, slash, hardware = wanted.partition("/")
+        for target in self.targets:
+            if target.name == name and (hardware in target.hardware or not slash):
+                chosen = target.model_copy(update={"hardware": (hardware,)} if hardware else {})
+                return self.model_copy(update={"targets": (chosen,)})
+        names = [each for target in self.targets for each in (target.name, *map(target.verdict_name, target.hardware))]
+        raise GatesError(f"target: {wanted!r} is unknown; use one of {', '.join(names)}")
+
+
+def _double(names: Iterable[str]) -> str | None:
+    """The first name, by the alphabet, that comes twice."""
+    return next((name for name, number in sorted(Counter(names).items()) if number > 1), None)
+
+
+def load_gates(path: Path | None = None) -> Gates:
+    """Read and validate the rules at `path`; None: the default gates.yaml, which is read again when it changed.
+
+    Raises:
+        GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
+            itself.
+    """
+    if path is None and DEFAULT_GATES.is_file():
+        return _default_gates(DEFAULT_GATES.stat().st_mtime_ns)
+    return _gates_in(path or DEFAULT_GATES)
+
+
+@lru_cache(maxsize=1)
+def _default_gates(changed: int) -> Gates:  # `changed` is the cache's key only
+    return _gates_in(DEFAULT_GATES)
+
+
+def _gates_in(path: Path) -> Gates:
+    try:
+        data = read_mapping(path, "gates", "targets:")
+    except YamlError as err:
+        raise GatesError(str(err)) from None
+    try:
+        return Gates.model_validate(data)
+    except ValidationError as err:
+        raise GatesError("\n".join(describe(err, data, "gates", _KINDS))) from None

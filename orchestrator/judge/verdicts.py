@@ -1,0 +1,228 @@
+"""Evaluation of the go/no-go rules on stored measurements.
+
+A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
+that is running, cancelled or failed is not complete, unless it was resumed and each of its points has an outcome, which
+counts while the point is measured again. One that measures less of the same series than an older run (a smoke run
+beside a sweep) does not displace it. A newer one that has no evidence because points of the same series failed leaves
+the rule UNKNOWN. On a hardware only points measured on it count; where there are none, and the rule transfers, those
+of another card of the same architecture.
+GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jobs.schema.states import PointState, Result
+from jobs.schema.training_plan import TrainingPlan
+from orchestrator.judge.candidates import BoundedRule, Candidate, Found, failures, find, wanted
+from orchestrator.judge.durations import Durations
+from orchestrator.judge.evidence import Run, Scope, measured_runs, preferred
+from orchestrator.judge.filters import Row
+from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.outlines import series_of
+from orchestrator.judge.results import RuleVerdict, TargetVerdict
+from orchestrator.judge.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
+from orchestrator.judge.steps import Step, step_of
+from orchestrator.store import Store
+from orchestrator.store.records import now
+
+__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
+
+_STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "bound", "margin", "evidence")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A rule to judge by the runs; `step` would settle it."""
+
+    rule: Rule
+    plan: TrainingPlan | None
+    runs: list[Run]
+    step: Step
+
+    @property
+    def how(self) -> str:
+        """The way to missing evidence, in words."""
+        if self.step.command:
+            return f"run `{self.step.command}`"
+        return self.rule.measure.text or f"this version lacks {self.rule.measure.lacking}"
+
+
+def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
+    """Evaluate every target on the measured runs in `run_ids` (None: all), on each of its hardware.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+    """
+    return judge(measured_runs(store, run_ids), gates)
+
+
+def judge(runs: list[Run], gates: Gates) -> list[TargetVerdict]:
+    """The verdicts by these runs, newest first."""
+    durations = Durations(runs)
+    return [
+        _target(target, hardware, gates.hardware, runs, durations)
+        for target in gates.targets
+        for hardware in gates.of(target)
+    ]
+
+
+def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
+    """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
+    at = now()
+    rows = [
+        {
+            "evaluated_at": at,
+            "run_id": run_id,
+            "target": target.name,
+            "target_title": target.full_title,
+            "target_result": target.result,
+            "position": position,
+            **{name: getattr(rule, name) for name in _STORED},
+        }
+        for target in verdicts
+        for position, rule in enumerate(target.rules)
+    ]
+    store.add_verdicts(rows)
+
+
+def _target(
+    target: Target, hardware: Hardware | None, known: Sequence[Hardware], runs: list[Run], durations: Durations
+) -> TargetVerdict:
+    rules = [
+        _judge(_Case(rule, target.plan, runs, step_of(rule, hardware, durations)), hardware, known)
+        for rule in target.rules_on(hardware)
+    ]
+    results = {rule.result for rule in rules}
+    worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
+    name = target.verdict_name(hardware.name) if hardware else target.name
+    return TargetVerdict(name, target.title, worst, rules, decision=target.name, hardware=hardware)
+
+
+def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) -> RuleVerdict:
+    """The verdict by the hardware's own evidence, else by that of another card where the rule transfers."""
+    rule = case.rule
+    scope = Scope(rule.where, hardware, whole=rule.gpus == "all")
+    verdict = _judge_in(case, scope)
+    if verdict.value is None and hardware is not None and rule.transfers:
+        verdict = _transferred(case, scope, hardware, known) or verdict
+    step = case.step if verdict.result is Result.UNKNOWN else None
+    return replace(verdict, step=step, headline=rule.headline)
+
+
+def _transferred(case: _Case, own: Scope, hardware: Hardware, known: Sequence[Hardware]) -> RuleVerdict | None:
+    """The verdict by another card's evidence; None without any, and where complete runs failed on this card."""
+    if any(run.failed(own) for run in preferred(case.runs, own)):
+        return None
+    for other in known:
+        if hardware.akin(other):
+            there = other.model_copy(update={"gpus": hardware.gpus})
+            verdict = _judge_in(case, replace(own, hardware=there, lengths={}))
+            if verdict.value is not None:
+                card = next(run.gpu for run in case.runs if run.run_id == verdict.run_id) or other.title
+                return replace(verdict, transferred=card, reason=f"transferred from {card}: {verdict.reason}")
+    return None
+
+
+def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:
+    if isinstance(case.rule, StatesRule):
+        return _judge_states(case, case.rule, scope)
+    return _judge_bounded(case, case.rule, scope)
+
+
+def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
+    """Compare the worst candidate of the newest run that has any with the bound."""
+    comparison, bound = _bound(rule, case.plan)
+    unit = rule.unit if isinstance(rule, MetricRule) else "1"
+    verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
+    run, found, failed = _newest(case, rule, scope)
+    if failed is not None:  # a success before it says nothing about what fails now
+        point, where = failed
+        return replace(verdict, reason=f"not measured: {point['label']} ended {point['state']} in {where}; {case.how}")
+    if run is None:
+        others = (run for run in case.runs if not run.complete)
+        begun = next((run for run in others if find(rule, run, scope).candidates), None)
+        return replace(verdict, reason=_unmeasured(wanted(rule, scope), begun, case.how))
+    verdict = replace(verdict, run_id=run.run_id, commit=run.commit)
+    if found.refused and not found.candidates:
+        return replace(verdict, reason=f"not comparable: {found.refused}; {run}; {case.how}")
+    if found.unit != unit:
+        return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
+    worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
+    margin = bound - worst.value if comparison == "<=" else worst.value - bound
+    lacking = f"{found.lacking}: {case.how}" if found.lacking else _undecided(found.candidates, comparison, bound)
+    result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
+    reason = f"{worst.what}; {run}" + (f"; {lacking}" if lacking else "")
+    return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+
+
+def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
+    """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
+    same series, in a newer run without evidence.
+    """
+    newer: list[Run] = []
+    for run in preferred(case.runs, scope):
+        found = find(rule, run, scope)
+        if found.candidates or found.refused:
+            failed = ((point, each) for each in newer for point in failures(rule, each, scope))  # read as far as needed
+            return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
+        newer.append(run)
+    return None, Found([]), None
+
+
+def _unmeasured(missing: str, begun: Run | None, how: str) -> str:
+    """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
+    if begun is None:
+        return f"not measured: {missing}; {how}"
+    ended = sum(number for state, number in begun.outline.states.items() if state.ended)
+    return f"no complete run: {begun} is {begun.state}, {ended} of {begun.outline.points} points ended; {how}"
+
+
+def _undecided(candidates: list[Candidate], comparison: str, bound: float) -> str:
+    """The reason that the fits do not decide, an interval across the bound; "" if they do."""
+    for low, high in (each.interval for each in candidates if each.interval):
+        if high > bound if comparison == "<=" else low < bound:
+            return f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths"
+    return ""
+
+
+def _bound(rule: BoundedRule, plan: TrainingPlan | None) -> tuple[str, float]:
+    if rule.at_most is not None:
+        return "<=", rule.at_most
+    if rule.at_least == "plan":
+        assert plan is not None, "validated with the target"
+        return ">=", plan.needed
+    assert rule.at_least is not None, "validated with the rule"
+    return ">=", rule.at_least
+
+
+def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
+    verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
+    run = next(iter(preferred(case.runs, scope)), None)
+    if run is None:
+        begun = next((run for run in case.runs if run.lengths(scope)), None)
+        return replace(verdict, reason=_unmeasured(f"no points ({scope})", begun, case.how))
+    points = run.in_scope(scope)
+    bad = [point for point in points if point["state"] in rule.none_of]
+    # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
+    due = [point for point in points if point["state"] != PointState.SKIPPED]
+    ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
+    least = max(len(due), rule.min_points)
+    reason = f"{len(bad)} of {len(points)} points ended {', '.join(rule.none_of)}"
+    if bad:
+        reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
+    elif len(ended) < least:
+        reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
+    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least else Result.GO
+    return replace(
+        verdict,
+        result=result,
+        value=float(len(bad)),
+        margin=0.0 - len(bad),
+        reason=f"{reason}; {run}",
+        evidence=[point["point_id"] for point in bad or ended],
+        run_id=run.run_id,
+        commit=run.commit,
+    )

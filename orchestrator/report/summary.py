@@ -1,0 +1,174 @@
+"""Console summary of a run: its states, the fitted exponents, the verdict with its reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jobs.process.garbage import uncollected
+from jobs.schema.axes import MORE, more_columns
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import Role, readable, said_in_its_own_unit
+from jobs.schema.states import PointState, Result
+from orchestrator.terminal import PlainConsole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from orchestrator.judge.analysis import Fit
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.results import TargetVerdict
+    from orchestrator.report.table import Table as ReportTable
+    from orchestrator.store import Store
+
+_STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
+_WIDTH_OF_A_PIPE = 200
+_LONG = 40  # characters of a cell beyond which it may take several lines
+
+
+def wide_console() -> Console:
+    """Console on standard output, 200 columns wide if that is a file or a pipe."""
+    return PlainConsole(width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
+
+
+def print_states(states: Counter[PointState], console: Console) -> None:
+    """Print the number of points by state."""
+    table = _table("Points", "state", "points")
+    for state in PointState:
+        if states[state]:
+            table.add_row(state, str(states[state]))
+    console.print(table)
+
+
+def evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> str:
+    """Text of `print_evaluation` for the console, from a thread whose result may come too late to be shown."""
+    with console.capture() as captured:
+        print_evaluation(store, run_id, gates_file, console)
+    return captured.get()
+
+
+def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
+    """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
+    with uncollected():
+        from orchestrator.judge.analysis import scaling_fits
+        from orchestrator.judge.decisions import decisions
+        from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
+        from orchestrator.report import bench, bench_text
+        from orchestrator.store import queries
+
+    if benches := bench.collect(store, [run_id]):
+        for table in bench_text.tables(benches):
+            print_table(table, console)
+    else:
+        headline = queries.quantities(store, [run_id]).names(role=Role.HEADLINE)
+        fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
+        if fits:
+            print_fits(fits, console)
+        else:
+            print_results(queries.measurements(store, run_ids=[run_id]), headline, console)
+    gates = load_gates(gates_file)
+    verdicts = evaluate(store, gates, run_ids=[run_id])
+    save_verdicts(store, run_id, verdicts)
+    print_decisions(decisions(gates, verdicts), console, brief=True)
+
+
+def print_table(table: ReportTable, console: Console) -> None:
+    """Print a report's table with its note below; nothing if it has no rows."""
+    shown = _table(escape(table.title), *map(escape, table.columns))
+    for column, cells in zip(shown.columns, zip(*table.rows, strict=True), strict=False):
+        column.no_wrap = all(len(cell) <= _LONG for cell in cells)  # else a long text would cut all columns
+    for row in table.rows:
+        shown.add_row(*map(_cell, row))
+    if table.rows:
+        console.print(shown)
+        console.print(table.note, style="dim", markup=False)
+
+
+def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
+    """Print the headline quantities, a row per point; nothing if there are none."""
+    names = [name for name in headline if name in set(metrics["metric"])]
+    shown = metrics.loc[metrics["metric"].isin(names)]
+    if shown.empty:
+        return
+    units = dict(zip(shown["metric"], shown["unit"], strict=True))
+    table = _table("Results", "point", *(escape(_titled(name, units[name])) for name in names))
+    for label, rows in shown.groupby("label", sort=False):
+        values = dict(zip(rows["metric"], rows["value"], strict=True))
+        cells = (_value(values[name], units[name]) if name in values else "" for name in names)
+        table.add_row(_cell(str(label)), *cells)
+    console.print(table)
+
+
+def _titled(name: str, unit: str) -> str:
+    """A column's title with the unit of its values, unless each has its own."""
+    return name if unit == "1" or said_in_its_own_unit(unit) else f"{name} ({unit})"
+
+
+def _value(value: float, unit: str) -> str:
+    return readable(value, unit if said_in_its_own_unit(unit) else "1")
+
+
+def print_fits(fits: Sequence[Fit], console: Console) -> None:
+    """Print the fitted exponents, a row per series and metric."""
+    title = "Growth with sequence length S: metric = overhead + c S^exponent"
+    table = _table(title, "series", "metric", "exponent", "95 % interval", "overhead", "S")
+    for fit in fits:
+        named = [fit.series[name] for name in ("implementation", "workload", "pass")]
+        own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
+        series = _cell(" ".join([*filter(None, named), *own]))
+        interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
+        overhead = f"{fit.overhead:.3g}" if fit.overhead else ""
+        lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
+        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, overhead, lengths)
+    console.print(table)
+
+
+def print_decisions(decisions: Sequence[Decision], console: Console, *, brief: bool = False) -> None:
+    """Print each decision in a sentence, then the rules on each hardware that has evidence.
+
+    `brief` leaves out transferred evidence, and names in one line the decisions that have no other.
+    """
+    blank = []
+    for decision in decisions:
+        shown = [each for each in decision.verdicts if each.measured or (not brief and each.judged)]
+        if brief and not shown:
+            blank.append(decision.name)
+            continue
+        title = f"{decision.result}  {decision.name}: {decision.title}"
+        console.print(title, style=_STYLE[decision.result], markup=False)
+        console.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
+        print_verdicts(shown or [each for each in decision.verdicts if each.hardware is None], console)
+        if any(each not in shown for each in decision.verdicts if each.hardware):
+            console.print(f"  what would settle the rest: nsa plan {decision.name}", markup=False)
+    if blank:
+        console.print(f"no evidence in this run for {', '.join(blank)}", markup=False)
+
+
+def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
+    """Print each verdict's name, then a line per rule: result, value against bound, margin, reason."""
+    for target in verdicts:
+        console.print(f"{target.result}  {target.name}", style=_STYLE[target.result], markup=False)
+        if len(target.commits) > 1:
+            console.print(f"  the rules rest on different commits: {', '.join(target.commits)}", markup=False)
+        for rule in target.rules:
+            judged = ""
+            if rule.value is not None and rule.margin is not None:
+                judged = f"{rule.told(rule.value)} (bound {rule.limit}, margin {rule.told(rule.margin)}): "
+            console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
+
+
+def _cell(text: str) -> str:
+    return escape(in_a_line(text))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table

@@ -1,0 +1,253 @@
+"""The journal: a run's records, one JSON object per line, append-only, synced to disk before any other use.
+
+A process that dies while writing leaves a torn last line; readers skip it, and the next writer removes it. A disk that
+takes no more leaves the journal as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from jobs.schema.plain_text import in_a_line
+from jobs.specs.user_files import open_regular
+from orchestrator.errors import UserError
+from orchestrator.store.records import RECORD, PointRecord, Record
+
+NAME = "journal.jsonl"
+COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be read, not continued
+EXPANDED_LIMIT = 256 << 20  # bytes; a hundred times the journal of a sweep of a hundred points
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<number>
+_BLOCK = 256 << 10
+_REASON = 300  # characters
+
+
+class JournalError(UserError):
+    """The journal cannot be used; one line: field, value, fix."""
+
+
+class JournalHeld(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
+    """Another process is writing the journal."""
+
+
+class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mistake)
+    """The journal's disk takes no more now, or the journal is not in its place; it is as it was before."""
+
+
+class Journal:
+    """The journal of one run, locked for appending by this process.
+
+    One thread may append while another reads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create the journal, or open an existing one and remove its torn last line.
+
+        Raises:
+            JournalHeld: another process is writing it.
+            JournalError: the file cannot be written, or is none.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+        except OSError as err:
+            raise JournalError(
+                f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written ({err.strerror}); name another folder"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalHeld(
+                f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
+            ) from None
+        self._end = _whole(path)
+        self._file.truncate(self._end)
+        self._torn = False
+        _sync_folder(path.parent)
+
+    @property
+    def end(self) -> int:
+        """The journal's size in bytes: all of its records are on disk."""
+        return self._end
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Append records and sync them to disk: all of them or none.
+
+        Raises JournalFull if the disk takes no more, or the file was moved away or removed.
+        """
+        if not self._in_place():
+            raise JournalFull(f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back")
+        lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
+        fd, left = self._file.fileno(), memoryview(lines)
+        try:
+            if self._torn:
+                self._cut()
+            while left:
+                self._torn = True
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        except OSError as err:
+            with contextlib.suppress(OSError):
+                self._cut()
+            fix = "free space there, or name another folder in NSA_ARTIFACTS"
+            raise JournalFull(f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); {fix}") from None
+        self._torn = False
+        self._end += len(lines)
+
+    def records(self, start: int, most: int) -> tuple[list[Record], int]:
+        """At most `most` records from byte `start` on, where a record begins, and the byte after them.
+
+        Raises:
+            JournalError: the file was changed by another process.
+        """
+        left, size, data = self._end - start, _BLOCK, b""
+        while left and b"\n" not in data:
+            if len(data) == left or len(data := self._read(start, min(size, left))) < min(size, left):
+                raise JournalError(f"journal: {str(self.path)!r}: was changed by another process; leave it alone")
+            size *= 4
+        lines = data.split(b"\n")[:-1][:most]
+        return [RECORD.validate_json(line) for line in lines], start + sum(map(len, lines)) + len(lines)
+
+    def _in_place(self) -> bool:
+        """Whether the file is the one that readers find."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
+
+    def _read(self, start: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, start)
+
+    def _cut(self) -> None:
+        """Remove what a failed `append` has written."""
+        self._file.truncate(self._end)
+        self._torn = False
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> Iterator[Record]:
+    """Records of a journal, plain or compressed by gzip (.jsonl.gz), in order, without a torn last line.
+
+    Raises:
+        JournalError: the file cannot be read, expands to more than EXPANDED_LIMIT, a line before the last is not a
+            record, or a record is of another run than the first one, or names a point of another run.
+    """
+    run_id = None
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            return
+        record = _record(path, number, line)
+        run_id = record.run_id if run_id is None else run_id
+        if fault := _stranger(record, run_id):
+            raise JournalError(
+                f"journal: {str(path)!r}: line {number} {fault} {run_id!r}; give the journal as the run wrote it"
+            )
+        yield record
+
+
+def owner(path: Path) -> str | None:
+    """The id of the run that a journal is of; None if it has no record. Raises JournalError."""
+    first = next(read(path), None)
+    return None if first is None else first.run_id
+
+
+def held(path: Path) -> bool:
+    """Whether another process is writing the journal; it need not be writable here. Raises JournalError."""
+    try:
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+    return False
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines with their ends. Raises JournalError."""
+    try:
+        if path.name.endswith(COMPRESSED):
+            yield from _expanded(path)
+            return
+        with open_regular(path) as file:
+            yield from file
+    except (gzip.BadGzipFile, zlib.error, EOFError) as err:
+        raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+
+
+def _expanded(path: Path) -> Iterator[bytes]:
+    left = EXPANDED_LIMIT
+    with open_regular(path) as archive, gzip.open(archive) as file:
+        while line := file.readline(left + 1):
+            left -= len(line)
+            if left < 0:
+                raise JournalError(
+                    f"journal: {str(path)!r}: expands to more than {EXPANDED_LIMIT >> 20} MiB; if it is a journal "
+                    "indeed, expand it first and give the journal.jsonl"
+                )
+            yield line
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        return RECORD.validate_json(line)
+    except ValidationError as err:
+        mistake = err.errors(include_url=False)[0]
+        what = in_a_line(": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]])), _REASON)
+        raise JournalError(
+            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
+            "--resume then writes it again from the database"
+        ) from None
+
+
+def _stranger(record: Record, run_id: str) -> str | None:
+    """Why a record is not one of the run `run_id`, to be followed by that id; None if it is."""
+    if record.run_id != run_id:
+        return f"is of the run {record.run_id!r}, in the journal of"
+    point_id: str | None = getattr(record, "point_id", None)
+    if point_id is None:
+        return None
+    head, slash, number = point_id.rpartition("/")
+    if not slash or head != run_id or not _NUMBER.fullmatch(number):
+        return f"names the point {point_id!r}, which is not one of its run"
+    if isinstance(record, PointRecord) and record.index != int(number):
+        return f"gives the point {point_id!r} the number {record.index}, in the journal of"
+    return None
+
+
+def _whole(path: Path) -> int:
+    """The file's size in bytes up to the end of its last whole line. Raises JournalError."""
+    try:
+        with open_regular(path) as file:
+            return file.read().rfind(b"\n") + 1
+    except OSError as err:
+        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); move it away") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a new file's entry survives a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

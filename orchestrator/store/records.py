@@ -1,0 +1,286 @@
+"""Records, the lines of a journal. The store holds the state that results from applying a run's records.
+
+Applying a record is idempotent: replaying a journal, whole or in part, gives the same rows.
+Records carry plain data only, so that a store can be filled without the code that measured. What comes from outside
+(messages, names, environments) may be anything: a record holds it as text and numbers that journals and databases take.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
+
+from jobs.schema.axes import Axis, check_axes
+from jobs.schema.quantities import Quantity, check_quantities
+from jobs.schema.states import Origin, PointState, RunState
+
+STORED_BYTES = 64 << 10
+"""Bytes at the end of a text file that are kept in the journal and the database, too."""
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _in_utc(moment: datetime) -> datetime:
+    """The moment, which UTC must have, too: the year 1 of a zone in the east is before it."""
+    try:
+        moment.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("is out of range; give a time between the years 1 and 9999 of UTC") from None
+    return moment
+
+
+# Bounds of every database: SQLite would take more, and Postgres refuse it.
+Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+Name = Annotated[str, Field(max_length=200)]
+PointId = Annotated[str, Field(max_length=240)]
+Hash = Annotated[str, Field(max_length=64)]
+Kind = Annotated[str, Field(max_length=40)]
+Small = Annotated[int, Field(ge=0, lt=1 << 31)]
+Large = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def _storable(value: Any) -> Any:
+    """The value, with lone surrogates in its texts, at any depth, written as escapes."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_storable(key): _in_json(item) for key, item in value.items()}
+    return [_in_json(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_json(value: Any) -> Any:
+    """The value of a JSON object or array; JSON has no number for a float that is not finite, so that is a text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return _storable(list(value) if isinstance(value, tuple) else value)
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _of_storable_texts(cls, value: Any) -> Any:
+        value = _storable(value)
+        nul = isinstance(value, str) and "\0" in value
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}") if nul else value
+
+
+class _Record(_Plain):
+    v: Literal[1] = 1
+    run_id: Name
+    at: Moment = Field(default_factory=now)
+
+
+class RunRecord(_Record):
+    """Start of a run, or its resumption; `resumed` counts the latter."""
+
+    type: Literal["run"] = "run"
+    state: Literal[RunState.PENDING, RunState.RUNNING] = RunState.RUNNING  # pending: it waits for its cluster
+    name: str
+    kind: Kind
+    spec: dict[str, Any]
+    spec_hash: Hash
+    origin: Origin = Origin.MEASURED
+    source: str | None = None  # file or report of reported results
+    git_commit: Hash | None = None
+    git_branch: str | None = None
+    git_dirty: bool | None = None
+    code_hash: Hash | None = None  # hash of the sources of nsa_core and jobs
+    submission_id: Name | None = None  # Ray's id, if run as a Ray job
+    host: str | None = None
+    artifacts: str | None = None  # folder of the run's journal, on the host that wrote it
+    artifact_store: str | None = None  # URL of the store of the points' files; None: `artifacts` held them
+    resumed: Small = 0
+    quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds declared any
+    axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
+
+    @field_validator("quantities", mode="after")
+    @classmethod
+    def _can_be_told_apart(cls, quantities: tuple[Quantity, ...] | None) -> tuple[Quantity, ...] | None:
+        check_quantities(quantities or ())
+        return quantities
+
+    @field_validator("axes", mode="after")
+    @classmethod
+    def _can_be_columns(cls, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        check_axes(axes)
+        return axes
+
+
+class PointRecord(_Record):
+    """A planned point: `pending`, or `skipped` with its reason."""
+
+    type: Literal["point"] = "point"
+    point_id: PointId  # "<run_id>/<index>"
+    index: Small
+    attempt: Small = 0  # attempts before this plan: above 0 in a resumed run
+    key: Hash
+    label: str
+    config: dict[str, Any]
+    axes: dict[str, Any]  # jobs.schema.axes.Axes.to_record
+    estimate_bytes: Large | None = None
+    state: PointState = PointState.PENDING
+    reason: str | None = None
+    resumed: Small | None = None  # of the beginning that plans it; None: written before plans had it
+
+
+class StartRecord(_Record):
+    """Start of an attempt: the point was handed to a worker."""
+
+    type: Literal["start"] = "start"
+    point_id: PointId
+    attempt: Small
+    node: str | None = None
+
+
+class MetricData(_Plain):
+    """Stored form of jobs.schema.point.Metric."""
+
+    name: Annotated[str, Field(max_length=80)]
+    unit: Annotated[str, Field(max_length=20)]
+    value: float
+    samples: tuple[float, ...] = ()
+    p10: float | None = None
+    p90: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    method: str = ""
+
+
+class ArtifactData(_Plain):
+    """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
+
+    name: str = Field(max_length=200)
+    path: str = Field(max_length=4096)  # relative to the artifact store; in an OutcomeRecord to the run's folder
+    size: int = Field(ge=0, lt=1 << 63)  # bytes
+    sha256: str = Field(max_length=64)
+    content: str | None = None
+    truncated: bool = False
+
+
+class OutcomeRecord(_Record):
+    """End of a point's attempt; only `ok` may carry metrics."""
+
+    type: Literal["outcome"] = "outcome"
+    point_id: PointId
+    attempt: Small
+    state: PointState
+    reason: str | None = None
+    started_at: Moment | None = None
+    metrics: tuple[MetricData, ...] = ()
+    route: dict[str, str] = {}
+    environment: dict[str, Any] = {}
+    artifacts: tuple[ArtifactData, ...] = ()  # of version 0.1.0 only; since then each has a record of its own
+    resumed: Small | None = None  # before the first attempt: of the beginning whose plan it ends
+    final: bool = True  # False: the point is handed out again, and its outcome will be that of a later attempt
+
+    @property
+    def settles(self) -> bool:
+        """Whether this end takes the place of an earlier outcome."""
+        return self.final and self.state.settles
+
+
+class ArtifactRecord(_Record):
+    """A file of an attempt, kept after its outcome: a file that cannot be kept costs only itself."""
+
+    type: Literal["artifact"] = "artifact"
+    point_id: PointId
+    attempt: Small
+    artifact: ArtifactData
+
+
+class SeriesRecord(_Record):
+    """Samples of one series of an attempt, in the order taken; a series comes in many such pieces.
+
+    `steps`, `times` (seconds since 1970 UTC) and `values` are of equal length.
+    """
+
+    type: Literal["series"] = "series"
+    point_id: PointId
+    attempt: Small
+    rank: int = Field(ge=0, lt=1 << 31)
+    name: str = Field(min_length=1, max_length=80)
+    unit: str = Field(min_length=1, max_length=20)
+    steps: tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...]
+    times: tuple[Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)], ...]
+    values: tuple[Annotated[float, Field(allow_inf_nan=False)], ...]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Self:
+        if not len(self.steps) == len(self.times) == len(self.values):
+            lengths = f"{len(self.steps)}, {len(self.times)} and {len(self.values)}"
+            raise ValueError(f"steps, times and values have {lengths} entries; give as many of each")
+        return self
+
+
+class EventRecord(_Record):
+    """An event besides state changes: a retry, a warning, an unreachable database."""
+
+    type: Literal["event"] = "event"
+    point_id: PointId | None = None
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+
+
+class RunEndRecord(_Record):
+    """End of a run; `resumed` is that of the beginning that it ends."""
+
+    type: Literal["run_end"] = "run_end"
+    state: RunState
+    reason: str | None = None
+    resumed: Small | None = None  # None: written before ends had it
+
+    @field_validator("state", mode="after")
+    @classmethod
+    def _is_an_end(cls, state: RunState) -> RunState:
+        if not state.ended:
+            raise ValueError(f"'{state}' is no end; a run ends done, cancelled or failed")
+        return state
+
+
+Record = Annotated[
+    RunRecord | PointRecord | StartRecord | SeriesRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,
+    Field(discriminator="type"),
+]
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def keepable(record: Record) -> Record:
+    """The record, or what is kept instead of one that a journal could not give back (`instead_of`)."""
+    try:
+        RECORD.validate_json(RECORD.dump_json(record))
+    except ValueError as err:
+        return instead_of(record, " ".join(str(err).split())[:300])
+    return record
+
+
+def instead_of(record: Record, reason: str) -> OutcomeRecord | EventRecord:
+    """The record that says why another one cannot be kept: a point's end without results, or a warning."""
+    if isinstance(record, OutcomeRecord) and (record.metrics or record.route or record.environment):
+        return OutcomeRecord(
+            run_id=record.run_id,
+            point_id=record.point_id,
+            attempt=record.attempt,
+            state=PointState.ERROR if record.state is PointState.OK else record.state,
+            reason=f"{record.reason or 'measured'}, but its results cannot be kept: {reason}",
+            started_at=record.started_at,
+        )
+    point_id = None if isinstance(record, OutcomeRecord | EventRecord) else getattr(record, "point_id", None)
+    about = getattr(record, "point_id", record.run_id)
+    message = f"{about}: its {record.type} is not kept: {reason}"
+    return EventRecord(run_id=record.run_id, point_id=point_id, level="warning", message=message)

@@ -1,0 +1,139 @@
+"""Whether the installed PyTorch fits the host's NVIDIA driver, with stand-ins for the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from jobs.hardware import driver, nvml
+from jobs.hardware.driver import Build, misfit
+from jobs.hardware.nvml import Driver
+from orchestrator.cli import doctor
+from orchestrator.settings import Settings
+
+A100_HOST = Driver("535.183.01", "12.2")
+LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: gcc 12.3.0\n"
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | None) -> None:
+    """Let NVML answer with a driver's version and the CUDA version that it supports (12020: 12.2); None: an error."""
+
+    def answers(value: Any) -> Any:
+        def give() -> Any:
+            if value is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+            return value
+
+        return give
+
+    monkeypatch.setattr(pynvml, "nvmlInit", answers(None if version is None else True))
+    monkeypatch.setattr(pynvml, "nvmlShutdown", answers(True))
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", answers(version))
+    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", answers(cuda))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(nvml, "_LOADED", tmp_path / "no driver is loaded")
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "found"),
+    [
+        ("535.183.01", 12020, Driver("535.183.01", "12.2")),
+        ("580.159.04", 13000, Driver("580.159.04", "13.0")),
+        ("550.54.15", None, Driver("550.54.15", "12.x")),  # no CUDA library beside the driver
+        ("470.82.01", None, Driver("470.82.01", "11.x")),
+        (None, None, None),
+    ],
+)
+def test_nvml_tells_the_driver_and_its_cuda(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | None, found: Driver | None
+) -> None:
+    answer(monkeypatch, version, cuda)
+    assert nvml.driver() == found
+
+
+def test_without_nvml_the_kernel_tells_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answer(monkeypatch, None, None)
+    (tmp_path / "version").write_text(LOADED)
+    monkeypatch.setattr(nvml, "_LOADED", tmp_path / "version")
+    assert nvml.driver() == Driver("550.54.15", "12.x")
+
+
+@pytest.mark.parametrize(
+    ("build", "host"),
+    [
+        (Build("2.11.0+cu128", "12.8"), A100_HOST),  # any minor version
+        (Build("2.11.0+cu126", "12.6"), Driver("580.159.04", "13.0")),
+        (Build("2.11.0+cu130", "13.0"), Driver("580.159.04", "13.0")),
+        (Build("2.13.0+cu132", "13.2"), Driver("580.159.04", "13.0")),
+        (Build("2.13.0+cu130", "13.0"), None),
+        (Build("2.13.0+cpu", None), None),
+    ],
+)
+def test_a_build_runs_on_a_driver_of_its_major_version_or_newer(build: Build, host: Driver | None) -> None:
+    assert misfit(build, host) is None
+
+
+def test_a_driver_that_is_too_old_gets_the_build_that_fits() -> None:
+    found = misfit(Build("2.11.0+cu130", "13.0"), A100_HOST)
+    assert found is not None
+    assert found.problem == (
+        "the NVIDIA driver 535.183.01 supports CUDA 12.2, "
+        "the installed PyTorch 2.11.0+cu130 is built for CUDA 13.0"
+    )  # fmt: skip
+    assert "PyTorch's build cu126 (on a Blackwell card: cu128 of PyTorch 2.11): pytorch.org/get-started" in found.fix
+    assert found.fix.endswith("or update the driver to 580 or newer")
+
+
+def test_a_driver_older_than_every_build_is_to_be_updated() -> None:
+    for build in (Build("2.13.0+cpu", None), Build("2.11.0+cu126", "12.6")):
+        found = misfit(build, Driver("470.82.01", "11.4"))
+        assert found is not None
+        assert found.fix == "update the driver to 580 or newer"
+
+
+@pytest.mark.parametrize(("host", "fits"), [(A100_HOST, "cu126"), (Driver("580.159.04", "13.0"), "cu130")])
+def test_a_pytorch_for_the_cpu_alone_is_told_on_a_gpu_host(host: Driver, fits: str) -> None:
+    found = misfit(Build("2.13.0+cpu", None), host)
+    assert found is not None
+    assert f"PyTorch 2.13.0+cpu is built without CUDA, the host has an NVIDIA driver ({host.version}" in found.problem
+    assert f"install PyTorch's build {fits}" in found.fix
+
+
+def test_doctor_and_make_say_the_same(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, "535.183.01", 12020)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = {finding.name: finding for finding in doctor.findings(Settings())}["gpu"]
+    error = driver.main([])
+    assert error == f"error: device: {misfit(Build('2.11.0+cu130', '13.0'), A100_HOST)}"
+    assert found.health is doctor.Health.MISSING
+    assert found.detail.removesuffix("; jobs here run on the CPU") in error
+    assert found.fix in error
+    assert driver.main(["--warn"]) is None
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", error.replace("error:", "warning:", 1) + "\n")
+
+
+def test_without_a_driver_there_is_no_warning(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, None, None)
+    assert driver.main(["--warn"]) is None
+    assert capsys.readouterr().err == ""
+    assert (driver.main([]) or "").startswith("error: device: PyTorch sees no CUDA device here; run this on a GPU host")
+
+
+def test_a_usable_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert driver.main([]) is None
+    assert driver.main(["--warn"]) is None

@@ -1,0 +1,322 @@
+"""GPU telemetry, with a stand-in for the driver."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+from waiting import wait_for
+
+from jobs.hardware import energy as energy_module
+from jobs.hardware import nvml
+from jobs.hardware.energy import Energy, EnergyMeter
+from jobs.hardware.gpu_samples import GpuSampler, Sample, bounded, merged
+from jobs.hardware.process_usage import PointUsage, ProcessUsage
+from jobs.hardware.telemetry import Telemetry, energy, summarise_samples
+from jobs.schema.quantities import (
+    CPU_UTILIZATION,
+    GPU_MEMORY_USED,
+    GPU_POWER,
+    GPU_SM_CLOCK,
+    GPU_UTILIZATION,
+    RESIDENT_MEMORY,
+)
+from jobs.training.metrics import energy_per_token
+
+
+def _refuse(*_: Any) -> Any:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Driver of one GPU at 80 %, power-capped, that does not report a temperature."""
+    answers: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda index: f"handle{index}",
+        "nvmlDeviceGetHandleByUUID": lambda uuid: f"handle of {uuid}",
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=80),
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
+        "nvmlDeviceGetPowerUsage": lambda _: 350_000,
+        "nvmlDeviceGetClockInfo": lambda *_: 1755,
+        "nvmlDeviceGetTemperature": _refuse,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4,
+        "nvmlDeviceGetComputeRunningProcesses": lambda _: [SimpleNamespace(pid=7), SimpleNamespace(pid=3)],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+
+
+def test_a_pause_takes_no_samples(driver: None) -> None:
+    telemetry = Telemetry(["0"], period_s=0.005)
+    with telemetry.paused():
+        telemetry.start()
+        time.sleep(0.05)
+        assert telemetry.samples == []
+    wait_for(lambda: bool(telemetry.samples), 10)
+    telemetry.stop()
+
+
+def test_a_meter_tells_the_utilisation_of_now_or_that_it_is_unknown(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nvml.UtilizationMeter("GPU-1234").now() == 80
+    assert nvml.UtilizationMeter(None).now() is None
+    later = nvml.UtilizationMeter("0")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", _refuse)
+    assert later.now() is None
+    monkeypatch.setattr(pynvml, "nvmlInit", _refuse)
+    assert nvml.UtilizationMeter("0").now() is None
+
+
+@pytest.mark.parametrize("gpu", ["0", "GPU-1234"])
+def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) -> None:
+    telemetry = Telemetry([gpu], period_s=0.01)
+    telemetry.start()
+    wait_for(lambda: len(telemetry.samples) >= 2, 20)
+    summary = telemetry.stop()
+    found = {metric.name: metric for metric in summary.metrics}
+    assert (found["gpu_utilization"].value, found["gpu_utilization"].unit) == (80, "%")
+    assert found["gpu_memory_used"].value == 3 * 1024
+    assert found["gpu_power"].value == 350
+    assert found["gpu_throttled"].value == 100
+    assert found["gpu_processes"].value == 2
+    assert "gpu_temperature" not in found, "what the driver does not tell is no number"
+    assert len(found["gpu_utilization"].samples) >= 2
+    assert "software power cap" in summary.text
+    assert "3 7" in summary.text
+
+
+def test_without_a_gpu_or_a_driver_the_reason_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = Telemetry([])
+    idle.start()
+    assert idle.stop().metrics == ()
+    assert "uses no GPU" in idle.stop().text
+
+    monkeypatch.setattr(pynvml, "nvmlInit", _refuse)
+    blind = Telemetry(["0"])
+    blind.start()
+    summary = blind.stop()
+    assert summary.metrics == ()
+    assert "NVML is not available" in summary.text
+    with pytest.raises(nvml.NvmlError, match="not available"):
+        nvml.describe("0")
+
+
+def test_visible_gpus_follow_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 3")
+    assert nvml.visible_gpus() == ["GPU-a", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert nvml.visible_gpus() == []
+
+
+def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    power = {"handle0": iter([100_000, 300_000] + [200_000] * 1000), "handle1": iter([50_000] * 1000)}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: next(power[handle]))
+    telemetry = Telemetry(["0", "1"], period_s=0.1)
+    assert telemetry.readings() == []
+    telemetry.start()
+    wait_for(lambda: len(telemetry.samples) >= 4, 20)  # two of each, whose mean is that of more
+    first = telemetry.readings()
+    telemetry.stop()
+    last = telemetry.readings()
+    assert [reading.rank for reading in first] == [0, 1]
+    assert first[0].values == {GPU_UTILIZATION: 80, GPU_POWER: 200, GPU_SM_CLOCK: 1755, GPU_MEMORY_USED: 3 * 1024}
+    assert first[1].values[GPU_POWER] == 50
+    assert all(reading.number > first[0].number for reading in last)
+    assert telemetry.readings() == []
+
+
+def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = iter([5 * 2**30] + [2**30] * 10_000)
+    used = lambda _: SimpleNamespace(used=next(memory))  # noqa: E731
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
+    monkeypatch.setattr("jobs.hardware.telemetry.MOST", 10)
+    telemetry = Telemetry(["0"], period_s=0.002)
+    telemetry.start()
+    told = []
+    for _ in range(20):
+        time.sleep(0.02)
+        told += telemetry.readings()
+    found = {metric.name: metric for metric in telemetry.stop().metrics}
+    assert 5 <= len(found["gpu_utilization"].samples) <= 11
+    assert found["gpu_memory_used"].value == 5 * 1024, "a merged sample keeps the peak"
+    assert found["gpu_power"].value == 350
+    numbers = [reading.number for reading in told]
+    assert len(numbers) > 3
+    assert numbers == sorted(set(numbers)), "none is told twice"
+    assert telemetry.samples[-1].weight >= 2, "it stands for the time until the next"
+    rate = found["gpu_energy"].value / 350  # seconds that the energy is of
+    assert 0.2 < rate < 1
+
+
+def test_merged_samples_count_throttles_and_processes_by_look(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a soak in pieces: one look in four is throttled, and each has a process of its own."""
+    looks, pids = count(), count(100)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: 0x4 if next(looks) % 4 == 0 else 0x1
+    )
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: [SimpleNamespace(pid=next(pids))])
+    sampler = GpuSampler("0")
+    samples = merged([sampler.sample(number, 0.2 * number) for number in range(16)], 4)
+    assert len(samples) == 4
+    summary = summarise_samples(samples)
+    found = {metric.name: metric for metric in summary.metrics}
+    assert found["gpu_throttled"].value == 25
+    assert found["gpu_processes"].value == 1
+    assert "25 % of the looks: software power cap" in summary.text
+
+
+def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watts = {"handle0": iter([100, 300]), "handle1": iter([50, None, 50])}
+
+    def power(handle: str) -> int:
+        told = next(watts[handle])
+        return _refuse() if told is None else 1000 * told
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", power)
+    first, second = GpuSampler("0"), GpuSampler("1")
+    samples = [first.sample(0, 7), second.sample(0, 7)]
+    assert energy(samples) is None
+    samples += [first.sample(1, 9), second.sample(1, 9), second.sample(2, 11)]
+    for many in (samples, merged(samples, 2), merged(samples, 4)):
+        summary = summarise_samples(many)
+        [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
+        assert (found.value, found.unit) == (400 + 200, "J")
+        assert "GPU 0: " in summary.text
+        assert "samples over 2.0 s" in summary.text
+        assert "samples over 4.0 s" in summary.text
+
+
+def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
+    sampler = GpuSampler("0")
+    samples = [sampler.sample(0, 0), sampler.sample(1, 1)]
+    sampler.pause()
+    samples += [sampler.sample(2, 100), sampler.sample(3, 101)]
+    assert energy(samples) == energy(merged(samples, 4)) == 2 * 350
+    telemetry = Telemetry(["0"], period_s=0.01)
+    telemetry.start()
+    wait_for(lambda: len(telemetry.samples) >= 2, 10)
+    with telemetry.paused():
+        time.sleep(1)
+    before, begun = len(telemetry.samples), time.monotonic()
+    wait_for(lambda: len(telemetry.samples) >= before + 2, 10)
+    telemetry.stop()
+    longest = max(sample.seconds for sample in telemetry.samples)
+    assert longest < 0.5 + time.monotonic() - begun
+
+
+def test_thinned_samples_are_those_of_all_gpus() -> None:
+    """Looks at two cards alternate, and every second sample of them was the first card's."""
+    told = (None, None, None, None, None, None)
+    samples = [Sample(gpu, n, 0.2, use, *told) for n in range(1000) for gpu, use in (("0", 90.0), ("1", 10.0))]
+    [found] = [metric for metric in summarise_samples(samples).metrics if metric.name == "gpu_utilization"]
+    assert found.value == 50
+    assert (found.samples.count(90.0), found.samples.count(10.0)) == (500, 500)
+
+
+def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
+    """Samples of hours, taken less often, beside samples of minutes."""
+
+    def samples(utilization: float, throttled: float, weight: int) -> list[Sample]:
+        told = (0.2 * weight, utilization, None, None, None, None, None, None, throttled)
+        return [Sample("0", number, *told, joules=weight, weight=weight) for number in range(10)]
+
+    together = [*samples(10, 0.0, 1), *samples(90, 1.0, 4), *samples(10, 0.0, 1)]
+    found = {metric.name: metric for metric in summarise_samples(together).metrics}
+    assert found["gpu_utilization"].value == 90
+    assert found["gpu_throttled"].value == pytest.approx(100 * 40 / 60)
+    assert found["gpu_energy"].value == 60
+    assert sorted(sample.weight for sample in bounded(together)) == [2, 2, *[4] * 14]
+
+
+def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1_000, 5_000, 900_000, 906_000])  # mJ; between the stretches the card goes on
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: next(readings), raising=False)
+    meter = EnergyMeter("0")
+    meter.stop(7)
+    for work in (10, 30):
+        assert not meter.running
+        meter.start()
+        assert meter.running
+        meter.stop(work)
+    assert meter.energy is None, "too short to tell"
+    monkeypatch.setattr(energy_module, "LEAST_S", 0)
+    assert (found := meter.energy) is not None
+    assert (found.joules, found.work) == (4 + 6, 40)
+
+
+@pytest.mark.parametrize("counter", [_refuse, iter([5_000, 1_000]).__next__])
+def test_without_a_counter_that_grows_there_is_no_energy(
+    driver: None, monkeypatch: pytest.MonkeyPatch, counter: Any
+) -> None:
+    monkeypatch.setattr(energy_module, "LEAST_S", 0)
+    told = counter if counter is _refuse else lambda _: counter()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", told, raising=False)
+    for meter in (EnergyMeter("0"), EnergyMeter(None)):
+        meter.start()
+        meter.stop(10)
+        assert meter.energy is None
+
+
+def test_energy_per_token_is_that_of_all_ranks_or_none() -> None:
+    one, other = Energy(100.0, 50, 3.0), Energy(200.0, 50, 3.0)
+    [found] = energy_per_token([one, other])
+    assert (found.value, found.samples, found.unit) == (6.0, (2.0, 4.0), "J/tok")
+    assert energy_per_token([one, None]) == []
+    assert energy_per_token([None]) == []
+
+
+def test_usage_of_a_process_tree_counts_its_children() -> None:
+    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])"
+    child = subprocess.Popen([sys.executable, "-c", code])
+
+    def tree() -> list[psutil.Process]:
+        root = psutil.Process(child.pid)
+        return [root, *root.children(recursive=True)]
+
+    def now() -> tuple[float, float]:
+        """The time, and the processor seconds of the children alone."""
+        used = [process.cpu_times() for process in tree()[1:]]
+        return time.monotonic(), sum(times.user + times.system for times in used)
+
+    try:
+        wait_for(lambda: len(tree()) == 2, 20)
+        earliest = now()
+        usage = ProcessUsage(tree, cores=2)
+        assert usage.readings() == [], "too soon to tell"
+        begun = now()
+        time.sleep(1)
+        ending = now()
+        [reading] = usage.readings()
+        latest = now()
+        least = 100 * (ending[1] - begun[1]) / (latest[0] - earliest[0]) / 2
+        most = 100 * (latest[1] - earliest[1]) / (ending[0] - begun[0]) / 2
+        assert 0 < least <= reading.values[CPU_UTILIZATION] <= most + 2  # the parent used a little
+        assert 5 < reading.values[RESIDENT_MEMORY] < 500
+        point = PointUsage(tree, cores=2)
+        time.sleep(0.3)
+        [whole] = point.readings()
+        point.follow([child.pid, tree()[1].pid])
+        time.sleep(0.3)
+        both, busy = point.readings()
+        assert [(r.rank, r.number) for r in (whole, both, busy)] == [(0, 1), (0, 2), (1, 2)]
+        assert both.values[RESIDENT_MEMORY] > busy.values[RESIDENT_MEMORY] > 0
+        for process in tree():
+            process.kill()
+        time.sleep(0.3)
+        assert point.readings() == [], "ended, and not reaped yet"
+    finally:
+        for process in tree():
+            process.kill()
+        child.wait()

@@ -1,0 +1,72 @@
+"""Values of quantities as texts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jobs.schema.quantities import Quantities, in_words, readable, readable_range
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (264447.3, "tok/s", "264,447 tok/s"),
+        (999.96, "1", "1000"),
+        (0.123456, "ms", "0.1235 ms"),
+        (-0.0, "%", "0 %"),
+        (-12345.6, "1", "-12,346"),
+        (2e15, "1", "2e+15"),
+    ],
+)
+def test_values_are_written_to_be_read(value: float, unit: str, text: str) -> None:
+    assert readable(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.215124, "h", "12.9 min"),
+        (0.0064807, "h", "23.3 s"),
+        (1.303361, "h", "1 h 18 min"),
+        (-1.5, "h", "-1 h 30 min"),
+        (1.99999, "h", "2 h"),
+        (24.0, "h", "24 h"),
+        (1234.5, "h", "1,234 h"),
+        (0.0, "h", "0 h"),
+        (math.inf, "h", "inf h"),
+        (90.5, "min", "90.5 min"),
+        (150.0, "min", "2 h 30 min"),
+        (-0.5, "min", "-30 s"),
+        (8.00886, "s", "8.009 s"),
+        (0.0005634, "s", "0.563 ms"),
+        (300.0, "s", "5 min"),
+        (9_999.0, "ms", "9,999 ms"),
+        (12_345.0, "ms", "12.3 s"),
+        (86_320.0, "ms", "1.44 min"),
+        (0.5, "MiB/h", "0.5 MiB/h"),
+    ],
+)
+def test_times_are_told_as_they_are_said(value: float, unit: str, text: str) -> None:
+    assert readable(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"), [(35.0, "C", "35 °C"), (262144.0, "token", "262,144 tokens"), (1.0, "token", "1 token")]
+)
+def test_units_are_written_as_they_are_read(value: float, unit: str, text: str) -> None:
+    assert readable(value, unit) == text
+
+
+def test_a_range_has_its_unit_once_if_it_is_the_same() -> None:
+    assert readable_range(15.48, 15.49, "ms") == "15.48 – 15.49 ms"
+    assert readable_range(0.9, 1.1, "h", to=" .. ") == "54 min .. 1 h 06 min"
+    assert readable_range(1, 2) == "1 – 2"
+
+
+def test_names_keep_their_acronyms() -> None:
+    assert in_words("gpu_sm_clock") == "GPU SM clock"
+    assert in_words("eta") == "ETA"
+    assert in_words("not-slower-than-dense") == "Not slower than dense"
+    assert Quantities().of("mfu").title == "MFU"

@@ -1,0 +1,366 @@
+"""Mistakes in specs: each gives one line with field, value and fix, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.schema.point import Machine
+from jobs.specs.spec import SpecError, load_spec
+
+CONFIGS = sorted((Path(__file__).parents[3] / "jobs" / "configs").glob("*.yaml"))
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+SCALING: dict[str, Any] = {
+    "kind": "scaling",
+    "name": "t",
+    "implementations": ["chunked"],
+    "lengths": [64],
+    "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 16},
+}
+BENCH: dict[str, Any] = {
+    "kind": "bench",
+    "name": "t",
+    "implementations": ["chunked", "dense"],
+    "shapes": [SCALING["shape"]],
+    "lengths": [64],
+}
+DECODE: dict[str, Any] = {**SCALING, "kind": "decode"}
+TRAIN: dict[str, Any] = {"kind": "train", "name": "t", "seq_len": 32, "steps": 10, "optimizer": {"warmup_steps": 2}}
+WIDE = {"query_heads": 4, "kv_heads": 2, "head_dim": 32}
+MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
+PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}
+
+MISTAKES = [
+    # spec, overrides, the line expected
+    (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
+    (
+        SCALING,
+        {"kind": "point"},
+        r"kind: 'point' is no job kind; use one of backward, .*drill, .*scaling, soak, toolchain, train",
+    ),
+    (
+        SCALING,
+        {"kind": "backends"},
+        r"kind: 'backends' is no job kind; use kind: branches with 'backends: \[\.\.\.\]'$",
+    ),
+    (SCALING, {"kind": ["scaling"]}, r"kind: \['scaling'\] is no job kind"),
+    (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
+    (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
+    (SCALING, {"lengths": [2**27 + 1]}, r"lengths\.0: 134217729: .*less than or equal to 134217728"),
+    (SCALING, {"lengths": [True]}, r"lengths\.0: True: .*integer; write a whole number"),
+    (SCALING, {"lengths": ["256"]}, r"lengths\.0: '256': .*integer; write a whole number in digits"),
+    (SCALING, {"lengths": 256}, r"lengths: 256: .*list; write a list"),
+    (SCALING, {"batch": True}, r"batch: True: .*integer"),
+    (SCALING, {"batch": 2**20 + 1}, r"batch: 1048577: .*less than or equal to"),
+    (SCALING, {"name": "my run"}, r"name: 'my run': .*; begin with a letter or digit"),
+    (SCALING, {"shape": 3}, r"shape: 3: .*; write a section"),
+    (SCALING, {"seed": 2**63}, r"seed: 9223372036854775808: .*less than or equal to"),
+    (SCALING, {"timing": {"repeats": 10**9}}, r"timing\.repeats: 1000000000: .*less than or equal to"),
+    (SCALING, {"timing": {"min_s": 9, "max_s": 2}}, r"timing\.min_s: 9: .*use at most max_s = 2"),
+    (SCALING, {"resources": {"num_cpus": float("inf")}}, r"resources\.num_cpus: inf: .*finite"),
+    (SCALING, {"resources": {"num_cpus": 0}}, r"resources\.num_cpus: 0: .*greater than or equal to 0\.0001"),
+    (SCALING, {"resources": {"num_gpus": 1.5}}, r"resources\.num_gpus: 1\.5: .*whole number; use 1, or a fraction"),
+    (SCALING, {"memory_gib": float("nan")}, r"memory_gib: nan: .*finite"),
+    (SCALING, {"memory_gib": True}, r"memory_gib: True: .*number"),
+    (SCALING, {"memory_gib": "8"}, r"memory_gib: '8': .*number; write a number"),
+    (SCALING, {"kind": {"a": 1}}, r"kind: \{'a': 1\} is no job kind; use one of"),
+    (TRAIN, {"plan": {**PLAN, "steps": True}}, r"plan\.steps: True: .*integer"),
+    (SCALING, {"lengths": []}, r"lengths: \[\]: .*at least 1"),
+    (SCALING, {"lengths": [64, 128, 64]}, r"lengths: \[64, 128, 64\]: 64 appears more than once; name each once"),
+    (SCALING, {"lengths": [64.5]}, r"lengths\.0: 64\.5: .*integer"),
+    (SCALING, {"implementations": []}, r"implementations: \[\]: .*at least 1"),
+    (SCALING, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*chunked.*dense"),
+    (SCALING, {"passes": ["backward"]}, r"passes\.0: 'backward': .*'forward' or 'forward\+backward'"),
+    (SCALING, {"dtype": "int8"}, r"dtype: 'int8': .*'float32'"),
+    (SCALING, {"nsa": {"cmp_stride": 24}}, r"nsa\.cmp_stride: 24: use a divisor of cmp_block = 32"),
+    (SCALING, {"nsa": {"window": -1}}, r"nsa\.window: -1: use a whole number"),
+    (SCALING, {"nsa": 3}, r"nsa: 3: .*; write a section"),
+    (SCALING, {"nsa": {"windw": 8}}, r"nsa\.windw: unknown key \(value 8\); use .*window"),
+    (SCALING, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': .*use mean"),
+    (SCALING, {"preset": "tiny"}, r"preset: 'tiny': shape is given as well; keep one"),
+    (SCALING, {"shape": None}, r"shape: missing; give shape or preset"),
+    (SCALING, {"shape": None, "preset": "huge"}, r"preset: 'huge': .*use one of tiny, m7c_125m"),
+    (SCALING, {"shape": {"query_heads": 3, "kv_heads": 2, "head_dim": 8}}, r"shape\.kv_heads: 2: use a divisor of .*3"),
+    (SCALING, {"shape": MODEL_SHAPE}, r"shape\.\w+: \d+: has no meaning for workload attention; remove it"),
+    (SCALING, {"workload": "model"}, r"shape\.layers: missing; workload model needs it"),
+    (SCALING, {"shape": {**SCALING["shape"], "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (SCALING, {"workload": "model", "shape": {**MODEL_SHAPE, "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (
+        SCALING,
+        {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-sdpa-flash"]},
+        r"implementations: 'dense-sdpa-flash': is for workload attention alone; use dense",
+    ),
+    (BENCH, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*dense-sdpa-flash"),
+    (BENCH, {"lengths": [96]}, r"lengths: 96: use a divisor of tokens = 32768, or a length beyond it"),
+    (BENCH, {"lengths": [1], "tokens": 2**21}, r"tokens: 2097152: use at most 1048576, 1,048,576 sequences of 1$"),
+    (BENCH, {"shapes": []}, r"shapes: \[\]: .*at least 1"),
+    (BENCH, {"shapes": [{**SCALING["shape"], "head_dim": 15}]}, r"shapes\.0\.head_dim: 15: use an even"),
+    (BENCH, {"shapes": [SCALING["shape"], WIDE] * 2}, r"shapes: .*head_dim=16, .*head_dim=32 appears more than once"),
+    (BENCH, {"shapes": [{**SCALING["shape"], "kv_heads": 3}]}, r"shapes\.0\.kv_heads: 3: use a divisor of .*4"),
+    (BENCH, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean"),
+    (BENCH, {"profiles": -1}, r"profiles: -1: .*greater than or equal to 0"),
+    (
+        DECODE,
+        {"implementations": ["dense-sdpa-flash"]},
+        r"implementations: .* is no implementation; use .*triton, dense$",
+    ),
+    (DECODE, {"workload": "model"}, r"preset: missing; use one of tiny, m7c_125m, or workload attention with a shape"),
+    (DECODE, {"shape": {**SCALING["shape"], "head_dim": 15}}, r"shape\.head_dim: 15: use an even"),
+    (DECODE, {"passes": ["forward"]}, r"passes: unknown key \(value \['forward'\]\); .*spelling"),
+    (TRAIN, {"compile": "yes"}, r"compile: 'yes': .*; write true or false"),
+    (SCALING, {"deadlines": {"point_s": 0}}, r"deadlines\.point_s: 0: .*greater than 0"),
+    (SCALING, {"memory_gib": -1}, r"memory_gib: -1: .*greater than 0"),
+    (
+        TRAIN,
+        {"plan": PLAN},
+        r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*1,138 h; set .*2371",
+    ),
+    (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
+    (SCALING, {"env": {"PATH": "/bin"}}, r"env\.PATH: 'PATH': is no variable of the field; use ATEN_\*, .*NVIDIA_TF32"),
+    (SCALING, {"env": [{}, {"torch_x": "1"}]}, r"env\.1\.torch_x: 'torch_x': is no variable of the field"),
+    (
+        SCALING,
+        {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
+        r"env\.CUDA_VISIBLE_DEVICES: .*: is set for each point by .*; ask for GPUs with resources\.num_gpus",
+    ),
+    (SCALING, {"env": {"OMP_NUM_THREADS": "2"}}, r"env\.OMP_NUM_THREADS: .*orchestrator; set resources\.num_cpus"),
+    (SCALING, {"env": {"CUDA_LAUNCH_BLOCKING": 1}}, r"env\.CUDA_LAUNCH_BLOCKING: 1: .*; write a text, in quotes"),
+    (SCALING, {"env": {"TORCH_LOGS": True}}, r"env\.TORCH_LOGS: True: .*; write a text, in quotes"),
+    (SCALING, {"env": {"TORCH_LOGS": "a\nb"}}, r"env\.TORCH_LOGS: 'a\\nb': has characters that cannot be printed"),
+    (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
+    (SCALING, {"env": [{"TORCH_LOGS": "x"}] * 2}, r"env: .*TORCH_LOGS=x appears more than once; name each once"),
+    (SCALING, {"env": []}, r"env: \[\]: .*at least 1"),
+    (SCALING, {"env": 3}, r"env(\.0)?: 3: .*dictionary; write a section"),
+    (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
+    (SCALING, {"python": [None, "python"]}, r"python\.1: 'python': is not an absolute path; give"),
+    (SCALING, {"python": ["/a", "/a"]}, r"python: .*: /a appears more than once; name each once"),
+    (SCALING, {"python": "/" + "x" * 400}, r"python: '/x+': .*at most 400"),
+    (TRAIN, {"attention": ["nsa", "nsa"]}, r"attention: .*nsa appears more than once"),
+    (TRAIN, {"steps": "many"}, r"steps: 'many': .*integer"),
+    ({"kind": "drill", "name": "t", "behaviours": ["ok"]}, {"behaviours": ["explode"]}, r"behaviours\.0: 'explode': "),
+]
+
+
+def _load(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Any:
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(data, sort_keys=False))
+    return load_spec(file, overrides)
+
+
+@pytest.mark.parametrize(("spec", "change", "line"), MISTAKES, ids=[m[2][:40] for m in MISTAKES])
+def test_a_mistake_is_one_line_with_field_value_and_fix(
+    tmp_path: Path, spec: dict[str, Any], change: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        _load(tmp_path, {**spec, **change})
+    assert "\n" not in str(caught.value)
+    assert caught.match(f"^{line}")
+
+
+def test_each_of_several_mistakes_has_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        _load(tmp_path, {**SCALING, "lengths": [0], "batch": 0, "nonsense": 1})
+    assert sorted(line.split(":")[0] for line in str(caught.value).splitlines()) == ["batch", "lengths.0", "nonsense"]
+
+
+def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Path) -> None:
+    spec = _load(tmp_path, {**TRAIN, "backend": "warp"})
+    with pytest.raises(SpecError, match=r"^backend: 'warp': there is no such backend; use .*chunked"):
+        spec.points(CPU)
+
+
+def test_a_spec_without_a_kind_says_where_it_goes(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError,
+        match=r"^kind: missing; begin the spec with 'kind: ' and one of backward, bench, .*soak, toolchain, train",
+    ):
+        _load(tmp_path, {"name": "t"})
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("kind: scaling\nname: a\nname: b\n", r"^name: given twice, in lines 2 and 3; keep one"),
+        ("kind: scaling\nshape: {head_dim: 8, head_dim: 8}\n", r"^head_dim: given twice, in lines 2 and 2; keep one"),
+    ],
+)
+def test_a_key_given_twice_is_refused(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=line):
+        load_spec(file)
+
+
+def test_numbers_may_have_an_exponent_without_a_dot(tmp_path: Path) -> None:
+    assert _load(tmp_path, TRAIN, "optimizer.learning_rate=1e-3").optimizer.learning_rate == 1e-3
+    with pytest.raises(SpecError, match=r"^steps: 1e\+30: .*write a whole number in digits"):
+        _load(tmp_path, TRAIN, "steps=1e30")
+
+
+def _implementations_on(machine: Machine, spec: Any) -> set[str | None]:
+    return {point.axes.implementation for point in spec.points(machine)}
+
+
+@pytest.mark.parametrize("installed_here", [True, False])
+def test_triton_is_looked_for_where_the_points_will_run(
+    tmp_path: Path, installed_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa_core.backends.triton.triton_problem", lambda: None if installed_here else "no Triton here")
+    scaling = _load(tmp_path, {**SCALING, "implementations": ["triton"]})
+    train = _load(tmp_path, {**TRAIN, "backend": "triton"})
+    auto = _load(tmp_path, {**TRAIN, "precision": "bfloat16"})
+    unasked, with_it, without, newer, broken = (
+        Machine("cuda", "NVIDIA H200", 140 * 2**30, {"torch": "2.11", **triton} if triton is not None else {})
+        for triton in (
+            None,
+            {"triton": "3.6"},
+            {},
+            {"triton": "3.10.1"},
+            {"triton": "3.6.0", "triton-problem": "the kernels do not load"},
+        )
+    )
+    for machine in (unasked, with_it):
+        assert (
+            _implementations_on(machine, scaling)
+            == _implementations_on(machine, train)
+            == _implementations_on(machine, auto)
+            == {"triton"}
+        )
+        assert auto.points(machine)[0].config["model"]["backend"] == "triton"
+    for machine in (without, newer, broken, CPU):
+        assert _implementations_on(machine, auto) == {"chunked"}
+    for spec, field in ((scaling, "implementations"), (train, "backend")):
+        with pytest.raises(
+            SpecError, match=rf"^{field}: 'triton': NVIDIA H200 has no Triton: pip install .*; use .*chunked"
+        ):
+            spec.points(without)
+        with pytest.raises(SpecError, match=rf"^{field}: 'triton': NVIDIA H200: Triton 3.10.1 is untested, .* 3.6 to"):
+            spec.points(newer)
+        with pytest.raises(SpecError, match=rf"^{field}: 'triton': NVIDIA H200: the kernels do not load; use .*chun"):
+            spec.points(broken)
+        with pytest.raises(SpecError, match=rf"^{field}: 'triton': it .*; use .*chunked"):
+            spec.points(CPU)
+
+
+H200 = {"torch": "2.11", "triton": "3.6", "capability": "9.0"}
+DENSE_KERNELS = [
+    # implementation, dtype, head dim, the host's fingerprint, the mistake (None: none)
+    ("dense-sdpa-cudnn", "bfloat16", 128, H200, None),
+    ("dense-torch-varlen", "bfloat16", 256, H200, None),
+    ("dense-flash-attn-4", "bfloat16", 128, H200 | {"flash-attn-4": "4.0"}, None),
+    (
+        "dense-flash-attn-4",
+        "bfloat16",
+        128,
+        H200,
+        "not installed on .*: pip install flash-attn-4; use .*dense, dense-sdpa",
+    ),
+    (
+        "dense-flash-attn-2",
+        "bfloat16",
+        128,
+        H200 | {"flash-attn-4": "4.0"},
+        "not installed on .*: pip install flash-attn;",
+    ),
+    ("dense-flash-attn-4", "bfloat16", 128, H200 | {"capability": "8.0", "flash-attn-4": "4"}, r"this one has 8\.0"),
+    ("dense-flash-attn-4", "float32", 128, H200 | {"flash-attn-4": "4.0"}, "it computes bfloat16 and float16"),
+    ("dense-torch-varlen", "bfloat16", 512, H200, "head dims up to 256 there, not 512"),
+    ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # no fingerprint of the host
+    ("dense-flash-attn-4", "bfloat16", 128, {"torch": "2.11", "capability": "unknown"}, None),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "dim", "fingerprint", "mistake"), DENSE_KERNELS)
+def test_dense_kernels_are_looked_for_where_the_points_will_run(
+    tmp_path: Path, implementation: str, dtype: str, dim: int, fingerprint: dict[str, str], mistake: str | None
+) -> None:
+    shape = {"query_heads": 4, "kv_heads": 2, "head_dim": dim}
+    spec = _load(tmp_path, {**SCALING, "implementations": [implementation], "shape": shape, "dtype": dtype})
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, fingerprint)
+    if mistake is None:
+        assert _implementations_on(machine, spec) == {implementation}
+    else:
+        with pytest.raises(SpecError, match=rf"^implementations: '{implementation}': .*{mistake}"):
+            spec.points(machine)
+    with pytest.raises(SpecError, match=r"it runs on cuda, not on the cpu; use .*chunked.*dense, dense-sdpa-flash$"):
+        spec.points(CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "limit"),
+    [
+        ("bfloat16", 256, "8.0", None),
+        ("bfloat16", 512, "9.0", 256),
+        ("float32", 192, "9.0", None),
+        ("float32", 192, "8.0", 128),
+        ("float32", 192, "unknown", None),
+    ],
+)
+def test_heads_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
+    tmp_path: Path, dtype: str, dim: int, capability: str, limit: int | None
+) -> None:
+    shape = {"query_heads": 4, "kv_heads": 2, "head_dim": dim}
+    spec = _load(tmp_path, {**SCALING, "implementations": ["triton"], "shape": shape, "dtype": dtype})
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, H200 | {"capability": capability})
+    if limit is None:
+        assert _implementations_on(machine, spec) == {"triton"}
+    else:
+        mistake = rf"^implementations: 'triton': its tiles hold head dims up to {limit} there, not {dim}; use .*chunked"
+        with pytest.raises(SpecError, match=mistake):
+            spec.points(machine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "limit"),
+    [
+        ("bfloat16", 128, "8.0", 128),
+        ("bfloat16", 256, "8.0", 64),
+        ("bfloat16", 256, "9.0", 128),
+        ("float32", 128, "8.0", 64),
+        ("float32", 256, "9.0", 32),
+    ],
+)
+def test_groups_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
+    tmp_path: Path, dtype: str, dim: int, capability: str, limit: int
+) -> None:
+    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, H200 | {"capability": capability})
+
+    def spec(group: int) -> Any:
+        shape = {"query_heads": 2 * group, "kv_heads": 2, "head_dim": dim}
+        return _load(tmp_path, {**SCALING, "implementations": ["triton"], "shape": shape, "dtype": dtype})
+
+    assert _implementations_on(machine, spec(limit)) == {"triton"}
+    said = f"its tiles hold up to {limit} query heads of a kv head there, not {limit + 1}"
+    with pytest.raises(SpecError, match=f"^implementations: 'triton': {said}; use .*chunked"):
+        spec(limit + 1).points(machine)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[p.stem for p in CONFIGS])
+@pytest.mark.parametrize("machine", [CPU, Machine("cuda", "NVIDIA H200", 140 * 2**30)], ids=["cpu", "cuda"])
+def test_ready_specs_are_valid_and_their_labels_unique(path: Path, machine: Machine) -> None:
+    spec = load_spec(path)
+    if spec.device not in ("auto", machine.device):
+        pytest.skip(f"it asks for {spec.device}")
+    points = spec.all_points({None: machine})
+    assert points
+    assert len({point.label for point in points}) == len(points)
+    assert {point.axes.device for point in points} == {machine.device}
+    assert len({point.key("code", machine) for point in points}) == len(points)
+
+
+def test_a_kind_that_cannot_be_imported_stops_only_its_own_specs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jobs.train", None)  # its import raises ImportError
+    assert _load(tmp_path, SCALING).kind == "scaling"
+    with pytest.raises(ImportError, match=r"jobs\.train"):
+        _load(tmp_path, TRAIN)
+
+
+def test_overrides_reach_into_sections(tmp_path: Path) -> None:
+    spec = _load(tmp_path, SCALING, "lengths=[32]", "nsa.window=8", "deadlines.point_s=7")
+    assert (spec.lengths, spec.nsa.window, spec.deadlines.point_s) == ([32], 8, 7)

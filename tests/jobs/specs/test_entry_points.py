@@ -1,0 +1,319 @@
+"""Kinds and implementations of other distributions: found, run and hashed; broken ones are reported and harmless."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.measure import check
+from jobs.schema.axes import Axes, Axis, check_values
+from jobs.schema.point import Machine
+from jobs.specs.kinds import KindError, kind_module, kinds, offered_kinds
+from jobs.specs.spec import SpecError, parse_spec
+from nsa_core import NSAConfig, available_backends, nsa_attention
+from nsa_core.backends import chunked, offered
+from nsa_core.errors import BackendError
+from orchestrator import provenance
+from orchestrator.attempt import protocol
+from orchestrator.attempt.worker import run_point
+from orchestrator.cli import doctor
+from orchestrator.settings import Settings
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+KIND = """
+from typing import Literal
+from jobs.schema.point import Axes, Measurement, Metric, Point
+from jobs.schema.quantities import TIME
+from jobs.specs.spec import JobSpec
+
+QUANTITIES = (TIME,)
+
+class Spec(JobSpec):
+    kind: Literal["acme"]
+    number: int
+
+    def points(self, machine):
+        return [Point("acme", "one", {"number": self.number}, Axes(implementation="acme", device=machine.device))]
+
+def measure(config, beat):
+    beat("acme")
+    return Measurement((Metric("time", "ms", float(config["number"])),))
+"""
+IMPLEMENTATION = """
+from nsa_core.backends.chunked import compressed, select, selected, window
+
+def unavailable(device, dtype):
+    return None if device.type == "cpu" else f"it runs on the cpu, not on {device.type}"
+"""
+SPEC = {"kind": "acme", "name": "t", "number": 3}
+SCALING: dict[str, Any] = {
+    "kind": "scaling",
+    "name": "t",
+    "implementations": ["acme-nsa"],
+    "passes": ["forward"],
+    "lengths": [64],
+    "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 8},
+    "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
+    "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+}
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution with its modules below `package`, and its entry points by group."""
+    packages: list[str] = []
+
+    def installed(package: str, modules: Mapping[str, str], version: str = "1.2", **groups: Mapping[str, str]) -> Path:
+        site = tmp_path / f"site-{package}"
+        for name, text in {"__init__": "", **modules}.items():
+            (site / package).mkdir(parents=True, exist_ok=True)
+            (site / package / f"{name}.py").write_text(textwrap.dedent(text))
+        info = site / f"{package}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        lines = []
+        for group, entries in groups.items():
+            lines += [f"[nsa_bench.{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        monkeypatch.syspath_prepend(str(site))
+        packages.append(package)
+        offered.cache_clear()
+        check.check_attention.cache_clear()
+        return site / package
+
+    yield installed
+    offered.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def acme(install: Install) -> Path:
+    return install("acme", {"kind": KIND}, jobs={"acme": "acme.kind"})
+
+
+def _quiet(phase: str, done: int = 0, total: int = 0) -> None:
+    pass
+
+
+def test_a_kind_from_outside_is_found_and_measured(acme: Path) -> None:
+    assert {"acme", "scaling", "train"} <= set(kinds())
+    (point,) = parse_spec(SPEC).points(CPU)
+    assert kind_module("acme").measure(point.config, _quiet).metrics[0].value == 3
+    (found,) = offered_kinds()
+    assert (found.name, found.package, found.version, found.problem) == ("acme", "acme", "1.2", None)
+    with pytest.raises(SpecError, match=r"^number: 'x': .*; write a whole number"):
+        parse_spec({**SPEC, "number": "x"})
+
+
+def test_only_the_kind_asked_for_is_imported(install: Install) -> None:
+    install("acme", {"kind": KIND, "loud": "raise RuntimeError('imported')"}, jobs={"acme": "acme.kind"})
+    install("loud", {"kind": "raise RuntimeError('imported')"}, jobs={"loud": "loud.kind"})
+    assert parse_spec(SPEC).kind == "acme"
+    assert "loud.kind" not in sys.modules
+
+
+def test_a_worker_measures_a_kind_from_outside(acme: Path) -> None:
+    class Events:
+        beats: list[str] = []  # noqa: RUF012
+
+        def send(self, event: protocol.Event) -> None: ...
+
+        def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
+            self.beats.append(phase)
+
+    events: Any = Events()
+    done = run_point(protocol.Run("acme", {"number": 3}, "cpu", None), events)
+    assert isinstance(done, protocol.Result)
+    assert [metric.value for metric in done.measurement.metrics] == [3]
+    assert events.beats == ["acme"]
+    failed = run_point(protocol.Run("nowhere", {}, "cpu", None), events)
+    assert isinstance(failed, protocol.Failure)
+    assert "no job kind" in failed.reason
+
+
+BROKEN_KINDS = [
+    # the module, the entry's name, the problem
+    ("import nowhere", "acme", r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
+    ("raise SystemExit(3)", "acme", r"cannot be imported \(SystemExit: 3\)"),
+    (KIND.replace("def measure", "def measured"), "acme", "lacks measure"),
+    ("", "acme", "lacks Spec and measure and QUANTITIES"),
+    (KIND.replace('Literal["acme"]', 'Literal["other"]'), "acme", r"has a Spec whose kind is not Literal\['acme'\]"),
+    (KIND, "other", r"has a Spec whose kind is not Literal\['other'\]"),
+    ("class Spec: ...\nQUANTITIES = ()\ndef measure(): ...", "acme", r"has a Spec that is not a jobs\.spec\.JobSpec"),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "problem"), BROKEN_KINDS, ids=[case[2][:40] for case in BROKEN_KINDS])
+def test_a_broken_kind_is_reported_and_harmless(install: Install, text: str, name: str, problem: str) -> None:
+    install("broken", {"kind": text}, jobs={name: "broken.kind"})
+    good = KIND.replace("acme", "good")
+    install("good", {"kind": good}, jobs={"good": "good.kind"})
+    found = {each.name: each for each in offered_kinds()}
+    assert found["good"].problem is None
+    assert found[name].problem is not None
+    with pytest.raises(SpecError, match=rf"^kind: '{name}', offered by broken 1\.2, {problem}; mend or uninstall bro"):
+        parse_spec({**SPEC, "kind": name})
+    assert {"good", "scaling"} <= set(kinds())
+    assert name not in kinds()
+    assert parse_spec({**SPEC, "kind": "good"}).kind == "good"
+    findings = {finding.name: finding for finding in doctor.findings(Settings())}
+    assert findings[f"kind {name}"].health is doctor.Health.BROKEN
+    assert (findings["kind good"].health, findings["kind good"].detail) == (doctor.Health.OK, "good 1.2")
+
+
+def test_the_first_kind_of_a_name_has_it(install: Install) -> None:
+    for package in ("zebra", "acme"):
+        text = KIND.replace('"acme"', '"drill"')
+        install(package, {"kind": KIND, "drill": text}, jobs={"acme": f"{package}.kind", "drill": f"{package}.drill"})
+    problems = {(each.name, each.package): each.problem for each in offered_kinds()}
+    assert problems == {
+        ("acme", "acme"): None,
+        ("acme", "zebra"): "has a name that acme has taken",
+        ("drill", "acme"): "has a name that a module of nsa-bench's own jobs has",
+        ("drill", "zebra"): "has a name that a module of nsa-bench's own jobs has",
+    }
+    assert kind_module("acme").__name__ == "acme.kind"
+    assert kind_module("drill").__name__ == "jobs.drill"
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones(acme: Path) -> None:
+    with pytest.raises(KindError, match=r"'nope' is no job kind; use one of acme, backward, bench, branches, capa"):
+        kind_module("nope")
+
+
+def test_an_implementation_from_outside_is_found_and_measured(install: Install) -> None:
+    install("acme", {"nsa": IMPLEMENTATION}, implementations={"acme-nsa": "acme.nsa"})
+    (point,) = parse_spec(SCALING).points(CPU)
+    assert (point.axes.implementation, point.estimate_bytes) == ("acme-nsa", None)
+    result = kind_module("scaling").measure(json.loads(json.dumps(point.config)), _quiet)
+    assert {metric.name for metric in result.metrics} >= {"time", "oracle_error"}
+    cuda = Machine("cuda", "card", 8 * 2**30)
+    with pytest.raises(SpecError, match=r"^implementations: 'acme-nsa': it runs on the cpu, not on cuda; use "):
+        parse_spec(SCALING).points(cuda)
+    findings = {finding.name: finding for finding in doctor.findings(Settings())}
+    assert findings["implementation acme-nsa"].detail == "acme 1.2"
+
+
+def test_a_compiled_call_takes_an_implementation_from_outside(install: Install) -> None:
+    install("acme", {"nsa": IMPLEMENTATION}, implementations={"acme-nsa": "acme.nsa"})
+    config = NSAConfig(**SCALING["nsa"])
+    q, k, gates = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8), torch.rand(1, 64, 4, 3)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(q, k, k, gates, config, backend="acme-nsa")
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), nsa_attention(q, k, k, gates, config, backend="chunked"))
+
+
+BROKEN_IMPLEMENTATIONS = [
+    ("import nowhere", "acme-nsa", r"cannot be imported \(ModuleNotFoundError"),
+    ("from nsa_core.backends.chunked import window, select", "acme-nsa", "lacks unavailable, compressed, selected"),
+    (IMPLEMENTATION, "dense-acme", "has a name that nsa_core uses itself"),
+    (IMPLEMENTATION, "chunked", "has a name that nsa_core uses itself"),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "problem"), BROKEN_IMPLEMENTATIONS)
+def test_a_broken_implementation_is_reported_and_harmless(install: Install, text: str, name: str, problem: str) -> None:
+    install("broken", {"nsa": text}, implementations={name: "broken.nsa"})
+    install("good", {"nsa": IMPLEMENTATION}, implementations={"good": "good.nsa"})
+    (finding,) = (found for found in doctor.findings(Settings()) if found.name == f"implementation {name}")
+    assert finding.health is doctor.Health.BROKEN
+    assert finding.fix == "mend or uninstall broken"
+    assert available_backends(torch.device("cpu"), torch.float32)["good"] is None
+    x = torch.randn(1, 64, 2, 8)
+    nsa_attention(x, x, x, torch.rand(1, 64, 2, 3), NSAConfig(**SCALING["nsa"]), backend="good")
+    if name == "chunked":
+        assert chunked.__name__ == "nsa_core.backends.chunked"
+        return
+    with pytest.raises(BackendError, match=rf"broken 1\.2 offers it, but {problem}.*; use one of auto, reference"):
+        nsa_attention(x, x, x, torch.rand(1, 64, 2, 3), NSAConfig(**SCALING["nsa"]), backend=name)
+
+
+def test_an_implementation_that_raises_when_asked_cannot_run(install: Install) -> None:
+    text = IMPLEMENTATION + "\ndef unavailable(device, dtype):\n    raise OSError('no driver')\n"
+    install("acme", {"nsa": text}, implementations={"acme-nsa": "acme.nsa"})
+    reasons = available_backends(torch.device("cpu"), torch.float32)
+    assert "acme 1.2 raised OSError: no driver" in str(reasons["acme-nsa"])
+    assert reasons["chunked"] is None
+
+
+def test_a_result_depends_on_the_sources_from_outside(install: Install) -> None:
+    package = install(
+        "acme",
+        {"kind": KIND, "nsa": IMPLEMENTATION},
+        jobs={"acme": "acme.kind"},
+        implementations={"acme-nsa": "acme.nsa"},
+    )
+    kind, implementation = parse_spec(SPEC), parse_spec(SCALING)
+    own = parse_spec({**SCALING, "implementations": ["chunked"]})
+    before = provenance.code_hash()
+    hashes = [provenance.code_hash_of(spec) for spec in (kind, implementation, own)]
+    assert hashes[2] == before
+    assert hashes[0] == hashes[1] != before
+    (package / "helper.py").write_text("x = 1\n")
+    changed = [provenance.code_hash_of(spec) for spec in (kind, implementation, own)]
+    assert changed[0] != hashes[0]
+    assert changed[1] != hashes[1]
+    assert changed[2] == before
+
+
+BAD_DECLARATIONS = [
+    ('QUANTITIES = ("time",)', r"QUANTITIES: 'time': is not a Quantity"),
+    ("QUANTITIES = TIME", "cannot be used: .*not iterable"),
+    ('QUANTITIES = (Quantity("lat", "ms", "L", better="up"),)', "'up': use a member of Better"),
+    ('QUANTITIES = (Quantity("lat", "ms", None),)', "must be printable texts"),
+    ('QUANTITIES = (Quantity("lat", "us", "L", plot=Plot.GROWTH),)', "growth is fitted in ms, s or MiB"),
+    ('QUANTITIES = (Quantity("lat_*", "ms", "L", role=Role.HEADLINE),)', "a family is neither drawn nor a headline"),
+    ('AXES = ("chunks",)', "is not an Axis"),
+    ('AXES = (Axis("seq_len", "whole", "S"),)', "the name is taken"),
+    ('AXES = (Axis("Axis-é", "whole", "S"),)', "lower-case letters"),
+]
+
+
+@pytest.mark.parametrize(("declaration", "said"), BAD_DECLARATIONS)
+def test_a_declaration_that_cannot_be_kept_is_refused(install: Install, declaration: str, said: str) -> None:
+    imports = "from jobs.schema.axes import Axis\nfrom jobs.schema.quantities import Plot, Quantity, Role\n"
+    text = KIND.replace("QUANTITIES = (TIME,)", f"QUANTITIES = (TIME,)\n{imports}{declaration}")
+    install("hostile", {"acme": text}, jobs={"acme": "hostile.acme"})
+    (found,) = offered_kinds()
+    assert re.search(said, str(found.problem)), found.problem
+    with pytest.raises(SpecError, match="no job kind"):  # and it stops no other
+        parse_spec({"kind": "acne", "name": "t"})
+
+
+@pytest.mark.parametrize("more", [{"seq_len": 7}, {"chunks": 0.5}, {"chunks": True}, {"chunks": [1]}, {"word": "a\0b"}])
+def test_a_coordinate_that_was_not_declared_so_is_refused(more: dict[str, Any]) -> None:
+    declared = (Axis("chunks", "whole", "chunks"), Axis("word", "text", "word"))
+    check_values(Axes(more={"chunks": 4, "word": "ok"}), declared)
+    with pytest.raises(ValueError, match=r"^Axes\.more: "):
+        check_values(Axes(more=more), declared)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(batch=0),
+        Axes(seq_len=-1),
+        Axes(seq_len=2**63),
+        Axes(layers=True),
+        Axes(dtype="a\0b"),
+        Axes(python="/" * 401),
+    ],
+)
+def test_a_coordinate_that_no_database_keeps_is_refused_before_anything_is_measured(axes: Axes) -> None:
+    check_values(Axes(implementation="naive", seq_len=2**63 - 1, batch=1), ())
+    with pytest.raises(ValueError, match=r"^Axes\.\w+: .*: use "):
+        check_values(axes, ())

@@ -1,0 +1,114 @@
+"""The live series of a training: a sample a step, as the step was, at no cost that counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import small
+
+from jobs.schema.peaks import BF16_PEAKS
+from jobs.schema.point import Machine
+from jobs.schema.quantities import Quantities
+from jobs.train import QUANTITIES, Spec, measure
+from jobs.training.live import LiveTraining
+from jobs.training.model_flops import ModelFlops
+from jobs.training.optimizer import OptimizerSpec, learning_rate
+from orchestrator.attempt.protocol import Samples
+from orchestrator.attempt.sampling import SamplingReporter
+
+STEPS = 40
+
+
+@pytest.fixture
+def config(text: Path) -> dict[str, Any]:
+    spec = Spec.model_validate(small(text, seq_len=48, steps=STEPS))
+    return dict(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0].config)
+
+
+class Report:
+    """Keeps all that a measurement reports."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[int, Mapping[str, float]]] = []
+        self.beats: list[tuple[str, int, int]] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.beats.append((phase, done, total))
+
+    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+        assert rank == 0
+        self.samples.append((step, dict(values)))
+
+    def keep(self, name: str, text: str) -> None:
+        assert name == "rank0.json"
+
+
+def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def noted(*args: Any, **more: Any) -> torch.Tensor:
+        norms.append(clip(*args, **more).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
+    report = Report()
+    result = measure(config, report)
+    losses = next(metric.samples for metric in result.metrics if metric.name == "loss")
+    assert [step for step, _ in report.samples] == list(range(1, STEPS + 1))
+    declared = Quantities(QUANTITIES)
+    for (step, values), loss, norm in zip(report.samples, losses, norms, strict=False):
+        assert values.keys() == {"loss", "gradient_norm", "learning_rate", "throughput", "training_memory"}
+        assert all(name in declared.names() for name in values)
+        assert values["loss"] == loss
+        assert values["gradient_norm"] == pytest.approx(norm)
+        assert values["learning_rate"] == learning_rate(
+            OptimizerSpec.model_validate(config["optimizer"]), step - 1, STEPS
+        )
+        assert 50 < values["training_memory"] < 8 * 1024
+    assert ("train", STEPS - 1, STEPS) in report.beats
+
+
+@pytest.mark.parametrize("done", [0, 88])
+def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
+    monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
+    report = Report()
+    flops = ModelFlops(per_token=6e6, peak=1.2e9, ranks=2)
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), utilization=flops.utilization)
+    for step in range(done + 1, done + 25):
+        live.step(step, 1.0, 1.0, 1.0)
+    speeds = [values["throughput"] for _, values in report.samples]
+    assert speeds[:8] == pytest.approx([400] * 8)
+    assert speeds[-4:] == pytest.approx([800] * 4)
+    assert [values["mfu"] for _, values in report.samples[:8]] == pytest.approx([100] * 8), "400 tok/s x 6 MFLOPs"
+
+
+def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BF16_PEAKS, "", 1e12)  # the name of no GPU
+    config["precision"] = "bfloat16"
+    sent: list[Any] = []
+    report = SamplingReporter(lambda phase, done=0, total=0: None, sent.append, Quantities(QUANTITIES))
+    result = measure(config, report)
+    step_s = next(metric.value for metric in result.metrics if metric.name == "time") / 1000
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
+    costs = []
+    for step in range(500):
+        begun = time.perf_counter()
+        live.step(step, 1.0, 1.0, 1.0)
+        costs.append(time.perf_counter() - begun)
+    report.close()
+    assert statistics.median(costs) < 0.01 * step_s
+    samples = [dict(each.values) for each in sent if isinstance(each, Samples)]
+    known = [values for values in samples if {"mfu", "throughput"} <= values.keys()]
+    assert known
+    metrics = {metric.name: metric.value for metric in result.metrics}
+    for values in known:
+        share = values["mfu"] / metrics["mfu"]
+        assert share == pytest.approx(values["throughput"] / metrics["throughput"]), "as at the end"

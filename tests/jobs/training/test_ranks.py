@@ -1,0 +1,438 @@
+"""Training on several ranks: real processes, with gloo on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from processes import is_alive
+from trainings import Keeping, by_name, small
+from warm_ranks import WarmRanks
+
+import jobs
+from jobs.diagnosis.rank_state import RankState
+from jobs.schema.point import FAILURE_FILES, Machine, Measurement, Surroundings
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines, SpecError, load_spec, parse_spec
+from jobs.train import QUANTITIES, Spec, measure
+from jobs.training.compute_clock import ComputeClock
+from jobs.training.data.byte_corpus import load_corpus
+from jobs.training.errors import Diverged, RankFailed, Stopped
+from jobs.training.layout import divided
+from jobs.training.optimizer import learning_rate
+from jobs.training.rank import flight_record, write_flight_record
+from jobs.training.replica import Replica
+from nsa_core.model import PRESETS, NSATransformer
+from orchestrator.attempt.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions, Progress, Series
+from orchestrator.store.records import ArtifactRecord, OutcomeRecord, SeriesRecord
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+GPU = Machine("cuda", "card", 80 * 2**30)
+
+
+def _data(text: Path, **changes: Any) -> dict[str, Any]:
+    return small(text, batch=8) | changes
+
+
+def _spec(text: Path, **changes: Any) -> Spec:
+    return Spec.model_validate(_data(text, **changes))
+
+
+def _train(spec: Spec, beat: Callable[..., None] = lambda *_: None) -> Measurement:
+    config = json.loads(json.dumps(spec.points(CPU)[0].config))
+    return measure(config, beat)
+
+
+class _AtStep:
+    """A beat that acts once, when training has got to a step."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self._step, self._act, self.done = step, act, False
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        if phase == "train" and done >= self._step and not self.done:
+            self.done = True
+            self._act()
+
+
+# Layouts that a specification may give
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"batch": 7, "ranks": 2, "micro_batch": 2},
+            "batch: 7: is not micro_batch 2 × ranks 2 × accumulation; use 4 or 8",
+        ),
+        ({"batch": 3, "ranks": 2, "micro_batch": 2}, "batch: 3: is not micro_batch 2 × ranks 2 × accumulation; use 4"),
+        ({"batch": 7, "ranks": 2}, "batch: 7: is not a micro_batch × ranks 2 × accumulation; use 6 or 8"),
+        ({"ranks": 2, "device": "auto"}, "device: 'auto': 2 ranks need GPUs or none; use cuda or cpu"),
+        (
+            {"ranks": 2, "device": "cuda", "resources": {"num_gpus": 1}},
+            "resources.num_gpus: 1: each of 2 ranks needs its own; use 2, or leave it out",
+        ),
+        ({"parallel": "fsdp"}, "parallel: 'fsdp': has no effect on one rank; leave it out, or set ranks to 2 or more"),
+        ({"cuda_graphs": True}, "cuda_graphs: true: only compiled passes are captured; set compile, or leave it out"),
+        (
+            {"cuda_graphs": True, "compile": True},
+            "cuda_graphs: true: a CPU has none; use device: cuda, or leave it out",
+        ),
+        (
+            {"cuda_graphs": True, "compile": True, "device": "cuda", "ranks": 2, "parallel": "fsdp"},
+            "cuda_graphs: true: FSDP2 gathers weights in other places in each step; use parallel: ddp",
+        ),
+        (
+            {"cuda_graphs": True, "compile": True, "device": "cuda", "ranks": 2, "micro_batch": 1},
+            "cuda_graphs: true: a step's 4 passes would overwrite each other's gradients; use micro_batch 4, or leave "
+            "it out",
+        ),
+        (
+            {"ranks": 2, "parallel": "fsdp", "bucket_mb": 10},
+            "bucket_mb: 10: FSDP2 has no buckets; leave it out, or use parallel: ddp",
+        ),
+        (
+            {"ranks": 2, "parallel": "replicate", "bucket_mb": 10},
+            "bucket_mb: 10: replicate has no buckets; leave it out, or use parallel: ddp",
+        ),
+        (
+            {"ranks": 2, "parallel": "replicate", "gradient_compression": "bf16"},
+            "gradient_compression: bf16: replicate averages gradients as they are; leave it out, or use parallel: ddp",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_its_arithmetic(
+    text: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(_data(text, **changes))
+    assert str(caught.value) == message
+
+
+def test_a_batch_is_divided_over_ranks_and_passes() -> None:
+    assert divided(8, 2, None) == (4, 1)
+    assert divided(8, 2, 1) == (1, 4)
+    assert divided(8, 1, 8) == (8, 1)
+
+
+def test_specs_and_points_of_one_rank_are_as_they_were(text: Path) -> None:
+    spec = _spec(text)
+    assert not {"cuda_graphs", "ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"} & set(
+        spec.model_dump()
+    )
+    (point,) = spec.points(CPU)
+    assert "ranks" not in point.config
+    assert point.axes.more == {}
+    assert _spec(text, ranks=1, micro_batch=8).points(CPU)[0].config == point.config
+
+
+def test_several_ranks_are_an_axis_and_get_a_gpu_or_a_share_of_the_cores_each(text: Path) -> None:
+    two = {"ranks": 2, "batch": 8, "micro_batch": 2}
+    spec = _spec(text, **two, resources={"num_cpus": 4})
+    (point,) = spec.points(CPU)
+    assert point.axes.more == {"ranks": 2}
+    assert "2 ranks ddp" in point.label
+    assert point.config["threads"] == 2
+    assert spec.layout.accumulation == 2
+    assert _spec(text, **two, device="cuda").resources.num_gpus == 2
+    assert _spec(text, **two, device="cuda").model_dump()["ranks"] == 2
+
+
+def test_predicted_memory_is_that_of_one_rank(text: Path) -> None:
+    big = {"preset": "m7c_125m", "attention": ["dense"], "seq_len": 2048, "batch": 16, "precision": "bfloat16"}
+    alone, two = (_spec(text, **big, device="cuda", ranks=ranks).points(GPU)[0].estimate_bytes or 0 for ranks in (1, 2))
+    assert 0.5 * alone < two < 0.7 * alone, "half of the activations, all of the weights"
+    host = Machine("cpu", "host", int(1.5 * (_spec(text, ranks=2).points(CPU)[0].estimate_bytes or 0)))
+    assert _spec(text, ranks=1, batch=4).points(host)[0].skip_reason is None
+    assert "the cpu device has" in str(_spec(text, ranks=2).points(host)[0].skip_reason)
+
+
+def test_the_ready_spec_is_the_plans_configuration_on_two_gpus() -> None:
+    spec = load_spec(Path(jobs.__file__).parent / "configs" / "train_2gpu.yaml")
+    assert isinstance(spec, Spec)
+    assert spec.plan is not None
+    assert spec.batch * spec.seq_len == spec.plan.tokens_per_step
+    for point in spec.points(GPU):
+        assert point.axes.more == {"ranks": 2}
+        assert point.skip_reason is None
+
+
+# The same training
+
+
+def _written_out(text: Path, steps: int) -> Iterator[float]:
+    """Losses of the training of `_spec(text)` on one process, written as plainly as can be."""
+    corpus = load_corpus(text, 0.2, 32)
+    batches = corpus.batches(8, 32, 0)
+    torch.manual_seed(0)
+    model = NSATransformer(PRESETS["tiny"]).train()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    spec = _spec(text).optimizer
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spec, step, steps)
+        loss = model(*next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def test_one_rank_trains_bit_by_bit_as_a_plain_loop_does(text: Path) -> None:
+    assert by_name(_train(_spec(text)))["loss"].samples == tuple(_written_out(text, 8))
+
+
+def test_accumulated_passes_train_as_one_does(text: Path) -> None:
+    whole, parts = (by_name(_train(_spec(text, micro_batch=size))) for size in (8, 2))
+    assert parts["loss"].samples == pytest.approx(whole["loss"].samples, rel=1e-4)
+    assert parts["heldout_loss"].value == pytest.approx(whole["heldout_loss"].value, rel=1e-4)
+    assert parts["peak_memory"].value < 0.6 * whole["peak_memory"].value
+    assert abs(parts["estimate_error"].value) < 10
+
+
+def test_a_position_in_the_data_can_be_taken_up_again(text: Path) -> None:
+    corpus = load_corpus(text, 0.2, 32)
+    batches, again = corpus.batches(4, 32, seed=1), corpus.batches(4, 32, seed=2)
+    for _ in range(3):
+        next(batches)
+    again.load_state_dict(batches.state_dict())
+    for (tokens, _), (expected, _) in zip(islice(again, 2), islice(batches, 2), strict=True):
+        assert torch.equal(tokens, expected)
+
+
+@pytest.fixture(scope="module")
+def one_rank(text: Path) -> Measurement:
+    """The training of `_spec(text)` on one rank."""
+    return _train(_spec(text))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"micro_batch": 2}, 1e-4),
+        ({"gradient_compression": "bf16", "bucket_mb": 0.05}, 1e-2),
+        ({"parallel": "replicate", "micro_batch": 2}, 1e-4),
+        ({"parallel": "fsdp", "micro_batch": 2, "checkpointing": True}, 1e-4),
+        ({"parallel": "fsdp", "gradient_compression": "bf16"}, 1e-2),
+    ],
+    ids=["ddp", "ddp-compressed", "replicate", "fsdp", "fsdp-compressed"],
+)
+def test_two_ranks_train_as_one_does(
+    text: Path, one_rank: Measurement, two_warm_ranks: WarmRanks, changes: dict[str, Any], tolerance: float
+) -> None:
+    launcher = None if changes.keys() == {"micro_batch"} else two_warm_ranks  # once as without a launcher
+    phases: list[str] = []
+    series: dict[tuple[str, int], list[int]] = {}
+    kept: dict[str, str] = {}
+    started: list[list[int]] = []
+
+    class Reporter:
+        surroundings = Surroundings(launcher=launcher)
+
+        def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+            phases.append(phase)
+
+        def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
+            for name in values:
+                series.setdefault((name, rank), []).append(step)
+
+        def warn(self, text: str) -> None:
+            raise AssertionError(text)
+
+        def keep(self, name: str, text: str) -> None:
+            kept[name] = text
+
+        def ranks(self, pids: list[int]) -> None:
+            started.append(pids)
+
+    two = _train(_spec(text, ranks=2, **changes), Reporter())
+    states = {name: RankState.from_json(content) for name, content in kept.items()}
+    assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
+    assert started == [[state.pid for _, state in sorted(states.items()) if state]], "by rank"
+    found, alone = by_name(two), by_name(one_rank)
+    assert found["loss"].samples == pytest.approx(alone["loss"].samples, rel=tolerance)
+    assert found["heldout_loss"].value == pytest.approx(alone["heldout_loss"].value, rel=tolerance)
+    exact = found["loss"].samples == pytest.approx(alone["loss"].samples, rel=1e-5)
+    assert exact == (changes.get("gradient_compression") is None) == (tolerance < 1e-3), "bf16 rounds"
+    assert found["throughput"].value == pytest.approx(8 * 32 / found["time"].value * 1000, rel=0.2)
+    assert len(found["rank_step_time"].samples) == 2
+    assert found["peak_memory"].value < alone["peak_memory"].value, "of a rank, which has half of the activations"
+    assert {metric.name for metric in two.metrics} <= {quantity.name for quantity in QUANTITIES}
+    assert two.environment["training"]["ranks"]["ranks"] == 2
+    assert two.environment["training"]["launcher"] == (launcher.name if launcher else "elastic")
+    assert two.environment["training"]["hosts"] == [socket.gethostname()] * 2
+    assert two.environment["training"]["parameters"] == sum(
+        p.numel() for p in NSATransformer(PRESETS["tiny"]).parameters()
+    )
+    assert list(dict.fromkeys(phases)) == ["corpus", "check", "heldout loss before", "heldout loss", "train", "memory"]
+    assert [series[name, rank][-1] for name, rank in (("loss", 0), ("gradient_norm", 0), ("training_memory", 1))] == [
+        8
+    ] * 3
+    assert ("loss", 1) not in series, "it is the same"
+    if changes.get("parallel") == "fsdp":
+        assert "estimate_error" not in found
+        assert {name for name, _ in series}.isdisjoint({"rank_compute_time", "rank_imbalance"})
+        return
+    assert abs(found["estimate_error"].value) < 10
+    assert series["rank_compute_time", 1][-1] == series["rank_imbalance", 0][-1] == 8
+    compute = found["rank_compute_time"].samples
+    assert len(compute) == 2
+    assert max(compute) < 1.5 * found["rank_step_time"].value
+    assert found["rank_imbalance"].value == pytest.approx(100 * (2 * max(compute) / sum(compute) - 1))
+
+
+# When it goes wrong
+
+
+def test_a_killed_rank_ends_the_training_and_is_named(
+    text: Path, started_ranks: Callable[[], list[psutil.Process]]
+) -> None:
+    killed: list[psutil.Process] = []
+
+    def kill() -> None:
+        killed.extend(started_ranks())
+        killed[1].kill()
+
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL"):
+        _train(_spec(text, ranks=2, steps=2000), _AtStep(3, kill))
+    assert len(killed) == 2
+    assert not any(is_alive(process) for process in killed)
+
+
+def test_a_rank_that_raises_is_named_with_its_exception(text: Path) -> None:
+    config = json.loads(json.dumps(_spec(text, ranks=2).points(CPU)[0].config))
+    config["model"]["backend"] = "missing"
+    with pytest.raises(RankFailed) as caught:
+        measure(config, lambda *_: None)
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("rank ")
+    assert "missing" in first
+    assert rest[0] == "the end of its stderr:"
+    assert any(line.startswith("Traceback") for line in rest)
+
+
+@pytest.mark.parametrize("block", ["blocks.0", "blocks.1"])
+def test_a_weight_without_a_gradient_is_named_and_the_group_still_works(tmp_path: Path, block: str) -> None:
+    model = NSATransformer(PRESETS["tiny"])
+    model.get_submodule(block).register_parameter("idle", torch.nn.Parameter(torch.ones(2)))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replica = Replica(model, 1, ComputeClock(torch.device("cpu")), lambda part: part)
+        message = rf"^parallel: replicate: {block}\.idle has no gradient; use parallel: fsdp$"
+        with pytest.raises(RuntimeError, match=message), replica.averaged():
+            replica(tokens, tokens).backward()
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_that_is_not_a_number_ends_all_ranks_at_one_step(text: Path, two_warm_ranks: WarmRanks) -> None:
+    wild = _spec(text, ranks=2, optimizer={"warmup_steps": 0, "learning_rate": 1e30, "grad_clip": 1e30})
+    with pytest.raises(Diverged, match=r"^loss (nan|inf) at step \d+; lower optimizer\.learning_rate$"):
+        _train(wild, Keeping(launcher=two_warm_ranks))
+
+
+# On several ranks: tests/jobs/test_checkpoints.py.
+def test_sigterm_ends_a_training_after_a_step(text: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = _AtStep(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match=r"^SIGTERM ended the training after step \d+ of 5000$"):
+        _train(_spec(text, steps=5000), stop)
+    assert stop.done
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
+    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(10**6))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    point = _spec(text, ranks=2, steps=10**6).points(CPU)[0]
+    deadlines = Deadlines(startup_s=120, heartbeat_s=12, point_s=200)
+    conditions = Conditions("cpu", deadlines, None, 1, False, store=f"file://{tmp_path}/store")
+    seen: list[Any] = []
+    recorded: list[str] = []
+
+    def series() -> list[SeriesRecord]:
+        return [record for update in list(seen) if isinstance(update, Series) for record in update.records]
+
+    def stall() -> None:
+        ranks = started_ranks()
+        ranks[1].suspend()
+        time.sleep(3)
+        ranks[1].resume()  # it was slow
+        before = len(seen)
+        while len(seen) < before + 2 or not any(record.name == "rank_imbalance" for record in series()):
+            time.sleep(0.1)
+        ranks[1].send_signal(signal.SIGUSR2)  # now it sleeps for ever
+        while ranks[0].is_running():
+            for path in tmp_path.glob(f"tmp/**/{FAILURE_FILES}/{flight_record(0)}"):
+                recorded[:] = [path.read_text()]
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=stall, daemon=True)
+    for update in supervise([Assignment("r", "r/0", 1, point)], conditions):
+        seen.append(update)
+        if isinstance(update, Progress) and update.phase == "train" and not thread.ident:
+            thread.start()
+    thread.join(timeout=30)
+    (outcome,) = [update for update in seen if isinstance(update, OutcomeRecord)]
+    assert outcome.state is PointState.HANG
+    assert outcome.reason == "no progress for 12 s (last in phase 'train')"
+    paths = {u.artifact.name: tmp_path / "store" / u.artifact.path for u in seen if isinstance(u, ArtifactRecord)}
+    records = series()
+    for rank in (0, 1):
+        mine = {r.name: r.values for r in records if r.rank == rank}
+        assert 100 < mine["resident_memory"][-1] < 1000, "of one process"
+        assert {"training_memory", "rank_compute_time"} <= mine.keys()
+    assert mine["cpu_utilization"][-1] < 10, "the stalled rank"
+    assert {r.rank for r in records if r.name == "rank_imbalance"} == {0}
+    numbers = [step for r in records if (r.name, r.rank) == ("cpu_utilization", 0) for step in r.steps]
+    assert numbers == sorted(set(numbers)), "go on from the point's own"
+    stacks = paths["stacks.txt"].read_text()
+    assert '"rank 0"' in stacks
+    assert '"rank 1"' in stacks
+    written = paths["stderr.txt"].read_text()  # where py-spy may not attach
+    assert re.search(r"^\[rank 0\].*loop\.py", written, re.MULTILINE)
+    assert re.search(r"^\[rank 1\].*sitecustomize\.py", written, re.MULTILINE)
+    assert "all_reduce" in recorded[0], "the collective that waits for the stalled rank"
+
+
+def test_the_flight_recorder_is_written_as_json(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        write_flight_record(tmp_path / "record.json")
+    finally:
+        dist.destroy_process_group()
+    assert json.loads((tmp_path / "record.json").read_text())["entries"][-1]["profiling_name"] == "gloo:all_reduce"

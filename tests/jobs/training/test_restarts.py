@@ -1,0 +1,263 @@
+"""Restarts of several ranks, and SIGTERM that comes before, between or instead of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from trainings import Keeping, small
+
+from jobs.process.rank_messages import RankBeat, RankFailure
+from jobs.schema.launcher import Rank, RanksEnded
+from jobs.schema.point import Machine, Surroundings
+from jobs.train import Spec, measure
+from jobs.training import elastic
+from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
+from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
+from jobs.training.launch import RankWatch, run_ranks
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+
+
+def _config(text: Path, **changes: Any) -> dict[str, Any]:
+    data = small(text, ranks=2, **{"checkpoints": {"every": 4}, **changes})
+    return dict(Spec.model_validate(data).points(CPU)[0].config)
+
+
+class _Ends:
+    """A launcher whose ranks never end well: each start gets the next of `acts`, a message and an end."""
+
+    name = "ends"
+
+    def __init__(self, *acts: Callable[[Callable[[Any], None], threading.Event], RanksEnded]) -> None:
+        self._acts = list(acts)
+        self.stops: list[threading.Event] = []
+
+    def run(
+        self,
+        ranks: int,
+        device: str,
+        main: Callable[[Rank], Any],
+        note: Callable[[Any], None],
+        tell: Callable[[str], None],
+        stop: threading.Event,
+    ) -> list[Any]:
+        self.stops.append(stop)
+        raise self._acts.pop(0)(note, stop)
+
+
+class _Told(Keeping):
+    """A Reporter of a point with a launcher, which keeps the phases, too."""
+
+    def __init__(self, launcher: _Ends, folder: Path | None) -> None:
+        super().__init__()
+        self.surroundings = Surroundings(f"file://{folder}" if folder else None, "k", launcher)
+        self.phases: list[str] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.phases.append(phase)
+
+
+def _die(note: Callable[[Any], None], _stop: threading.Event) -> RanksEnded:
+    for rank in (0, 1):
+        note(RankBeat(rank, 1, "train", 3, 8))
+    return RanksEnded({1: "was killed by SIGKILL"}, {})
+
+
+def _die_when_asked(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    _die(note, stop)
+    return RanksEnded({1: "did not end in time", 0: "did not end in time"}, {})
+
+
+def _raise_when_asked(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    _die(note, stop)
+    note(RankFailure(1, "RuntimeError", "connection closed"))
+    return RanksEnded({}, {})
+
+
+def _never_begin(_note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+    stop.set()
+    return RanksEnded({0: "was killed by SIGTERM"}, {})
+
+
+def _save(folder: Path, *, step: int, key: str = "k") -> None:
+    manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, {}, {"data": WrittenFile(1, "0" * 64)})
+    (folder / manifest.name).mkdir(parents=True)
+    CheckpointFolder(f"file://{folder}").complete_with(manifest)
+
+
+def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path, tmp_path: Path) -> None:
+    def save_and_die(note: Callable[[Any], None], stop: threading.Event) -> RanksEnded:
+        _save(tmp_path, step=4)
+        return _die(note, stop)
+
+    launcher = _Ends(_die, save_and_die, _die)
+    told = _Told(launcher, tmp_path)
+    stop = threading.Event()
+    with pytest.raises(RankDied):
+        run_ranks(_config(text, restarts=2), told, stop)
+    assert told.warnings == [
+        "rank 1 of 2 was killed by SIGKILL; restart 1 of 2 of all ranks from the beginning",
+        "rank 1 of 2 was killed by SIGKILL; restart 2 of 2 of all ranks from the last checkpoint",
+    ]
+    assert told.phases == ["train", "start", "train", "start", "train"]
+    assert launcher.stops == [stop] * 3, "one event for all starts"
+
+
+def test_a_training_that_other_code_finished_begins_anew(text: Path, tmp_path: Path) -> None:
+    _save(tmp_path, step=8, key="other")
+    told = _Told(_Ends(_die, _die), tmp_path)
+    with pytest.raises(RankDied):
+        run_ranks(_config(text, restarts=1), told, threading.Event())
+    assert told.warnings[0].endswith("of all ranks from the beginning")
+
+
+@pytest.mark.parametrize(
+    ("act", "saved", "error", "message"),
+    [
+        (
+            _die_when_asked,
+            4,
+            Suspended,
+            "SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step 4: "
+            "nsa submit SPEC --resume RUN",
+        ),
+        (
+            _die_when_asked,
+            None,
+            Stopped,
+            "SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; it has no checkpoint to go on from",
+        ),
+        (
+            _raise_when_asked,
+            4,
+            Suspended,
+            "SIGTERM ended the training; rank 1 of 2: RuntimeError: connection closed; go on from the checkpoint of "
+            "step 4: nsa submit SPEC --resume RUN",
+        ),
+        (
+            _never_begin,
+            None,
+            Suspended,
+            "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN",
+        ),
+        (
+            _never_begin,
+            4,
+            Suspended,
+            "SIGTERM ended the training before its ranks had begun; go on from the checkpoint of step 4: "
+            "nsa submit SPEC --resume RUN",
+        ),
+    ],
+)
+def test_ranks_that_were_asked_to_end_are_not_started_again(
+    text: Path, tmp_path: Path, act: Any, saved: int | None, error: type[Stopped], message: str
+) -> None:
+    if saved is not None:
+        _save(tmp_path, step=saved)
+    launcher = _Ends(act)
+    with pytest.raises(Stopped) as caught:
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+    assert type(caught.value) is error
+    assert str(caught.value) == message
+
+
+def test_ranks_are_not_started_after_sigterm(text: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    launcher = _Ends()
+    with pytest.raises(Suspended, match=r"before its ranks had begun"):
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), stop)
+    assert launcher.stops == []
+
+
+def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
+    launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert len(launcher.stops) == 1
+
+
+def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started_ranks: Callable[[], list[psutil.Process]],
+) -> None:
+    """One rank is stopped, so that neither ends its step."""
+    monkeypatch.setattr(elastic, "_STOP_S", 1)
+    acted: list[psutil.Process] = []
+
+    class Acting(Keeping):
+        def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+            if phase == "train" and done >= 12 and not acted:
+                acted.extend(started_ranks())
+                acted[1].suspend()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    acting = Acting(tmp_path)
+    with pytest.raises(Suspended) as caught:
+        measure(_config(text, steps=100_000, checkpoints={"every": 5}, restarts=1), acting)
+    found = re.fullmatch(
+        r"SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step (\d+): "
+        r"nsa submit SPEC --resume RUN",
+        str(caught.value),
+    )
+    assert found is not None, str(caught.value)
+    assert int(found[1]) == CheckpointFolder(f"file://{tmp_path}").complete()[0].step
+    assert not any("restart" in warning for warning in acting.warnings)
+    assert not started_ranks()
+
+
+def test_sigterm_while_ranks_start_ends_them_at_once(
+    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]]
+) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(Suspended) as caught:
+        measure(_config(text, steps=100_000, restarts=1), Keeping(tmp_path))
+    assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
+    assert not started_ranks()
+
+
+RANKS = """
+import os, time
+from jobs.process.rank_messages import RankStarted, failure
+
+def main(rank):
+    rank.post(RankStarted(rank.number, os.getpid()))
+    if rank.number == 1:
+        time.sleep(1)
+        rank.post(failure(1, RuntimeError("on purpose")))
+        raise RuntimeError("on purpose")
+    rank.stop.wait(60)  # asked by the launcher's SIGTERM
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_raised_is_named_and_not_the_one_that_was_killed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the others wait for it on a GPU, and SIGTERM does not reach them."""
+    monkeypatch.setattr(elastic, "_GRACE_S", 1.0)
+    (tmp_path / "one_raises.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    main = importlib.import_module("one_raises").main
+    watch = RankWatch(2, Keeping(tmp_path))
+    with pytest.raises(RanksEnded) as ended:
+        elastic.ElasticLauncher().run(2, "cpu", main, watch.note, lambda _: None, threading.Event())
+    found = watch.failure(ended.value)
+    assert type(found) is RankFailed, "a rank that died would be started again"
+    assert str(found).startswith("rank 1 of 2: RuntimeError: on purpose")

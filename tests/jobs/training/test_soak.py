@@ -1,0 +1,396 @@
+"""A soak: its slopes, its pieces in real processes, its alert and its limit."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from processes import descendants
+from trainings import Keeping, by_name, of_the_kill, small
+
+from jobs.measure.trend import common_slope
+from jobs.schema.point import STARTING, Machine, Measurement
+from jobs.soak import QUANTITIES, Spec, measure
+from jobs.specs.spec import SpecError, parse_spec
+from jobs.train import Spec as TrainSpec
+from jobs.train import measure as train
+from jobs.training.checkpoints.folder import CheckpointError
+from jobs.training.errors import MemoryLimit
+from jobs.training.report import train_rank
+from jobs.training.results import Run
+from jobs.training.soak.history import INTERVALS, Interval, SoakHistory, SoakPlan
+from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
+from jobs.training.soak.watch import SoakWatch
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+
+
+def _data(text: Path, **changes: Any) -> dict[str, Any]:
+    own = {"kind": "soak", "minutes": 0.06, "piece_minutes": 0.03, "checkpoints": {"every": 20}}
+    return small(text, steps=5000) | own | changes
+
+
+class Watching(Keeping):
+    """A Reporter that keeps what it is told, and acts once when the soak gets to a step."""
+
+    def __init__(self, folder: Path, *, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self._at, self._act = at, act
+
+    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
+        super().sample(step, values, rank)
+        if 0 < self._at <= step:
+            self._at = 0
+            self._act()
+
+
+def _soak(text: Path, watching: Watching, **changes: Any) -> Measurement:
+    spec = Spec.model_validate(_data(text, **changes))
+    return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), watching)
+
+
+def _rows(result: Measurement) -> list[dict[str, float]]:
+    table = result.files["soak.csv"]
+    assert isinstance(table, str)
+    header, *lines = table.splitlines()
+    return [dict(zip(header.split(","), map(float, line.split(",")), strict=True)) for line in lines]
+
+
+# Slopes
+
+
+def _readings(slope: float, noise: Callable[[], float]) -> tuple[list[int], list[float], list[float]]:
+    """Readings of three pieces of ten minutes, each at a level of its own that falls."""
+    pieces = [piece for piece in range(3) for _ in range(100)]
+    hours = [(600 * piece + 6 * (number % 100)) / 3600 for number, piece in enumerate(pieces)]
+    return (
+        pieces,
+        hours,
+        [5000 - 300 * piece + slope * hour + noise() for piece, hour in zip(pieces, hours, strict=True)],
+    )
+
+
+def _slope(slope: float, noise: Callable[[], float]) -> tuple[float, float, float]:
+    """A slope that was found, and its interval."""
+    found = common_slope(*_readings(slope, noise))
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    return found.value, found.low, found.high
+
+
+def test_the_slope_is_that_of_the_pieces_and_not_of_their_levels() -> None:
+    assert _slope(12.0, lambda: 0.0) == pytest.approx((12, 12, 12))
+    assert _slope(0.0, lambda: 0.0) == pytest.approx((0, 0, 0), abs=1e-9)
+    generator = random.Random(0)
+    value, low, high = _slope(12.0, lambda: generator.gauss(0, 1))
+    assert low < 12 < high
+    assert low < value < high
+    assert 4 < high - low < 8, "as the noise has it: about 4 x 1 MiB / (sqrt(300) x 0.048 h)"
+
+
+def test_readings_that_are_alike_in_a_row_widen_the_interval() -> None:
+    generator, level = random.Random(1), 0.0
+
+    def wandering() -> float:
+        nonlocal level
+        level = 0.8 * level + generator.gauss(0, 0.6)  # as wide as the noise with a deviation of 1
+        return level
+
+    _, low, high = _slope(0.0, lambda: generator.gauss(0, 1))
+    _, lower, higher = _slope(0.0, wandering)
+    assert higher - lower > 2 * (high - low)
+    assert common_slope([0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3]) is None, "too few"
+
+
+def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
+    intervals = [
+        Interval(
+            process,
+            end_s=60 * (10 * process + minute + 1),
+            end_step=minute,
+            steps=1,
+            seconds=60,
+            resident=(2200 + 2300 * after) << 20,
+            after_checkpoint=after,
+        )
+        for process in range(2)
+        for minute in range(10)
+        for after in [minute >= 5]
+    ]
+    (slope,) = _Slopes(intervals).of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
+    assert slope.value == pytest.approx(0, abs=1e-6)
+
+
+# The history
+
+
+def _watch(
+    plan: SoakPlan,
+    history: SoakHistory,
+    told: Any = lambda *_: None,
+    utilization: Callable[[], float | None] = lambda: None,
+) -> SoakWatch:
+    watch = SoakWatch(plan, history, torch.device("cpu"), 0, told, utilization)
+    watch.begin(history.pieces)
+    return watch
+
+
+def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_along() -> None:
+    plan, history, step = SoakPlan(60, 20, 60, 65), SoakHistory(), 0
+    while not history.done:
+        watch = _watch(plan, history)
+        while not watch.over:
+            step += 1
+            watch.take(step, 2.0, 0.1, history.elapsed_s, 70.0)
+        later = SoakHistory()
+        later.take_over(history.shared(), history.own())
+        assert later == history
+        history = later
+    assert history.pieces == 3
+    assert history.elapsed_s == pytest.approx(3600, abs=1)
+    assert INTERVALS * 0.9 < len(history.intervals) <= INTERVALS + 3
+    assert sum(interval.steps for interval in history.intervals) == step
+    assert sum(interval.loss for interval in history.intervals) == 2.0 * step
+    assert sum(interval.compute_ms for interval in history.intervals) == 70.0 * step
+    for fewer, compute_ms in ((2, 70.0), (3, 0.0)):  # columns of earlier versions' checkpoints
+        own = history.own()
+        own["intervals"] = own["intervals"][:, :-fewer]
+        (earlier := SoakHistory()).take_over(history.shared(), own)
+        last = earlier.intervals[-1]
+        assert (last.after_checkpoint, last.busy, last.looks, last.end_step) == (False, 0, 0, step)
+        assert last.compute_ms == pytest.approx(compute_ms * last.steps)
+    warm = {interval.process: interval.end_s - interval.seconds for interval in reversed([*history.settled(plan)])}
+    assert [warm[piece] - 1200 * piece for piece in range(3)] == pytest.approx([60, 60, 60], abs=plan.interval_s + 1)
+
+
+def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes between two looks: a first one begins another level, a later one may be the last of all."""
+    looks: list[tuple[int, int, int]] = []
+
+    def memory(device: torch.device) -> tuple[int, int, int]:
+        looks.append((0, 0, 10**9))
+        return looks[-1]
+
+    monkeypatch.setattr("jobs.training.soak.watch._memory", memory)
+    plan = SoakPlan(10, 10, 60, 65)
+    for cut in range(700, 720):
+        told, history = Watching(tmp_path), SoakHistory()
+        looks.clear()
+        watch = _watch(plan, history, told)
+        for step in range(1, 800):
+            watch.take(step, 2.0, 0.1, history.elapsed_s)
+            if step in (cut, cut + 35):
+                watch.note_checkpoint()
+                assert {interval.held for interval in history.settled(plan)} == {10**9}
+        levels = [interval.memory_level for interval in history.intervals]
+        assert levels == sorted(levels)
+        assert set(levels) == {0, 1}
+        assert len(told.series["host_memory"]) == len(looks), "no step has two"
+
+
+def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = 59.0
+    monkeypatch.setattr("jobs.training.soak.watch._memory", lambda device: (0, int(held * 1e9), 10**9))
+    told, history = Watching(tmp_path), SoakHistory()
+    watch = _watch(SoakPlan(60, 20, 60, 65), history, told)
+    for step in range(1, 1201):
+        held = 59.0 if step <= 600 else 61.0
+        watch.take(step, 2.0, 0.5, history.elapsed_s)
+    assert told.warnings == [
+        "rank 0 holds 61 GB, more than alert_gb: 60, after 5.02 min and 602 steps, in process 1; after the first "
+        "warm-up it held 59 GB"
+    ]
+    assert history.alert_s == pytest.approx(300, abs=1)
+    again = _watch(SoakPlan(60, 20, 60, 65), history, told)
+    again.take(1201, 2.0, 1.0, history.elapsed_s)
+    assert len(told.warnings) == 1, "the next process knows"
+    held = 65.5
+    with pytest.raises(MemoryLimit, match=r"^rank 0 holds 65\.5 GB, more than limit_gb: 65, after 10 min and 1,202 st"):
+        again.take(1202, 2.0, 1.0, history.elapsed_s)
+
+
+def test_a_gpu_that_was_busy_in_all_pieces_but_the_last_one_counts_as_busy() -> None:
+    """A short last piece is done before the driver's counter has seen it."""
+    plan, history, busy = SoakPlan(22, 10, 60, 65), SoakHistory(), (90.0, 90.0, 0.0, 0.0)
+    while not history.done:
+        watch = _watch(plan, history, utilization=lambda share=busy[history.pieces]: share)
+        while not watch.over:
+            watch.take(1, 2.0, 0.5, history.elapsed_s)
+        saved, history = history, SoakHistory()
+        history.take_over(saved.shared(), saved.own())
+    (found,) = [m.value for m in _ranks([_of(history)] * 2, plan) if m.name == "rank_utilization"]
+    assert 80 < found < 90
+    rows = [line.split(",")[-1] for line in history.to_csv().splitlines()]
+    assert rows[0] == "busy"
+    assert set(rows[1:]) == {"90.0", "0.0"}
+    unknown = SoakHistory(intervals=[Interval(0, 1, 1, 1)])
+    assert unknown.to_csv().endswith(",nan\n")
+
+
+def _of(history: SoakHistory) -> Any:
+    return SimpleNamespace(run=Run(soak=history))
+
+
+def _report(compute_ms: float | None, busy: float | None) -> Any:
+    """Report of a rank, with one settled interval of ten steps of 100 ms."""
+    looked = {} if busy is None else {"busy": 2 * busy, "looks": 2}
+    interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0), **looked)
+    return _of(SoakHistory(intervals=[interval]))
+
+
+def test_the_ranks_of_a_soak_are_compared() -> None:
+    plan = SoakPlan(16, 16, 60, 65)
+    found = {m.name: m for m in _ranks([_report(50, 80), _report(70, 90)], plan)}
+    assert found["rank_imbalance"].value == pytest.approx(100 * (70 / 60 - 1))
+    assert found["rank_compute_time"].samples == (50, 70)
+    assert found["rank_step_time"].samples == (100, 100)
+    assert (found["rank_utilization"].value, found["rank_utilization"].samples) == (80, (80, 90))
+    unknown = _ranks([_report(None, 80), _report(None, None)], plan)  # FSDP2; a GPU without NVML
+    assert [metric.name for metric in unknown] == ["rank_step_time"]
+    assert _ranks([_report(50, 80)], plan) == []
+
+
+# Real processes
+
+
+class _Phases(Watching):
+    """Keeps the phases in the order of their first progress, too."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.phases: list[str] = []
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        super().__call__(phase, done, total)
+        self.phases += [] if phase in self.phases[-1:] else [phase]
+
+
+def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Path) -> None:
+    watching = _Phases(tmp_path)
+    result = _soak(text, watching)
+    assert watching.phases.count(STARTING) == 1, "imports of the second process are no stall"
+    assert watching.phases[watching.phases.index(STARTING) + 1] == "corpus"
+    found, rows = by_name(result), _rows(result)
+    assert found["pieces"].value == 2
+    assert found["interruptions"].value == found["restarts"].value == found["alert_time"].value == 0
+    assert watching.warnings == []
+    assert {row["process"] for row in rows} == {0, 1}
+    (resumed,) = result.environment["training"]["resumed_from"]
+    assert [row["end_step"] for row in rows if row["process"] == 0][-1] == resumed
+    assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
+    assert 3600 * found["soak_time"].value >= 3.6
+    assert {"memory_slope", "memory_growth", "throughput_drift", "memory_held"} <= set(found)
+    assert "levels of each process" in found["memory_slope"].method
+    assert "a level of each process" not in found["throughput_drift"].method
+    assert found["throughput"].value == pytest.approx(4 * 32 / found["time"].value * 1000, rel=0.2)
+    assert {metric.name for metric in result.metrics} <= {quantity.name for quantity in QUANTITIES}
+    assert set(watching.series) <= {quantity.name for quantity in QUANTITIES}
+    _trains_the_same(text, tmp_path / "alone", watching.series["loss"], resumed)
+
+
+class _Enough(Exception):  # noqa: N818
+    pass
+
+
+def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed: int, ranks: int = 1) -> None:
+    """Losses of a soak that went on from a step are those of a training in one process: on one rank bit by bit, on
+    several as far as the order of sums does not show yet."""
+    losses = {step: loss for step, loss in losses.items() if step <= resumed + (100 if ranks == 1 else 10)}
+    assert max(losses) > resumed
+
+    def enough() -> None:
+        raise _Enough
+
+    alone = Watching(folder, at=max(losses), act=enough)
+    spec = TrainSpec.model_validate(small(text, steps=5000))
+    with pytest.raises(_Enough):
+        train(json.loads(json.dumps(spec.points(CPU)[0].config)), alone)
+    expected = {step: alone.series["loss"][step] for step in losses}
+    assert losses == (expected if ranks == 1 else pytest.approx(expected, rel=1e-3))
+
+
+def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:
+    def kill() -> None:
+        descendants(psutil.Process(), "spawn_main")[-1].kill()
+
+    watching = Watching(tmp_path, at=7, act=kill)
+    result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5}, ranks=2)
+    warning = of_the_kill(watching.warnings)
+    assert "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint" in warning
+    found = by_name(result)
+    assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
+    compute = found["rank_compute_time"].samples
+    assert len(compute) == len(found["rank_step_time"].samples) == 2
+    assert 0 < max(compute) < 1.5 * found["rank_step_time"].value
+    assert found["rank_imbalance"].value == pytest.approx(100 * (2 * max(compute) / sum(compute) - 1))
+    assert watching.series["rank_imbalance"]
+    assert "rank_utilization" not in found, "a CPU has no such counter"
+    assert result.environment["training"]["restarts"] == 1
+    assert found["resumed_step"].value >= 5
+    rows = _rows(result)
+    assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
+    assert all(row["compute_ms"] > 0 for row in rows)
+    resumed = int(found["resumed_step"].value)
+    _trains_the_same(text, tmp_path / "alone", watching.series["loss"], resumed, ranks=2)
+
+
+def test_more_memory_than_the_limit_ends_the_soak_with_the_figures(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(MemoryLimit, match=r"^rank 0 holds 0\.\d+ GB, more than limit_gb: 0\.1, after .* in process 1$"):
+        _soak(text, Watching(tmp_path), alert_gb=0.05, limit_gb=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"piece_minutes": 0.5}, "piece_minutes: 0.5: is more than the 0.06 minutes; use fewer"),
+        ({"alert_gb": 70}, "alert_gb: 70: is above limit_gb 65, which ends the point; exchange them"),
+        ({"deadlines": {"point_s": 1}}, "deadlines.point_s: 1: would end 0.06 minutes of training, which are 3.6 s"),
+        ({"checkpoints": None}, "checkpoints: "),
+        ({"optimizer": {"warmup_steps": 5000}}, "optimizer.warmup_steps: 5000: must end before the last of the 5000"),
+    ],
+)
+def test_what_cannot_be_soaked_is_refused(text: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_spec(_data(text, **changes))
+
+
+def test_a_point_has_time_for_its_soak(text: Path) -> None:
+    spec = Spec.model_validate(_data(text, minutes=180, piece_minutes=30))
+    assert spec.deadlines.point_s > 1.5 * 180 * 60
+    again = Spec.model_validate(json.loads(json.dumps(spec.model_dump(mode="json"))))
+    assert again == spec
+    keys = [each.points(CPU)[0].key("code", CPU) for each in (spec, again)]
+    assert keys[0] == keys[1], "a resumed soak is the same"
+    longest = Spec.model_validate(_data(text, minutes=16_000, piece_minutes=60))
+    assert Spec.model_validate(longest.model_dump(mode="json")) == longest
+    (point,) = spec.points(CPU)
+    assert (point.kind, point.axes.more, spec.recovery.keeps) == ("soak", {"minutes": 180}, True)
+
+
+def test_a_piece_that_could_save_nothing_ends_the_soak(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its processes would train the same steps for ever."""
+    config = json.loads(
+        json.dumps(Spec.model_validate(_data(text, minutes=0.02, piece_minutes=0.01)).points(CPU)[0].config)
+    )
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr("jobs.training.checkpoints.io.Writer.finish", full)
+    watching = Watching(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
+        train_rank(config, torch.device("cpu"), 0, watching, threading.Event())
+    assert "was not saved: OSError: full" in watching.warnings[-1]

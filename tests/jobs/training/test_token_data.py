@@ -1,0 +1,423 @@
+"""Training on the tokens of documents: real files, `datasets` and `tokenizers`, without a network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+import torch
+from token_data import END, make_tokenizer, texts, write
+from trainings import Keeping
+from warm_ranks import WarmRanks
+
+import jobs
+from jobs.schema.point import Beat, Machine, Measurement
+from jobs.specs.spec import SpecError, load_spec, parse_spec
+from jobs.train import Spec, measure
+from jobs.training.data import spec as data_spec
+from jobs.training.data.base import DataError
+from jobs.training.data.documents import Documents
+from jobs.training.data.spec import DataSpec
+from jobs.training.data.token_corpus import TokenCorpus, load_tokens
+from jobs.training.data.tokenizer import load_tokenizer
+from jobs.training.state import packed, unpacked
+from nsa_core.model import ModelConfig, NSATransformer
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+SILENT: Beat = lambda *_: None  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parquet files, of row groups of seven documents."""
+    return write(tmp_path_factory.mktemp("documents") / "parquet", texts(), "parquet")
+
+
+def _data(path: Path, tokenizer: Path, **changes: Any) -> dict[str, Any]:
+    return {"path": str(path), "tokenizer_path": str(tokenizer), "heldout": 0.2, "heldout_batches": 2} | changes
+
+
+def _spec(data: dict[str, Any], **changes: Any) -> Spec:
+    fields: dict[str, Any] = {"seq_len": 32, "batch": 4, "steps": 25, "device": "cpu", "data": data}
+    fields["optimizer"] = {"warmup_steps": 3, "learning_rate": 1e-2}
+    return Spec.model_validate({"kind": "train", "name": "t", **fields, **changes})
+
+
+def _train(spec: Spec, beat: Callable[..., None] = SILENT) -> Measurement:
+    return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), beat)
+
+
+def _values(result: Measurement) -> dict[str, float]:
+    return {metric.name: metric.value for metric in result.metrics}
+
+
+def _corpus(data: dict[str, Any]) -> TokenCorpus:
+    return load_tokens(DataSpec.model_validate(data), 512, 4, 32, SILENT)
+
+
+# Training
+
+
+def test_a_model_learns_tokens_and_its_size_follows_from_the_tokenizer(documents: Path, tokenizer: Path) -> None:
+    spec = _spec(_data(documents, tokenizer))
+    point, on_bytes = (each.points(CPU)[0] for each in (spec, _spec({})))
+    assert (on_bytes.config["model"]["vocab_size"], point.config["model"]["vocab_size"]) == (256, 320)
+    result = _train(spec)
+    found, about = _values(result), result.environment["training"]
+    assert found["heldout_loss"] < 0.5 * found["heldout_loss_before"]
+    assert abs(found["estimate_error"]) < 10
+    assert found["throughput"] == pytest.approx(4 * 32 / found["time"] * 1000, rel=0.2)
+    assert about["parameters"] == sum(p.numel() for p in NSATransformer(_model(spec)).parameters())
+    assert about["corpus"]["vocabulary"] == 320
+    assert about["corpus"]["bytes_a_token"] > 2
+    assert about["corpus"]["epochs"] > 1
+    assert {m.name: m.unit for m in result.metrics}["heldout_loss"] == "nat/byte"
+    methods = {m.name: m.method for m in result.metrics}
+    assert "divided by the bytes of their text" in methods["heldout_loss"]
+    assert methods["loss"].endswith(f"; in epoch {about['corpus']['epochs']} of the documents")
+
+
+def _model(spec: Spec) -> ModelConfig:
+    from nsa_core import NSAConfig
+
+    shape = spec.points(CPU)[0].config["model"]
+    return ModelConfig(**{**shape, "nsa": NSAConfig(**shape["nsa"])})
+
+
+def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path, tokenizer: Path) -> None:
+    """Counted here by decoding, and with a cross entropy over all logits."""
+    spec = _spec(_data(documents, tokenizer), steps=5)
+    result = _train(spec)
+    torch.manual_seed(0)
+    model = NSATransformer(_model(spec)).eval()
+    corpus, decoder = _corpus(_data(documents, tokenizer)), tokenizers.Tokenizer.from_file(str(tokenizer))
+    end = decoder.token_to_id(END)
+
+    def per_byte(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        nats = size = 0.0
+        for tokens, targets in batches:
+            logits = model(tokens).flatten(0, 1).double()
+            nats += torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").item()
+            ends = int((targets == end).sum())
+            size += ends + sum(len(_bytes(decoder, number)) for number in targets.flatten().tolist() if number != end)
+        return nats / size
+
+    heldout = corpus.heldout_batches(4, 32, 2)
+    assert _values(result)["heldout_loss_before"] == pytest.approx(per_byte(heldout), rel=1e-5)
+    first = next(metric.samples[0] for metric in result.metrics if metric.name == "loss")
+    assert first == pytest.approx(per_byte([next(corpus.batches(4, 32, 0))]), rel=1e-5)
+
+
+def _bytes(decoder: tokenizers.Tokenizer, number: int) -> str:
+    """A character a byte."""
+    token = decoder.id_to_token(number)
+    assert token is not None
+    return token
+
+
+def test_two_ranks_learn_the_same_tokens_as_one(documents: Path, tokenizer: Path, two_warm_ranks: WarmRanks) -> None:
+    one, two = (_spec(_data(documents, tokenizer), steps=6, ranks=ranks) for ranks in (1, 2))
+    one, two = _train(one), _train(two, Keeping(launcher=two_warm_ranks))
+    losses = [next(m.samples for m in result.metrics if m.name == "loss") for result in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert _values(two)["heldout_loss"] == pytest.approx(_values(one)["heldout_loss"], rel=1e-4)
+
+
+# Held out
+
+
+def test_heldout_documents_are_never_trained_on_whatever_file_or_copy_they_are_in(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """By content: read back from the batches themselves, over more than an epoch."""
+    twice = [*texts(), *reversed(texts())]
+    data = _data(write(tmp_path / "twice", twice, "jsonl", files=4), tokenizer)
+    spec = DataSpec.model_validate(data)
+    heldout = set(Documents(spec).heldout(SILENT))
+    assert 10 < len(heldout) < 40
+    decoder, batches = tokenizers.Tokenizer.from_file(str(tokenizer)), _corpus(data).batches(4, 32, 0)
+    ids: list[int] = []
+    while batches.about()["epochs"] < 3:
+        ids += next(batches)[0].flatten().tolist()
+    seen = set(decoder.decode(ids, skip_special_tokens=False).split(END)[:-1])
+    assert seen == set(texts()) - heldout
+    other = DataSpec.model_validate(_data(write(tmp_path / "other", texts(), "parquet", files=2), tokenizer))
+    assert set(Documents(other).heldout(SILENT)) == heldout, "neither file, format nor place in it decides"
+
+
+def test_documents_without_text_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
+    data = _data(write(tmp_path / "odd", [None, "", *texts(60)], "parquet", files=1), tokenizer)
+    batches = _corpus(data).batches(4, 32, 0)
+    ids: list[int] = []
+    while batches.about()["epochs"] < 2:
+        ids += next(batches)[0].flatten().tolist()
+    end = tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(END)
+    assert ids[0] != end
+    assert (end, end) not in list(pairwise(ids))
+
+
+def test_files_without_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "parquet")
+    expected = _corpus(_data(folder, tokenizer)).about()
+    for name in ("a.parquet", "z.parquet"):
+        pq.write_table(pq.read_table(folder / "test-0.parquet").slice(0, 0), folder / name)
+    corpus = _corpus(_data(folder, tokenizer))
+    assert corpus.about() == expected
+    batches = corpus.batches(4, 32, 0)
+    while batches.about()["epochs"] < 2:
+        next(batches)
+
+
+def test_bytes_that_are_no_text_are_replaced(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "jsonl")
+    with (folder / "test-0.jsonl").open("ab") as file:
+        file.write(b'{"text": "Katze \xff", "n": 0}\n')
+    found = Documents(DataSpec.model_validate(_data(folder, tokenizer, heldout=1 - 1e-9)))
+    assert "Katze \ufffd" in set(found.heldout(SILENT))
+
+
+def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: Path, tokenizer: Path) -> None:
+    found = tokenizers.Tokenizer.from_file(str(tokenizer))
+    found.enable_truncation(4)
+    found.enable_padding(length=1000)
+    found.save(str(tmp_path / "short.json"))
+    plain, short = (
+        load_tokenizer(DataSpec(path=tmp_path, tokenizer_path=p)) for p in (tokenizer, tmp_path / "short.json")
+    )
+    assert short.encode(texts()) == plain.encode(texts())
+
+
+def test_text_that_looks_like_a_special_token_is_text(documents: Path, tokenizer: Path) -> None:
+    found = load_tokenizer(DataSpec.model_validate(_data(documents, tokenizer)))
+    text = f"so {END} it goes"
+    (ids,) = found.encode([text])
+    assert found.end not in ids
+    assert found.text_bytes(torch.tensor(ids)) == len(text)
+
+
+# Position
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "txt.gz"])
+def test_a_position_in_the_documents_is_taken_up_again_exactly(tmp_path: Path, tokenizer: Path, form: str) -> None:
+    data = _data(write(tmp_path / form, texts(), form), tokenizer)
+    corpus = _corpus(data)
+    batches, states, expected = corpus.batches(4, 32, 7), [], []
+    while batches.about()["epochs"] < 3:
+        states.append(packed(batches.state_dict()))
+        expected.append(next(batches))
+    assert len(expected) > 20
+    for at in (0, 1, 5, len(states) // 2, len(states) - 2):
+        again = _corpus(data).batches(4, 32, 7)
+        again.load_state_dict(unpacked(states[at]))
+        assert again.state_dict()["documents"] == unpacked(states[at])["documents"]
+        for (tokens, targets), (right, right_targets) in zip(again, expected[at:], strict=False):
+            assert torch.equal(tokens, right)
+            assert torch.equal(targets, right_targets)
+
+
+def test_every_epoch_has_each_document_once_in_an_order_of_its_own_that_the_seed_decides(
+    documents: Path, tokenizer: Path
+) -> None:
+    found = Documents(DataSpec.model_validate(_data(documents, tokenizer)))
+    heldout = set(found.heldout(SILENT))
+    learned = [text for text in texts() if text not in heldout]
+
+    def order(seed: int) -> list[str]:
+        return list(islice(found.training(seed), 2 * len(learned)))
+
+    both = order(1)
+    first, second = both[: len(learned)], both[len(learned) :]
+    assert sorted(first) == sorted(second) == sorted(learned)
+    assert first != second
+    assert order(1) == both
+    assert order(2)[: len(learned)] != first
+
+
+def test_targets_are_the_tokens_one_later_and_each_is_a_target_once(documents: Path, tokenizer: Path) -> None:
+    batches = _corpus(_data(documents, tokenizer)).batches(4, 32, 0)
+    (tokens, targets), (more, _) = next(batches), next(batches)
+    assert tokens.shape == targets.shape == (4, 32)
+    assert torch.equal(torch.cat((tokens.flatten()[1:], more[:1, 0])), targets.flatten())
+
+
+# Hub
+
+
+def test_a_dataset_of_the_hub_is_streamed_as_the_spec_names_it(
+    documents: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    local = datasets.load_dataset("parquet", data_files=str(documents / "*"), split="train", streaming=True)
+
+    def loaded(*names: str, **options: Any) -> Any:
+        asked.append((names, options))
+        return local
+
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    named = {"dataset": "HuggingFaceFW/fineweb-edu", "subset": "sample-10BT", "revision": "abc", "heldout": 0.2}
+    corpus = _corpus({**named, "tokenizer_path": str(tokenizer)})
+    assert next(corpus.batches(4, 32, 0))[0].shape == (4, 32)
+    options = {"name": "sample-10BT", "split": "train", "revision": "abc", "streaming": True}
+    assert asked == [(("HuggingFaceFW/fineweb-edu",), options)]
+
+
+def test_without_a_network_the_error_names_what_to_give_instead(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    with pytest.raises(
+        DataError, match=r"^data\.dataset: 'a/b': cannot be read \(Couldn't .* Hub\); .* as data\.path$"
+    ):
+        _corpus({"dataset": "a/b", "tokenizer_path": str(tokenizer)})
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", away, raising=False)
+    with pytest.raises(DataError, match=r"^data\.tokenizer: 'gpt2': cannot be loaded \(.*\); .*data\.tokenizer_path$"):
+        load_tokenizer(DataSpec(dataset="a/b", tokenizer="gpt2"))
+
+
+# Mistakes
+
+
+MISTAKES = [
+    ({"dataset": "a/b"}, r"data\.dataset: 'a/b': needs a tokenizer; add 'tokenizer: gpt2' or a tokenizer_path"),
+    ({"dataset": "a/b", "path": "x", "tokenizer": "gpt2"}, r"data\.path: 'x': has no effect beside dataset; leave one"),
+    ({"tokenizer": "gpt2"}, r"data\.tokenizer: 'gpt2': there are no documents; add a dataset, or the path of some"),
+    ({"path": "x", "tokenizer": "gpt2", "tokenizer_path": "t"}, r"data\.tokenizer: 'gpt2': has no effect beside tok"),
+    ({"path": "x", "tokenizer": "bert"}, r"data\.tokenizer: 'bert': Input should be 'gpt2'"),
+    ({"path": "x", "tokenizer": "gpt2", "split": "test"}, r"data\.split: 'test': has no effect without dataset; leave"),
+    ({"path": "x", "text_field": "body"}, r"data\.text_field: 'body': has no effect without a tokenizer; leave it out"),
+    (
+        {"path": "x", "tokenizer_path": "no.json"},
+        r"data\.tokenizer_path: 'no\.json': no\.json cannot be read here \(No",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), MISTAKES)
+def test_mistakes_in_the_section_are_one_line_before_anything_runs(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=f"^{message}[^\n]*$"):
+        parse_spec({"kind": "train", "name": "t", "seq_len": 32, "steps": 20, "data": data}).points(CPU)
+
+
+def test_a_missing_extra_is_named_before_anything_runs(
+    documents: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = _spec(_data(documents, tokenizer))
+    monkeypatch.setattr(data_spec, "find_spec", lambda name: None if name == "datasets" else "there")
+    with pytest.raises(
+        SpecError, match=r"needs the extra 'data', whose datasets is not .*pip install 'nsa-bench\[data\]'"
+    ):
+        spec.points(CPU)
+    assert _spec({}).points(CPU), "bytes need it not"
+
+
+def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Data that cannot be learned from, and the line about it."""
+    good = write(tmp_path / "good", texts(), "parquet")
+    yield _data(good, tokenizer, text_field="body"), r"data\.text_field: 'body': no field of .*use one of 'text', 'n'"
+    yield _data(good, tokenizer, text_field="n"), r"data\.text_field: 'n': is int in a document; name a field of text"
+    yield _data(good, tokenizer, end_token="</s>"), r"data\.end_token: '</s>': is no token of .*use '<\|endoftext\|>'"
+    yield (
+        _data(good, tokenizer, heldout=1e-9),
+        r"data\.path: .*held-out part has 0 tokens, too few for seq_len 32; give",
+    )
+    lossy = make_tokenizer(tmp_path / "lossy.json", lossless=False)
+    yield _data(good, lossy), r"data\.tokenizer_path: .*lossy\.json': loses or changes bytes of text.*use a byte-level"
+    (tmp_path / "no.json").write_text("{}")
+    yield _data(good, tmp_path / "no.json"), r"data\.tokenizer_path: .*no\.json': cannot be loaded \(.*\); give the tok"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.csv").touch()
+    yield _data(tmp_path / "empty", tokenizer), r"data\.path: .*empty': has no documents; give .*\.parquet, .*one kind"
+    (tmp_path / "empty" / "a.jsonl").touch()
+    yield _data(tmp_path / "empty", tokenizer), r"data\.path: .*empty': its files are empty; give some with documents"
+    write(tmp_path / "mixed", texts(), "jsonl")
+    (tmp_path / "mixed" / "readme.txt").touch()
+    yield _data(tmp_path / "mixed", tokenizer), r"data\.path: .*has documents as (json|text) and as (json|text); give"
+    with (write(tmp_path / "other", texts(), "jsonl") / "test-2.jsonl").open("a") as file:
+        file.write('{"title": "Katze"}\n')
+    yield _data(tmp_path / "other", tokenizer), r"data\.path: .*\(fields of one file are not those of the first\); give"
+    file = write(tmp_path / "torn", texts(), "parquet", files=1) / "test-0.parquet"
+    content = file.read_bytes()
+    file.write_bytes(content[:100] + bytes(2000) + content[2100:])
+    yield _data(tmp_path / "torn", tokenizer), r"data\.path: .*torn': cannot be read \(.*\); mend or remove the file"
+    (only,) = write(tmp_path / "one", ["Katze " * 200], "txt", files=1).iterdir()
+    yield _data(only, tokenizer, heldout=0.999), r"data\.path: .*its training part has no text; give more text"
+
+
+def test_data_that_cannot_be_learned_from_is_an_error_of_one_line(tmp_path: Path, tokenizer: Path) -> None:
+    for data, message in _bad(tmp_path, tokenizer):
+        with pytest.raises(DataError, match=f"^{message}[^\n]*$"):
+            next(_corpus(data).batches(4, 32, 0))
+
+
+def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path, tokenizer: Path) -> None:
+    spec = DataSpec.model_validate(_data(documents, tokenizer))
+    with pytest.raises(DataError, match=r"has 320 tokens, but the model was planned for 256: .*on all hosts$"):
+        load_tokens(spec, 256, 4, 32, SILENT)
+
+
+# The spec
+
+
+def test_specs_on_bytes_and_their_keys_are_as_they_were() -> None:
+    assert _spec({}).model_dump(mode="json")["data"] == {"path": None, "heldout": 0.1, "heldout_batches": 8}
+    assert _spec({}).points(CPU)[0].config["data"] == {"path": None, "heldout": 0.1, "heldout_batches": 8}
+    full = DataSpec(dataset="a/b", subset="c", split="test", tokenizer="gpt2", text_field="body")
+    assert DataSpec.model_validate(full.model_dump(mode="json")) == full
+
+
+def test_the_files_of_a_spec_are_sent_or_looked_for_on_the_nodes(documents: Path, tokenizer: Path) -> None:
+    assert _spec(_data(documents, tokenizer)).paths() == {"data.path": documents, "data.tokenizer_path": tokenizer}
+    assert _spec({"dataset": "a/b", "tokenizer": "gpt2"}).paths() == {}
+
+
+def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    tokenizers.Tokenizer.from_file(str(tokenizer)).model.save(str(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    specs = [DataSpec(path=tmp_path, tokenizer_path=path) for path in (tokenizer, tmp_path, tmp_path / "other")]
+    assert {spec.vocabulary() for spec in specs} == {320}
+    expected, *others = ([*map(tuple, load_tokenizer(spec).encode(texts()))] for spec in specs)
+    assert others == [expected, expected]
+
+
+def test_the_ready_spec_is_the_seeds_model_and_plan_on_gpt2_tokens() -> None:
+    spec = load_spec(Path(jobs.__file__).parent / "configs" / "train_fineweb.yaml")
+    assert isinstance(spec, Spec)
+    assert spec.plan is not None
+    assert spec.batch * spec.seq_len == spec.plan.tokens_per_step
+    assert spec.steps == spec.plan.steps
+    point = spec.points(Machine("cuda", "card", 80 * 2**30))[0]
+    assert point.config["model"]["vocab_size"] == 50_304
+    assert point.config["data"]["dataset"] == "HuggingFaceFW/fineweb-edu"
+    assert point.skip_reason is None
+
+
+def test_a_spec_is_validated_and_planned_without_the_packages(documents: Path, tokenizer: Path) -> None:
+    spec = _spec(_data(documents, tokenizer)).model_dump_json()
+    code = """
+import sys
+from jobs.schema.point import Machine
+from jobs.train import Spec
+assert Spec.model_validate_json(sys.argv[1]).points(Machine("cpu", "c", 2**33))
+print([name for name in ("datasets", "tokenizers", "huggingface_hub") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,152 @@
+"""Decisions: a sentence, and the steps that would settle what is open, with their cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jobs.schema.states import PointState, Result
+from orchestrator.judge.decisions import Decision, decide, decisions
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.steps import Step, merged
+from orchestrator.judge.verdicts import judge
+from orchestrator.store import Store
+from orchestrator.store.records import PointRecord, Record, RunRecord
+
+SCALING = "nsa submit jobs/configs/scaling_m7c.yaml --set resources.accelerator_type="
+
+
+def fresh() -> dict[str, Decision]:
+    gates = load_gates()
+    return {each.name: each for each in decisions(gates, judge([], gates))}
+
+
+def training(records: list[Record]) -> list[Record]:
+    """The records of a sweep as a training of the plan's model."""
+    shape = {"layers": 12, "seq_len": 2048, "batch": 2}
+    return [
+        record.model_copy(update={"kind": "train"})
+        if isinstance(record, RunRecord)
+        else record.model_copy(update={"axes": {**record.axes, **shape}})
+        if isinstance(record, PointRecord)
+        else record
+        for record in records
+    ]
+
+
+def test_a_fresh_database_names_the_command_for_each_rule():
+    verdicts = {verdict.name: verdict for verdict in fresh()["m7c-125m-training"].verdicts}
+    for rule in verdicts["m7c-125m-training/1x-a100"].rules:
+        assert rule.result is Result.UNKNOWN
+        assert rule.step is not None
+        assert rule.step.command is not None
+        assert rule.step.command.startswith("nsa submit jobs/configs/")
+        assert rule.step.command.endswith(".yaml --set resources.accelerator_type=A100")
+        assert rule.step.command in rule.reason
+        assert rule.step.gpus == 1
+
+
+def test_steps_are_merged_by_command_with_those_without_one_last():
+    decision = fresh()["m7c-125m-training"]
+    assert decision.result is Result.UNKNOWN
+    assert decision.sentence == (
+        "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 1× H200 or 2× H200."
+    )
+    first, *_ = decision.steps
+    assert first.command == f"{SCALING}A100"
+    assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
+    assert first.settles == ("correctness", "memory-exponent", "not-slower-than-dense", "no-failures", "estimator")
+    commands = [step.command for step in decision.steps if step.command]
+    # On each card: sweep, training, soak, what is learned, needles; on two: ranks, and their soak.
+    assert len(commands) == len(set(commands)) == len(decision.steps) == 19
+    lacking = dataclasses.replace(first, command=None, lacking="a job")
+    assert [step.command for step in merged([lacking, first, lacking])] == [first.command, None]
+
+
+def test_a_soak_takes_the_minutes_that_it_asks_for_on_any_card():
+    steps = {step.command: step for step in fresh()["m7c-125m-training"].steps}
+    soak = "nsa submit jobs/configs/soak_m7c.yaml"
+    for settings in (" --set resources.accelerator_type=A100", " --set ranks=2 --set resources.accelerator_type=H200"):
+        step = steps[soak + settings]
+        assert (step.minutes, step.basis) == (30, "the minutes of the spec, without start-up")
+        assert step.settles == ("soak-memory-slope", "soak-throughput-drift", "soak-lasts")
+
+
+def test_a_predicted_duration_is_scaled_from_another_card():
+    steps = {step.command: step for step in fresh()["linear-scaling"].steps}
+    ours, theirs = steps[f"{SCALING}H200"], steps[f"{SCALING}A100"]
+    assert ours.minutes is not None
+    assert theirs.minutes == pytest.approx(ours.minutes * 989.4 / 312)
+    assert "scaled by published bf16 peaks (989 to 312 TFLOP/s)" in theirs.basis
+    assert "on NVIDIA H200, whose published bf16 peak is the same" in steps[f"{SCALING}H100"].basis
+    demo = steps["nsa submit jobs/configs/demo.yaml"]
+    assert (demo.minutes, demo.basis, demo.gpus) == (None, "not known", 0)
+
+
+def test_a_run_on_the_card_precedes_published_durations(sqlite_store: Store, sweep):
+    def minutes(run_id: str, points: int, *crashed: PointState) -> Step:
+        lengths = tuple(512 + n for n in range(points - len(crashed)))
+        failures = dict.fromkeys(crashed, "killed")
+        records = sweep(run_id, laws={"naive": 2.0}, lengths=lengths, gpu="NVIDIA A100-SXM4-80GB", failures=failures)
+        sqlite_store.apply_many([records[0].model_copy(update={"name": "scaling-m7c"}), *records[1:]])
+        decision = next(each for each in decide(sqlite_store, load_gates()) if each.name == "m7c-125m-training")
+        return next(step for step in decision.steps if step.command == f"{SCALING}A100")
+
+    assert "scaled" in minutes("small", 3).basis  # its few points are another amount of work
+    assert "scaled" in minutes("broken", 128, PointState.CRASH).basis  # it ended before its work was done
+    step = minutes("whole", 128)
+    assert step.minutes == pytest.approx(1000 / 60)
+    assert step.basis == "run whole at cccccccccc: 128 points on NVIDIA A100-SXM4-80GB"
+
+
+def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(training(sweep(laws={"triton": 1.0}, lengths=(2048,), gpu="NVIDIA H200")))
+    (decision,) = decide(sqlite_store, load_gates().only("m7c-125m-training"))
+    assert "nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100 or 2× H200. On 1× H200: " in decision.sentence
+    assert "512,000 tok/s of 2,370 needed; 12 of 13 rules open." in decision.sentence
+    (verdict,) = [each for each in decision.verdicts if each.measured]
+    rules = [
+        dataclasses.replace(rule, result=Result.GO, step=None) if rule.rule != "soak-memory-slope" else rule
+        for rule in verdict.rules
+    ]
+    told = dataclasses.replace(decision, verdicts=(dataclasses.replace(verdict, rules=rules),))
+    assert told.sentence == "Not yet. On 1× H200: 512,000 tok/s of 2,370 needed; open: soak-memory-slope."
+
+
+@pytest.mark.parametrize(
+    ("laws", "result", "said"),
+    [
+        (
+            {"chunked": 1.0, "naive": 2.0},
+            Result.UNKNOWN,
+            "On CPU: memory-exponent 1 (at most 1.15), naive-contrast 2 (at least 1.7); ",
+        ),
+        ({"chunked": 1.0, "naive": 1.6999}, Result.NO_GO, "No on CPU: naive-contrast 1.6999 (at least 1.7). "),
+        (
+            {"chunked": 1.0, "naive": 1.5},
+            Result.NO_GO,
+            "No on CPU: naive-contrast 1.5 (at least 1.7). Nothing measured",
+        ),
+    ],
+)
+def test_a_decision_follows_its_hardware(sqlite_store: Store, sweep, laws: dict, result: Result, said: str):
+    sqlite_store.apply_many(sweep(laws=laws))
+    (decision,) = decide(sqlite_store, load_gates().only("linear-scaling"))
+    assert decision.result is result
+    assert said in decision.sentence
+
+
+def test_one_go_makes_a_decision_go():
+    decision = fresh()["linear-scaling"]
+    *others, cpu = decision.verdicts
+    go = dataclasses.replace(cpu, result=Result.GO, rules=[])
+    bad = dataclasses.replace(others[0], result=Result.NO_GO, rules=[])
+    assert dataclasses.replace(decision, verdicts=(bad, go)).result is Result.GO
+    assert dataclasses.replace(decision, verdicts=(bad, others[1])).result is Result.NO_GO
+
+
+def test_a_step_of_another_number_of_gpus_stays_apart_only_without_a_command():
+    step = Step("nsa submit a.yaml", "", "1x", 1, 5.0, "b", ("r",))
+    merged_steps = merged([step, dataclasses.replace(step, hardware="2x", gpus=2, settles=("r", "s"))])
+    assert [(each.hardware, each.settles) for each in merged_steps] == [("1x, 2x", ("r", "s"))]

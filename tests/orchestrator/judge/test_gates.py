@@ -1,0 +1,509 @@
+"""Gates: a rule that holds is GO, a violated one NO-GO, an unmeasured one UNKNOWN; bad rules give one-line errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import orchestrator
+from jobs.schema.states import PointState, Result, RunState
+from orchestrator.judge.evidence import Scope, measured_runs
+from orchestrator.judge.filters import ANY
+from orchestrator.judge.rules import DEFAULT_GATES
+from orchestrator.judge.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
+from orchestrator.report.summary import print_verdicts
+from orchestrator.store import Store, queries
+from orchestrator.store.importer import import_file
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
+
+DATA = Path(orchestrator.__file__).parent / "reference_data"
+RUN = "20261120-120000-demo-abcd"
+GO, NO_GO, UNKNOWN = Result.GO, Result.NO_GO, Result.UNKNOWN
+
+
+def gates_of(tmp_path: Path, *rules: dict, **target: object):
+    base = {"name": "t", "title": "T", **target}
+    complete = [{"rule": f"r{n}", "title": "R", "measure": "run it", **rule} for n, rule in enumerate(rules)]
+    path = tmp_path / "gates.yaml"
+    path.write_text(yaml.safe_dump({"targets": [{**base, "rules": complete}]}))
+    return load_gates(path)
+
+
+def with_bound(records: list[Record], bound: float | None = 1e-3) -> list[Record]:
+    """The records with the oracle's bound added to each ok point."""
+    if bound is None:
+        return records
+    extra = MetricData(name="oracle_error_bound", unit="1", value=bound)
+    return [
+        record.model_copy(update={"metrics": (*record.metrics, extra)})
+        if isinstance(record, OutcomeRecord) and record.metrics
+        else record
+        for record in records
+    ]
+
+
+def linear(store: Store) -> TargetVerdict:
+    (verdict,) = evaluate(store, load_gates().only("linear-scaling/cpu"))
+    return verdict
+
+
+def by_rule(verdict: TargetVerdict) -> dict:
+    return {rule.rule: rule for rule in verdict.rules}
+
+
+def test_a_good_demo_is_go_with_values_margins_and_evidence(store: Store, sweep):
+    store.apply_many(with_bound(sweep(failures={PointState.SKIPPED: "needs 93 GiB"})))
+    verdict = linear(store)
+    assert verdict.result is GO
+    rules = by_rule(verdict)
+    memory = rules["memory-exponent"]
+    assert (memory.value, memory.margin) == (pytest.approx(1.0), pytest.approx(0.15))
+    assert memory.limit == "<= 1.15"
+    assert set(memory.evidence) == {f"{RUN}/{n}" for n in range(4)}
+    assert "grows as S^1.000 (95 % interval" in memory.reason
+    assert rules["naive-contrast"].margin == pytest.approx(0.3)
+    assert rules["correctness"].value == pytest.approx(1e-3)
+    assert rules["no-failures"].value == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "result"),
+    [
+        ({"laws": {"chunked": 1.3, "naive": 2.0}}, "memory-exponent", NO_GO),
+        ({"laws": {"chunked": 1.0, "naive": 1.5}}, "naive-contrast", NO_GO),
+        ({"laws": {"chunked": 1.0}}, "naive-contrast", UNKNOWN),
+        ({"lengths": (512, 1024)}, "memory-exponent", UNKNOWN),
+        ({"failures": {PointState.HANG: "silent"}}, "no-failures", NO_GO),
+        ({"failures": {PointState.CRASH: "signal 9"}}, "no-failures", NO_GO),
+        ({"bound": 1e-7}, "correctness", NO_GO),
+        ({"bound": None}, "correctness", UNKNOWN),
+    ],
+)
+def test_each_rule_can_fail_or_lack_evidence(sqlite_store: Store, sweep, change: dict, rule: str, result: Result):
+    bound = change.pop("bound", 1e-3)
+    sqlite_store.apply_many(with_bound(sweep(**change), bound))
+    verdict = linear(sqlite_store)
+    judged = by_rule(verdict)[rule]
+    assert judged.result is result
+    assert verdict.result is result
+    if result is UNKNOWN:
+        assert judged.value is None
+        assert judged.reason.startswith("not measured")
+        assert "run `nsa submit jobs/configs/demo.yaml`" in judged.reason
+    else:
+        assert judged.margin < 0
+
+
+def test_an_empty_store_gives_unknown(store: Store):
+    for target in evaluate(store, load_gates()):
+        assert target.result is UNKNOWN
+        assert {rule.result for rule in target.rules} == {UNKNOWN}
+
+
+def test_reported_figures_are_not_evidence(sqlite_store: Store, tmp_path: Path):
+    gates = gates_of(
+        tmp_path,
+        {"kind": "metric", "metric": "peak_memory", "unit": "MiB", "at_most": 1e9},
+        {"kind": "exponent", "metric": "peak_memory", "at_most": 2},
+        {"kind": "states", "none_of": ["crash"]},
+    )
+    for path in DATA.glob("*.csv"):
+        import_file(sqlite_store, path)
+    assert {rule.result for rule in evaluate(sqlite_store, gates)[0].rules} == {UNKNOWN}
+
+
+def test_a_point_without_its_check_leaves_correctness_open(sqlite_store: Store, sweep):
+    records = with_bound(sweep())
+    last = next(record for record in reversed(records) if isinstance(record, OutcomeRecord))
+    bare = last.model_copy(update={"metrics": last.metrics[:2]})
+    sqlite_store.apply_many([bare if record is last else record for record in records])
+    judged = by_rule(linear(sqlite_store))["correctness"]
+    assert judged.result is UNKNOWN
+    assert "1 point(s) lack it, e.g. naive S=4096 (ok)" in judged.reason
+
+
+def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep):
+    records = with_bound(sweep())
+    sqlite_store.apply_many(records)
+    sqlite_store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2, at=records[-1].at))
+    judged = by_rule(linear(sqlite_store))["no-failures"]
+    assert (judged.result, judged.value) == (UNKNOWN, 0)
+    assert "7 of 8 were run to their end" in judged.reason
+
+
+@pytest.mark.parametrize("state", [PointState.ERROR, PointState.CRASH, PointState.CANCELLED, PointState.OOM])
+def test_a_failed_point_does_not_count_as_correct(sqlite_store: Store, sweep, state: PointState):
+    """A wrong result ends as `error`, without metrics: judging only the ok points would always pass."""
+    sqlite_store.apply_many(with_bound(sweep(failures={state: "WrongResult"})))
+    judged = by_rule(linear(sqlite_store))["correctness"]
+    assert judged.result is UNKNOWN
+    assert f"1 point(s) lack it, e.g. naive S=65544 ({state})" in judged.reason
+
+
+def test_cancelled_and_skipped_points_are_not_evidence_of_health(sqlite_store: Store, sweep, tmp_path: Path):
+    gates = gates_of(tmp_path, {"kind": "states", "none_of": ["hang"]})
+    sqlite_store.apply_many(sweep("cut", failures={PointState.CANCELLED: "SIGTERM"}))
+    (judged,) = evaluate(sqlite_store, gates, ["cut"])[0].rules
+    assert (judged.result, "8 of 9 were run to their end" in judged.reason) == (UNKNOWN, True)
+    sqlite_store.apply_many(sweep("empty", laws={"chunked": 1.0}, lengths=(), failures={PointState.SKIPPED: "big"}))
+    assert evaluate(sqlite_store, gates, ["empty"])[0].result is UNKNOWN
+    sqlite_store.apply_many(sweep("full", failures={PointState.SKIPPED: "big"}))
+    assert evaluate(sqlite_store, gates, ["full"])[0].result is GO
+
+
+def test_a_fit_whose_interval_crosses_the_bound_is_unknown(sqlite_store: Store, sweep, tmp_path: Path):
+    noisy = {f"{RUN}/0": 3.0, f"{RUN}/1": 9.0, f"{RUN}/2": 11.0}  # MiB at 512, 1024, 2048: a slope of 0.94 +- 4
+    records = [
+        record.model_copy(
+            update={"metrics": (MetricData(name="peak_extra_memory", unit="MiB", value=noisy[record.point_id]),)}
+        )
+        if isinstance(record, OutcomeRecord)
+        else record
+        for record in sweep(laws={"chunked": 1.0}, lengths=(512, 1024, 2048))
+    ]
+    sqlite_store.apply_many(records)
+    grows = {"kind": "exponent", "metric": "peak_extra_memory"}
+    gates = gates_of(tmp_path, {**grows, "at_most": 1.1}, {**grows, "at_least": 0.9}, {**grows, "at_most": 0.9})
+    at_most, at_least, failed = evaluate(sqlite_store, gates)[0].rules
+    assert [at_most.result, at_least.result, failed.result] == [UNKNOWN, UNKNOWN, NO_GO]
+    assert "reaches past the bound" in at_most.reason
+
+
+def test_the_newest_run_with_evidence_counts(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_bound(sweep(run_id="old", laws={"chunked": 1.5, "naive": 2.0})))
+    records = [
+        record.model_copy(update={"at": record.at.replace(year=2027)}) for record in with_bound(sweep(run_id="new"))
+    ]
+    sqlite_store.apply_many(records)
+    assert linear(sqlite_store).result is GO
+    (old,) = evaluate(sqlite_store, load_gates().only("linear-scaling/cpu"), ["old"])
+    assert old.result is NO_GO
+
+
+def later(records: list[Record], **run: object) -> list[Record]:
+    """The records a year later; `run` changes the run's."""
+    moved = [record.model_copy(update={"at": record.at.replace(year=2027)}) for record in records]
+    return [moved[0].model_copy(update=run), *moved[1:]]
+
+
+def with_end(records: list[Record], state: RunState | None) -> list[Record]:
+    """The records of a run that ended so; None: it has not ended."""
+    end = [] if state is None else [records[-1].model_copy(update={"state": state})]
+    return [*records[:-1], *end]
+
+
+@pytest.mark.parametrize("state", [None, RunState.CANCELLED, RunState.FAILED, RunState.DONE])
+@pytest.mark.parametrize(
+    ("lengths", "laws"),
+    [
+        ((512, 1024), {"chunked": 1.9, "naive": 2.0}),
+        ((300, 600), {"chunked": 1.9, "naive": 2.0}),
+        ((512, 1024, 2048), {"chunked": 1.9}),
+    ],
+)
+def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
+    sqlite_store: Store, sweep, state: RunState | None, lengths: tuple[int, ...], laws: dict
+):
+    sqlite_store.apply_many(with_bound(sweep("whole")))
+    before = evaluate(sqlite_store, load_gates())
+    small = with_bound(sweep("small", laws=laws, lengths=lengths), bound=1e-9)  # each of its results is wrong
+    sqlite_store.apply_many(with_end(later(small), state))
+    assert evaluate(sqlite_store, load_gates()) == before
+    assert linear(sqlite_store).result is GO
+
+
+def test_a_sweep_of_as_many_lengths_displaces_an_older_one(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_bound(sweep("old")))
+    sqlite_store.apply_many(later(with_bound(sweep("new", laws={"chunked": 1.5, "naive": 2.0}))))
+    assert by_rule(linear(sqlite_store))["memory-exponent"].result is NO_GO
+
+
+def test_a_run_that_is_not_complete_is_named(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_end(with_bound(sweep("begun")), None))
+    rule = by_rule(linear(sqlite_store))["correctness"]
+    assert (rule.result, rule.value, rule.run_id) == (UNKNOWN, None, None)
+    assert "no complete run: run begun at cccccccccc is running, 8 of 8 points ended; run `nsa submit" in rule.reason
+
+
+def test_a_target_says_where_its_rules_rest_on_different_commits(sqlite_store: Store, sweep, tmp_path: Path):
+    time = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1e9}
+    gates = gates_of(tmp_path, {**time, "where": {"implementation": "a"}}, {**time, "where": {"implementation": "b"}})
+    sqlite_store.apply_many(sweep("one", laws={"a": 1.0}))
+    sqlite_store.apply_many(later(sweep("two", laws={"b": 1.0}), git_commit="d" * 40, git_dirty=True))
+    (verdict,) = evaluate(sqlite_store, gates)
+    assert [rule.run_id for rule in verdict.rules] == ["one", "two"]
+    assert verdict.commits == ["c" * 10, "d" * 10 + " (uncommitted changes)"]
+    assert verdict.rules[0].reason.endswith("run one at cccccccccc")
+    out = StringIO()
+    print_verdicts([verdict], Console(file=out, width=200))
+    assert "the rules rest on different commits: cccccccccc, dddddddddd (uncommitted changes)" in out.getvalue()
+
+
+def test_a_failure_without_a_known_gpu_counts_for_its_runs_gpu(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(gpu="NVIDIA H200", failures={PointState.HANG: "silent"}))
+    gates = gates_of(tmp_path, {"kind": "states", "where": {"gpu": "*H200*"}})
+    assert evaluate(sqlite_store, gates)[0].result is NO_GO
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        ({}, 8),
+        ({"implementation": "naive"}, 4),
+        ({"implementation": ["naive", "dense"]}, 4),
+        ({"seq_len": 512}, 2),
+        ({"seq_len": [512, 1024]}, 4),
+        ({"seq_len": {"at_least": 2048}}, 4),
+        ({"seq_len": {"at_least": 600, "at_most": 2048}}, 4),
+        ({"pass": "forward"}, 0),
+        ({"gpu": "*H200*"}, 8),
+        ({"gpu": "*A100*"}, 0),
+        ({"job": "scaling", "query_heads": 12, "dtype": "float*"}, 8),
+        ({"layers": 5}, 0),
+    ],
+)
+def test_filters_choose_the_points(sqlite_store: Store, sweep, tmp_path: Path, where: dict, count: int):
+    sqlite_store.apply_many(sweep(gpu="NVIDIA H200"))
+    gates = gates_of(tmp_path, {"kind": "states", "where": where})
+    assert len(evaluate(sqlite_store, gates)[0].rules[0].evidence) == count
+
+
+def test_ratios_compare_equal_shapes_only(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0, "naive": 2.0}, batch=2))
+    sides = {
+        "numerator": {"metric": "time", "where": {"implementation": "chunked"}},
+        "denominator": {"metric": "time", "where": {"implementation": "naive"}},
+    }
+    rule = {"kind": "ratio", **sides, "where": {"seq_len": {"at_least": 1024}}, "at_most": 1}
+    judged = evaluate(sqlite_store, gates_of(tmp_path, rule))[0].rules[0]
+    assert (judged.result, judged.value) == (GO, pytest.approx(0.5))  # S = 1024: the worst of three pairs
+    assert judged.evidence == [f"{RUN}/1", f"{RUN}/5"]
+
+
+def test_metrics_take_the_worst_and_refuse_other_units(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
+    time = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 7}
+    gates = gates_of(tmp_path, time, {**time, "at_most": 8, "min_points": 5}, {**time, "unit": "s"})
+    worst, few, unit = evaluate(sqlite_store, gates)[0].rules
+    assert (worst.result, worst.value, worst.margin) == (NO_GO, 8.0, -1.0)
+    assert (few.result, "only 4 of at least 5 points" in few.reason) == (UNKNOWN, True)
+    assert (unit.result, "measured in 'ms'" in unit.reason) == (UNKNOWN, True)
+
+
+def test_a_plan_sets_the_throughput_it_needs(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
+    plan = {"steps": 50000, "tokens_per_step": 4096, "hours": 24}
+    rule = {"kind": "metric", "metric": "throughput", "unit": "tok/s", "at_least": "plan"}
+    judged = evaluate(sqlite_store, gates_of(tmp_path, rule, plan=plan))[0].rules[0]
+    assert judged.bound == pytest.approx(2370.4, abs=0.1)
+    assert judged.result is GO
+
+
+def test_verdicts_are_stored_and_the_newest_shown(store: Store, sweep):
+    empty = evaluate(store, load_gates())
+    save_verdicts(store, None, empty)
+    store.apply_many(with_bound(sweep()))
+    save_verdicts(store, None, evaluate(store, load_gates()))
+    save_verdicts(store, RUN, evaluate(store, load_gates(), [RUN]))
+    frame = queries.verdicts(store)
+    assert set(frame.target) == {verdict.name for verdict in empty}
+    shown = frame[frame.target == "linear-scaling/cpu"]
+    assert set(shown.target_title) == {f"{linear(store).title} (on CPU)"}
+    assert shown.result.tolist() == ["GO"] * 4
+    assert shown.evidence.iloc[1] == [f"{RUN}/{n}" for n in range(4)]
+    assert len(queries.verdicts(store, latest=False)) == 2 * len(frame)
+    assert len(queries.verdicts(store, RUN)) == len(frame)
+
+
+RULE = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "target", "message"),
+    [
+        ({**RULE, "at_mots": 1}, {}, "targets.t.rules.r0.at_mots: unknown key (value 1)"),
+        ({**RULE, "kind": "metrik"}, {}, "use exponent, metric, ratio or states"),
+        ({**RULE, "at_least": 1}, {}, "give either at_most or at_least"),
+        ({**RULE, "at_most": "fast"}, {}, "at_most: 'fast':"),
+        ({**RULE, "at_most": None, "at_least": "plan"}, {}, "'plan' needs a plan"),
+        ({**RULE, "where": {"gpus": "x"}}, {}, "where.gpus: unknown key"),
+        ({"kind": "states", "none_of": ["hung"]}, {}, "none_of.0: 'hung':"),
+        ({**RULE, "at_most": None, "at_least": "much"}, {}, "rules.r0.at_least: 'much':"),
+        ({**RULE, "where": {"seq_len": "long"}}, {}, "where.seq_len: 'long':"),
+        ({"kind": "exponent", "at_most": 1}, {}, "metric: missing; add it"),
+        (RULE, {"title": ""}, "title: '':"),
+        (
+            RULE,
+            {"plan": {"steps": 50000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}},
+            "tokens_per_second: 50 contradicts 50,000 steps of 4,096 tokens in 24 h, which need 2,370 tok/s",
+        ),
+    ],
+)
+def test_bad_rules_are_one_line(tmp_path: Path, rule: dict, target: dict, message: str):
+    with pytest.raises(GatesError) as caught:
+        gates_of(tmp_path, rule, **target)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text, path = DEFAULT_GATES.read_text(), tmp_path / "gates.yaml"
+    path.write_text(text)
+    monkeypatch.setattr("orchestrator.judge.rules.DEFAULT_GATES", path)
+    before = load_gates()
+    assert load_gates() is before
+    path.write_text(text.replace("title: ", "title: new ", 1))
+    os.utime(path, ns=(1, 1))
+    assert load_gates() != before
+    path.unlink()
+    with pytest.raises(GatesError, match="cannot be read"):
+        load_gates()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("a: [", "is not YAML"), ("- 1", "holds no mapping"), ("{}", "targets: missing")],
+)
+def test_bad_files_are_one_line(tmp_path: Path, content: str | None, message: str):
+    path = tmp_path / "g.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(GatesError, match=message) as caught:
+        load_gates(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path / "g.yaml")
+    with pytest.raises(GatesError, match=r"is no file; give the path of a YAML file$"):
+        load_gates(tmp_path / "g.yaml")
+
+
+def test_rules_must_have_different_names(tmp_path: Path):
+    with pytest.raises(GatesError, match="'same' comes twice"):
+        gates_of(tmp_path, {**RULE, "rule": "same"}, {**RULE, "rule": "same"})
+
+
+def test_an_unknown_target_is_named():
+    with pytest.raises(
+        GatesError, match="target: 'linear' is unknown; use one of m7c-125m-training, m7c-125m-training/1x"
+    ):
+        load_gates().only("linear")
+    with pytest.raises(GatesError, match="target: 'linear-scaling/' is unknown"):
+        load_gates().only("linear-scaling/")
+
+
+def test_another_model_on_the_card_is_not_evidence_for_this_one(sqlite_store: Store, sweep):
+    records = [
+        record.model_copy(update={"kind": "train"}) if isinstance(record, RunRecord) else record
+        for record in sweep(laws={"triton": 1.0}, gpu="NVIDIA H200")
+    ]
+    sqlite_store.apply_many(records)
+    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training/1x-h200"))
+    assert by_rule(verdict)["throughput"].result is UNKNOWN
+    for shape, result in (({"layers": 12, "batch": 16}, UNKNOWN), ({"layers": 12, "batch": 2}, GO)):
+        sqlite_store.apply_many(with_axes(records, shape))
+        (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training/1x-h200"))
+        assert by_rule(verdict)["throughput"].result is result, shape
+
+
+def with_axes(records: list[Record], axes: dict) -> list[Record]:
+    """The records with changed axes of their points."""
+    return [
+        record.model_copy(update={"axes": {**record.axes, **axes}}) if isinstance(record, PointRecord) else record
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ("{chunks: {}}", "is empty"),
+        ("{chunks: []}", "axes"),
+        ("{chunks: true}", "axes"),
+        ("{chunks: {at_least: 5, at_most: 1}}", "is below at_least"),
+        ("{seq_len: 512}", "is an axis of all kinds"),
+    ],
+)
+def test_a_filter_that_could_hold_nothing_or_everything_is_refused(axes: str, said: str, tmp_path: Path):
+    rule = f"{{rule: r, title: t, kind: states, measure: m, where: {{axes: {axes}}}}}"
+    (tmp_path / "gates.yaml").write_text(f"targets: [{{name: t, title: t, rules: [{rule}]}}]")
+    with pytest.raises(GatesError, match=said):
+        load_gates(tmp_path / "gates.yaml")
+
+
+@pytest.mark.parametrize("bound", [".nan", ".inf", "-.inf", "true", "'1'"])
+@pytest.mark.parametrize("side", ["at_most", "at_least"])
+def test_a_bound_that_nothing_can_violate_is_refused(tmp_path: Path, side: str, bound: str):
+    path = tmp_path / "g.yaml"
+    path.write_text(
+        "targets: [{name: t, title: T, rules: [{rule: r, title: R, measure: run it, kind: metric, metric: time,"
+        f" unit: ms, {side}: {bound}}}]}}]"
+    )
+    with pytest.raises(GatesError, match=f"targets.t.rules.r.{side}: ") as caught:
+        load_gates(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("targets: 2001-99-99", "is not YAML"),
+        ("[" * 3000, "nested too deep"),
+        ("targets: []\ntargets: []", "targets: given twice, in lines 1 and 2; keep one of the two"),
+        ("targets: 5", "write a list"),
+    ],
+)
+def test_strange_files_are_one_line(tmp_path: Path, content: str, message: str):
+    (tmp_path / "g.yaml").write_text(content)
+    with pytest.raises(GatesError, match=message) as caught:
+        load_gates(tmp_path / "g.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_newer_run_whose_points_failed_is_not_hidden_by_an_older_success(sqlite_store: Store, sweep, tmp_path: Path):
+    gates = gates_of(
+        tmp_path,
+        {"kind": "metric", "metric": "time", "unit": "ms", "where": {"implementation": "naive"}, "at_most": 1e9},
+    )
+    sqlite_store.apply_many(sweep("old", laws={"naive": 2.0}, lengths=(65536,)))
+    assert evaluate(sqlite_store, gates)[0].result is GO
+    crashed = sweep("new", laws={"chunked": 1.0}, lengths=(65536,), failures={PointState.CRASH: "killed"})
+    number = {record.point_id: record.axes for record in crashed if isinstance(record, PointRecord)}
+    assert any(axes["implementation"] == "naive" for axes in number.values())
+    sqlite_store.apply_many(later(crashed))
+    (rule,) = evaluate(sqlite_store, gates)[0].rules
+    assert (rule.result, rule.value) == (UNKNOWN, None)
+    assert rule.reason.startswith("not measured: naive S=65537 ended crash in run new at cccccccccc; ")
+    other = [
+        record.model_copy(update={"axes": {**record.axes, "head_dim": 128}})
+        if isinstance(record, PointRecord)
+        else record
+        for record in crashed
+    ]
+    assert evaluate(sqlite_store, gates, ["old"])[0].result is GO
+    sqlite_store.apply_many(later([r.model_copy(update=_renamed(r, "new", "other")) for r in other]))
+    assert evaluate(sqlite_store, gates, ["old", "other"])[0].result is GO  # another shape failed
+
+
+def test_only_failed_points_are_looked_at_for_failures(sqlite_store: Store, sweep, monkeypatch: pytest.MonkeyPatch):
+    """Each rule asks each run without evidence for them."""
+    sqlite_store.apply_many(sweep(failures={PointState.HANG: "silent", PointState.OOM: "too large"}))
+    [run] = measured_runs(sqlite_store, None)
+    seen: list[str] = []
+    monkeypatch.setattr(Scope, "matches", lambda _, row: seen.append(row["state"]) or True)
+    assert [point["label"] for point in run.failures(Scope(ANY))] == ["naive S=65544", "naive S=65545"]
+    assert seen == ["hang", "oom"]
+
+
+def _renamed(record: Record, old: str, new: str) -> dict[str, str]:
+    names = {name: getattr(record, name, None) for name in ("run_id", "point_id")}
+    return {name: value.replace(old, new, 1) for name, value in names.items() if isinstance(value, str)}

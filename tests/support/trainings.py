@@ -1,0 +1,104 @@
+"""Small trainings over bytes: their text, their specification, and a reporter that keeps what it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.schema.launcher import Launcher
+from jobs.schema.point import Measurement, Metric, Surroundings
+
+
+def write_text(folder: Path) -> Path:
+    """Forty files of a little language that is easy to learn, in a folder, which is returned."""
+    folder.mkdir(exist_ok=True)
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"the cat number {i} sat on the mat. " * 30)
+    return folder
+
+
+def small(text: Path, **changes: Any) -> dict[str, Any]:
+    """The specification of a training of a few steps over the files in `text`, with `changes`."""
+    data: dict[str, Any] = {
+        "kind": "train",
+        "name": "t",
+        "device": "cpu",
+        "seq_len": 32,
+        "batch": 4,
+        "steps": 8,
+        "optimizer": {"warmup_steps": 3, "learning_rate": 1e-2},
+        "data": {"path": str(text), "heldout": 0.2, "heldout_batches": 2},
+    }
+    return data | changes
+
+
+class Keeping:
+    """A Reporter that keeps warnings, texts (name -> text) and series (name -> step -> value)."""
+
+    def __init__(self, folder: Path | None = None, key: str = "k", launcher: Launcher | None = None) -> None:
+        self.surroundings = Surroundings(f"file://{folder}" if folder else None, key, launcher)
+        self.warnings: list[str] = []
+        self.series: dict[str, dict[int, float]] = {}
+        self.kept: dict[str, str] = {}
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        pass
+
+    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
+        for name, value in values.items():
+            self.series.setdefault(name, {})[step] = value
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def keep(self, name: str, text: str) -> None:
+        self.kept[name] = text
+
+    def ranks(self, pids: Sequence[int]) -> None:
+        pass
+
+
+class Watching(Keeping):
+    """A Reporter that keeps what it is told, and acts once when training has got to a step."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        key: str = "k",
+        launcher: Launcher | None = None,
+        at: int = -1,
+        act: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(folder, key, launcher)
+        self.trained: list[int] = []
+        self._at, self._act = at, act
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        if phase != "train":
+            return
+        self.trained.append(done)
+        if 0 <= self._at <= done:
+            self._at = -1
+            self._act()
+
+
+def interrupt() -> None:
+    """Ask a training in this process to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def by_name(result: Measurement) -> dict[str, Metric]:
+    """The metrics of a result by their names."""
+    return {metric.name: metric for metric in result.metrics}
+
+
+def of_the_kill(warnings: Sequence[str]) -> str:
+    """The only warning of ranks that start again; a checkpoint that the kill interrupted may be told of, too."""
+    (kill,) = [warning for warning in warnings if "; restart " in warning]
+    others = [warning for warning in warnings if warning != kill]
+    assert all("checkpoint of step " in warning and " was not saved: " in warning for warning in others), others
+    return kill
