@@ -97,7 +97,7 @@ test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those th
 	$(BIN)/python -m pytest tests/gpu -n 6 --dist loadscope --no-loadscope-reorder
 
 aot: env  ## compile the kernels that changed for sm80 and sm90, without a GPU, and keep what they take
-	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/compiled_kernels.csv
+	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/kernels/compiled_kernels.csv
 
 lint: env  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -54,7 +54,7 @@ IN_PROCESSES = (
     "tests/orchestrator/store/test_claim.py",
     "tests/orchestrator/test_artifacts.py",
 )
-GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/test_aot.py",))  # the last: tests of one tracing
+GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/kernels/test_aot.py",))  # the last: tests of one tracing
 
 
 def _ray_folders() -> set[Path]:

@@ -5,17 +5,11 @@ The ranges are stated here alone; pyproject.toml's bounds are checked against th
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from inspect import getsource
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -48,8 +42,7 @@ TORCH = Tested("torch", (2, 11), (2, 13))
 
 _MISSING = 'it needs Triton: pip install "nsa-bench[gpu]"'
 _NAMES = ("triton", "pytorch-triton")  # PyTorch's nightly builds have their own
-_KERNELS = "nsa_core.kernels"
-_DOORS = ("operators", "decode.step", "training.cross_entropy", "training.heads", "training.swiglu")
+_ENTRIES = ("operators", "decode.step", "training.cross_entropy", "training.heads", "training.swiglu")
 
 
 def untested(version: str) -> str | None:
@@ -88,69 +81,10 @@ def triton_problem() -> str | None:
     if reason := untested(version):
         return reason
     try:
-        lacking = next(_lacking(_load()), None)
+        for entry in _ENTRIES:
+            import_module(f"nsa_core.kernels.{entry}")
     except Exception as err:  # whatever the import raises, other backends remain
-        lacking = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
-    if lacking is None:
-        return None
-    again = f'pip install --force-reinstall "{TRITON.requirement}"'
-    return f"the kernels do not load with the Triton {version} installed here ({lacking}): {again}"
-
-
-def _load() -> list[ModuleType]:
-    for door in _DOORS:
-        import_module(f"{_KERNELS}.{door}")
-    return [module for name, module in sorted(sys.modules.items()) if name.startswith(f"{_KERNELS}.")]
-
-
-def _lacking(modules: Iterable[ModuleType]) -> Iterator[str]:
-    """Names that the modules' functions take from Triton and that it does not have.
-
-    A kernel's body is compiled when it is first launched: only then would a renamed function be missed.
-    """
-    for module in modules:
-        try:
-            tree = ast.parse(getsource(module))
-        except OSError:  # no source at hand, so that nothing can be compiled from it, either
-            continue
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            imported = [node for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
-            names = dict(vars(module))
-            for source, alias in ((node.module or "", alias) for node in imported for alias in node.names):
-                if _is_triton(source):
-                    names[alias.asname or alias.name] = _imported(source, alias.name)
-                    if names[alias.asname or alias.name] is None:
-                        yield f"{source} has no {alias.name}"
-            used = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
-            yield from filter(None, (_absent(node, names) for node in used))
-
-
-def _imported(source: str, name: str) -> Any:
-    """The value of `from source import name`; None if there is none."""
-    module = import_module(source)
-    if not hasattr(module, name) and hasattr(module, "__path__") and find_spec(f"{source}.{name}"):
-        import_module(f"{source}.{name}")
-    return getattr(module, name, None)
-
-
-def _absent(node: ast.Attribute, names: Mapping[str, Any]) -> str | None:
-    """The attribute as text if its value, a module of Triton or what is in one, lacks it."""
-    value = _value(node.value, names)
-    if value is None or hasattr(value, node.attr):
-        return None
-    return f"{getattr(value, '__name__', ast.unparse(node.value))} has no {node.attr}"
-
-
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The module of Triton that the expression names; None if it names none."""
-    if isinstance(node, ast.Name):
-        value = names.get(node.id)
-    elif isinstance(node, ast.Attribute):
-        value = getattr(_value(node.value, names), node.attr, None)
-    else:
-        return None
-    return value if isinstance(value, ModuleType) and _is_triton(value.__name__) else None
-
-
-def _is_triton(name: str | None) -> bool:
-    return name is not None and name.split(".")[0] == "triton"
+        problem = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
+        again = f'pip install --force-reinstall "{TRITON.requirement}"'
+        return f"the kernels do not load with the Triton {version} installed here ({problem}): {again}"
+    return None

@@ -268,7 +268,7 @@ def test_the_last_three_pieces_decide_the_peak(
         ]
 
     short = estimates()
-    monkeypatch.setattr("nsa_core._footprints.chunked._last_ranges", _all_ranges)
+    monkeypatch.setattr("nsa_core.memory.chunked._last_ranges", _all_ranges)
     assert short == estimates()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core._footprints.allocations import Allocations
 from nsa_core.backends import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
+from nsa_core.memory.allocations import Allocations
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -153,8 +153,8 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 
 @needs_triton
 def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_core._footprints import kernels
     from nsa_core.kernels.runtime import tiles
+    from nsa_core.memory import kernels
 
     shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
     found = {}
@@ -177,7 +177,7 @@ def test_sizes_on_a_gpu_are_rounded_as_its_allocator_does() -> None:
 @needs_triton
 def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [estimate(2**17, batch=batch) for batch in (1, 3)]
-    monkeypatch.setattr("nsa_core._footprints.kernels._LONGEST", 2**16)  # half of it is beyond the least of any buffer
+    monkeypatch.setattr("nsa_core.memory.kernels._LONGEST", 2**16)  # half of it is beyond the least of any buffer
     for batch, traced in zip((1, 3), whole, strict=True):
         assert estimate(2**17, batch=batch).extra == pytest.approx(traced.extra, rel=0.02)
 

@@ -94,7 +94,6 @@ found["job"] = backend_reasons(machine, HALF, Heads(64, 2))["triton"]
 found["doctor"] = {one.name: [str(one.health), one.detail] for one in doctor.findings(Settings())}["triton"]
 print(json.dumps(found))
 """
-RENAMED_IN_A_KERNEL = "import triton.experimental.gluon.language as gl\ndel gl.allocate_shared_memory\n"
 RENAMED_AT_IMPORT = "import triton.experimental.gluon.language.nvidia.hopper as hopper\ndel hopper.warpgroup_mma\n"
 
 
@@ -111,11 +110,6 @@ INSTALLATIONS = {
     "a newer version": Installation(
         {"triton-3.10.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: triton\nVersion: 3.10.1\n"},
         "Triton 3.10.1 is untested, the kernels were run with 3.6 to 3.9: pip install",
-    ),
-    "a symbol of a kernel's body renamed": Installation(
-        {"sitecustomize.py": RENAMED_IN_A_KERNEL},
-        "installed here (triton.experimental.gluon.language has no allocate_shared_memory): pip install",
-        shows_in_metadata=False,
     ),
     "a symbol of an import renamed": Installation(
         {"sitecustomize.py": RENAMED_AT_IMPORT},

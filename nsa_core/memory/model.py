@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..model import LOSS_ROWS, ModelConfig
-from . import Footprint, footprint
+from .footprint import Footprint, footprint
 from .ledger import Ledger
 from .sizes import Sizes
 

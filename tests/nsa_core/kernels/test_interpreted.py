@@ -25,7 +25,7 @@ def test_kernels_in_tritons_interpreter(share: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--share={share}", *FILES],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=HERE.parents[1],
+        cwd=HERE.parents[2],
         capture_output=True,
         text=True,
         check=False,

@@ -7,14 +7,14 @@ from typing import Literal
 
 import torch
 
-from ._footprints import footprint, unpredicted
-from ._footprints.ledger import Ledger
-from ._footprints.model import Model
-from ._footprints.sizes import Sizes
-from .config import NSAConfig
-from .errors import InputError
-from .functional import BRANCHES
-from .model import ModelConfig
+from ..config import NSAConfig
+from ..errors import InputError
+from ..functional import BRANCHES
+from ..model import ModelConfig
+from .footprint import footprint, unpredicted
+from .ledger import Ledger
+from .model import Model
+from .sizes import Sizes
 
 
 @dataclass(frozen=True)
