@@ -26,7 +26,7 @@ from free_ports import free_ports
 from postgres_process import BINARIES, identity
 from ray_clusters import BIN, stop_node
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _PORTS = ("5432", "6379", "8265", "8501")
 _ENTRYPOINT = ROOT / "tests" / "deploy" / "postgres_entrypoint.sh"
 _INIT = "/docker-entrypoint-initdb.d/"

@@ -14,7 +14,7 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, importer
 from orchestrator.store import records as rec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "20261121-100000-demo-ab12"
 HALF = "20261121-113000-m7c-cd34"
 T0 = datetime(2026, 11, 21, 10, tzinfo=UTC)
