@@ -9,10 +9,12 @@ from sqlalchemy import URL, Connection, Engine, String, column, inspect, select,
 
 from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError
+from orchestrator.store import views
 from orchestrator.store.engine import errors, make_engine, parse, shown
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _VERSION = table("alembic_version", column("version_num", String))
+_EARLIER = [f"{number:04}" for number in range(2, 11)]
 _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one Postgres database
 
 
@@ -53,7 +55,9 @@ def migrate(engine: Engine) -> tuple[str | None, str]:
         before = _revision(connection)
         if before != head:
             _known(before, engine)
+            views.drop(connection)
             _upgrade(connection)
+            views.create(connection)
         return before, head
 
 
@@ -100,6 +104,11 @@ def _check_owner(connection: Connection) -> None:
 
 
 def _known(revision: str | None, engine: Engine) -> None:
+    if revision in _EARLIER:
+        raise StoreError(
+            f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a version before 0.2.0, which cannot be "
+            "read; name a new database and bring the journals into it: nsa import JOURNAL..."
+        )
     if revision is not None and revision not in revisions():
         raise StoreError(
             f"{SETTING}: {shown(engine.url)!r}: has the schema {revision} of a newer version; update nsa-bench here"

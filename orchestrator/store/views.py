@@ -1,79 +1,138 @@
-"""The reporting views as typed tables, so that Python reads the same values on both databases."""
+"""The reporting views: each is written once, here, as a query. Python reads them as tables; `create` makes them."""
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Column, Double, MetaData, String, Table
+from sqlalchemy import Column, Connection, Double, Enum, MetaData, Select, String, Table, and_, case, func, select
+from sqlalchemy import literal_column as literal
 
 from jobs.schema.axes import AXES
-from orchestrator.store.types import UtcDateTime
+from orchestrator.store.models import Base
 
-_metadata = MetaData()  # separate from the models': migrations create the views, and no schema comparison covers them
-_TEXT, _INT, _FLOAT, _TIME = String(), BigInteger(), Double(), UtcDateTime()
-
-_RUN = {"run_id": _TEXT, "run_name": _TEXT, "origin": _TEXT, "source": _TEXT}
-_AXES = {axis.name: _TEXT if axis.type == "text" else _INT for axis in AXES} | {"gpu": _TEXT, "more_axes": JSON()}
-_METRIC = {
-    "metric": _TEXT,
-    "unit": _TEXT,
-    "value": _FLOAT,
-    "ci_low": _FLOAT,
-    "ci_high": _FLOAT,
-    "per_sequence": _FLOAT,
-}
-_POINT = {"point_id": _TEXT, "label": _TEXT, "state": _TEXT}
-_SCALING = {**_RUN, **_POINT, **_AXES, **_METRIC, "ended_at": _TIME}
+_tables = Base.metadata.tables
+_run, _point, _environment = _tables["run"], _tables["point"], _tables["environment"]
+_metric, _quantity, _series, _verdict = (_tables[name] for name in ("metric", "quantity", "series", "verdict"))
+_metadata = MetaData()  # separate from the models', whose tables alone are compared with the migrations
+_queries: dict[str, Select] = {}
 
 
-def _view(name: str, columns: dict) -> Table:
-    return Table(name, _metadata, *(Column(column, kind) for column, kind in columns.items()))
+def _view(name: str, query: Select) -> Table:
+    """The view as a table. States and origins are plain strings there."""
+    _queries[name] = query
+    types = {column.name: column.type for column in query.selected_columns}
+    plain = {name: String() if isinstance(kind, Enum) else kind for name, kind in types.items()}
+    return Table(name, _metadata, *(Column(name, kind) for name, kind in plain.items()))
 
 
-v_scaling = _view("v_scaling", {**_SCALING, "plot": _TEXT})
-v_metrics = _view(
-    "v_metrics", {**_SCALING, "kind": _TEXT, "p10": _FLOAT, "p90": _FLOAT, "method": _TEXT, "estimate_bytes": _INT}
+def create(connection: Connection) -> None:
+    """Create the views."""
+    for name, query in _queries.items():
+        text = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
+        connection.exec_driver_sql(f"CREATE VIEW {name} AS {text}")
+
+
+def drop(connection: Connection) -> None:
+    """Drop the views that exist. A migration may then change any table, as all are created again after it."""
+    for name in reversed(_queries):
+        connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
+
+
+_RUN = (_run.c.id.label("run_id"), _run.c.name.label("run_name"), _run.c.origin, _run.c.source)
+_AXES = (*(_point.c[axis.name] for axis in AXES), _environment.c.gpu, _point.c.more_axes)
+_POINTS = _point.join(_run, _run.c.id == _point.c.run_id).outerjoin(
+    _environment, _environment.c.id == _point.c.environment_id
 )
+
 v_points = _view(
     "v_points",
-    {
-        **_RUN,
-        "kind": _TEXT,
-        "point_id": _TEXT,
-        "number": _INT,
-        "label": _TEXT,
-        "state": _TEXT,
-        "reason": _TEXT,
-        "attempt": _INT,
-        **_AXES,
-        "estimate_bytes": _INT,
-        "node": _TEXT,
-        "phase": _TEXT,
-        "done": _INT,
-        "total": _INT,
-        "rate": _FLOAT,
-        "heartbeat_at": _TIME,
-        "started_at": _TIME,
-        "ended_at": _TIME,
-        "key": _TEXT,
-    },
+    select(
+        *_RUN,
+        _run.c.kind,
+        _point.c.id.label("point_id"),
+        *(_point.c[name] for name in ("number", "label", "state", "reason", "attempt")),
+        *_AXES,
+        *(_point.c[name] for name in ("estimate_bytes", "node", "phase", "done", "total", "rate")),
+        *(_point.c[name] for name in ("heartbeat_at", "started_at", "ended_at", "key")),
+    ).select_from(_POINTS),
 )
+
+# A rate (tok/s) does not depend on how many sequences ran side by side; a time or an amount of memory does.
+_PER_SEQUENCE = case(
+    (_metric.c.unit.in_(("ms", "s", "MiB")), _metric.c.value.op("/")(func.coalesce(_point.c.batch, 1))),
+    else_=_metric.c.value,
+)
+
+v_metrics = _view(
+    "v_metrics",
+    select(
+        *_RUN,
+        _run.c.kind,
+        _point.c.id.label("point_id"),
+        _point.c.label,
+        _point.c.state,
+        *_AXES,
+        _metric.c.name.label("metric"),
+        *(_metric.c[name] for name in ("unit", "value", "ci_low", "ci_high")),
+        _PER_SEQUENCE.label("per_sequence"),
+        *(_metric.c[name] for name in ("p10", "p90", "method")),
+        _point.c.estimate_bytes,
+        _point.c.ended_at,
+    ).select_from(_POINTS.join(_metric, _metric.c.point_id == _point.c.id)),
+)
+
+_SCALING = [column for column in v_metrics.c if column.name not in ("kind", "p10", "p90", "method", "estimate_bytes")]
+
+# Numbers of quantities that their run declares to be drawn against S.
+v_scaling = _view(
+    "v_scaling",
+    select(*_SCALING, _quantity.c.plot)
+    .join(_quantity, and_(_quantity.c.run_id == v_metrics.c.run_id, _quantity.c.name == v_metrics.c.metric))
+    .where(v_metrics.c.seq_len.is_not(None), _quantity.c.plot.in_(("growth", "rate", "step rate"))),
+)
+
+v_throughput = _view("v_throughput", select(*_SCALING).where(v_metrics.c.metric == "throughput"))
+
+_MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved", "peak_driver", "peak_rss")
+_ESTIMATE_MIB = v_metrics.c.estimate_bytes.op("/", return_type=Double())(literal("1048576.0"))
+
+v_memory = _view(
+    "v_memory", select(*_SCALING, _ESTIMATE_MIB.label("estimate_mib")).where(v_metrics.c.metric.in_(_MEMORY))
+)
+
+v_series = _view(
+    "v_series",
+    select(
+        *_RUN[:2],
+        _run.c.kind,
+        _point.c.id.label("point_id"),
+        *(_point.c[name] for name in ("label", "state", "implementation", "seq_len")),
+        _series.c.attempt,
+        (_series.c.attempt == _point.c.attempt).label("latest"),
+        _series.c.name.label("series"),
+        *(_series.c[name] for name in ("unit", "rank", "step", "at", "value")),
+    )
+    .join_from(_series, _point, _point.c.id == _series.c.point_id)
+    .join(_run, _run.c.id == _point.c.run_id),
+)
+
+_SCOPE = func.coalesce(_verdict.c.run_id, "")
+_newest = (
+    select(_verdict.c.target, _SCOPE.label("scope"), func.max(_verdict.c.evaluated_at).label("newest"))
+    .group_by(_verdict.c.target, _SCOPE)
+    .subquery("newest")
+)
+
 v_gate = _view(
     "v_gate",
-    {
-        "target": _TEXT,
-        "target_title": _TEXT,
-        "target_result": _TEXT,
-        "position": _INT,
-        "rule": _TEXT,
-        "title": _TEXT,
-        "result": _TEXT,
-        "value": _FLOAT,
-        "comparison": _TEXT,
-        "bound": _FLOAT,
-        "unit": _TEXT,
-        "margin": _FLOAT,
-        "reason": _TEXT,
-        "evidence": JSON(),
-        "run_id": _TEXT,
-        "evaluated_at": _TIME,
-    },
+    select(
+        *(_verdict.c[name] for name in ("target", "target_title", "target_result", "position", "rule", "title")),
+        *(_verdict.c[name] for name in ("result", "value", "comparison", "bound", "unit", "margin", "reason")),
+        *(_verdict.c[name] for name in ("evidence", "run_id", "evaluated_at")),
+    ).join(
+        _newest,
+        and_(
+            _newest.c.target == _verdict.c.target,
+            _newest.c.scope == _SCOPE,
+            _newest.c.newest == _verdict.c.evaluated_at,
+        ),
+    ),
 )
