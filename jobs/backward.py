@@ -1,35 +1,34 @@
 """The backward pass of a model, layer by layer: does it hang, run out of memory, lose a gradient, and at which size?
 
 A point is one size of a model, with one branch or all, under one backend. It is checked against the oracle; then one
-pass is watched layer by layer (jobs.measure.layers), and others are timed without the watch. With `bisect` a point is
-the search for the smallest size that fails (jobs._bisection).
+pass is watched layer by layer (jobs.measure.layers), and others are timed without the watch. With `bisect` sizes are
+tried until the smallest that fails is known (jobs.measure.bisection); a point of each case and variant concludes.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import AfterValidator, Field, model_validator
 
-from jobs._backward import BackwardPass, branch_trace, check_route, failure_folder
-from jobs._bisection import BISECTION, bisect, most_trials
 from jobs.hardware.environment import environment
+from jobs.measure.backward_pass import BackwardPass, branch_trace, check_route, failure_folder
+from jobs.measure.bisection import BISECTION, Bisection, Size, UntriedSize
 from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.layers import Watched
 from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
 from jobs.measure.model_pass import agree, model_axes, predicted
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.process.trial import Limits, own_gpu_share, run_trial
 from jobs.schema.axes import Axis
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
+from jobs.schema.states import FAILED, PointState
 from jobs.specs.fields import (
     NSA,
     WINDOW_ALONE,
@@ -68,7 +67,6 @@ MODELS: Mapping[str, ModelConfig] = {
     # The seeds' small model: they give its width alone.
     "small_128": replace(PRESETS["m7c_125m"], dim=128, heads=2, kv_heads=1, ffn_dim=384),
 }
-_LONGEST_S = 10**6  # that a deadline can be
 
 
 def _preset(name: str) -> str:
@@ -106,10 +104,10 @@ class DrillSpec(Strict):
 
 
 class BisectSpec(Strict):
-    """The search for the smallest size that fails, in place of the measurement of all sizes."""
+    """The search for the smallest size that fails, instead of the measurement of all sizes."""
 
     size_s: float = Field(
-        default=180, gt=0, le=10**5, description="seconds that one size may take; deadlines hold in each, too"
+        default=180, gt=0, le=10**5, description="seconds that one size may take, at most deadlines.point_s"
     )
 
 
@@ -162,7 +160,7 @@ class Spec(JobSpec):
 
     @model_validator(mode="after")
     def _can_search(self) -> Self:
-        """Refuse a search without a choice, and give a search time for the sizes that it tries."""
+        """Refuse a search without a choice; a size has the search's seconds."""
         if self.bisect is None:
             return self
         if self.timing != type(self).model_fields["timing"].default:  # a stored spec has its defaults, too
@@ -170,17 +168,8 @@ class Spec(JobSpec):
         for number, case in enumerate(self.cases):
             if len(case.layers) == len(case.lengths) == 1:
                 raise ValueError(f"cases.{number}.layers: {case.layers}: one size leaves nothing to search; add others")
-        most = max(most_trials(len(case.layers), len(case.lengths)) for case in self.cases)
-        needed = (most + 1) * self.bisect.size_s  # and the check
-        if "point_s" not in self.deadlines.model_fields_set:
-            point_s = min(_LONGEST_S, max(self.deadlines.point_s, needed))
-            return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
-        if self.deadlines.point_s < needed:
-            raise ValueError(
-                f"deadlines.point_s: {self.deadlines.point_s:g}: a search may try {most} sizes of "
-                f"{self.bisect.size_s:g} s; use at least {needed:g}, or leave it out"
-            )
-        return self
+        point_s = min(self.deadlines.point_s, self.bisect.size_s)
+        return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
 
     def _labels(self, case: CaseSpec) -> Iterator[str]:
         """Labels of a case's points, without the implementation."""
@@ -201,25 +190,62 @@ class Spec(JobSpec):
         for heads in {heads_of(MODELS[case.preset]) for case in self.cases}:
             reasons = backend_reasons(machine, dtype, heads) | window_reasons(machine, dtype)
             refuse_unusable(self.implementations, reasons)
-        return [point for case in self.cases for point in self._of_case(machine, case)]
+        if self.bisect:
+            return self.next_points(machine, ())
+        return [
+            self._point(machine, case, size, variant, name)
+            for case in self.cases
+            for size in product(sorted(case.layers), sorted(case.lengths))
+            for variant, name in self._series(case)
+        ]
 
-    def _of_case(self, machine: Machine, case: CaseSpec) -> Iterator[Point]:
-        sizes = [None] if self.bisect else list(product(sorted(case.layers), sorted(case.lengths)))
-        for size, variant, name in product(sizes, list(case.variants()), self.implementations):
-            if computes(name, variant[0]):
-                yield self._point(machine, case, size, variant, name)
+    def _series(self, case: CaseSpec) -> Iterator[tuple[tuple[str, int, bool], str]]:
+        """Variants of a case and the implementations that compute them."""
+        pairs = product(list(case.variants()), self.implementations)
+        return ((variant, name) for variant, name in pairs if computes(name, variant[0]))
 
-    def _point(
-        self, machine: Machine, case: CaseSpec, size: tuple[int, int] | None, variant: tuple[str, int, bool], name: str
-    ) -> Point:
-        """The point of a size; None: of the search over all of the case's."""
+    def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
+        """For each search the next size to try, or its conclusion; none without `bisect`."""
+        if self.bisect is None:
+            return ()
+        tried: dict[str, dict[Size, EndedPoint]] = defaultdict(dict)
+        for each in (each for each in ended if each.point.conclusion is None):
+            config = each.point.config
+            tried[config["search"]][config["model"]["layers"], config["seq_len"]] = each
+        found = []
+        for case in self.cases:
+            for variant, name in self._series(case):
+                known = tried[f"{name} {_label(case.preset, *variant)}"]
+                if any(each.state is PointState.LOST for each in known.values()):
+                    continue  # neither passed nor failed
+                try:
+                    answer = Bisection.of(case.layers, case.lengths, known)
+                except UntriedSize as untried:
+                    found.append(self._point(machine, case, untried.size, variant, name))
+                else:
+                    found.append(self._conclusion(self._point(machine, case, answer.largest, variant, name), answer))
+        return found
+
+    def _conclusion(self, point: Point, answer: Bisection) -> Point:
+        metrics = tuple(answer.metrics())
+        config = {**point.config, "found": {metric.name: metric.value for metric in metrics}}
+        return Point(
+            kind=point.kind,
+            label=point.config["search"],
+            config=config,
+            axes=replace(point.axes, seq_len=None, layers=None),
+            conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
+        )
+
+    def _point(self, machine: Machine, case: CaseSpec, size: Size, variant: tuple[str, int, bool], name: str) -> Point:
         branch, repeats, anomaly = variant
-        layers, seq_len = size or (max(case.layers), None)
+        layers, seq_len = size
         model = self._model(case.preset, layers, branch, name)
         config = {
             "model": asdict(model),
             "implementation": name,
             "pass": "forward+backward",
+            "seq_len": seq_len,
             "batch": self.batch,
             "precision": self.precision,
             "repeats": repeats,
@@ -230,22 +256,22 @@ class Spec(JobSpec):
             "threads": threads(self, machine),
         }
         needed = None
-        if size is None:
-            config |= {"search": self._search(case)}
+        if self.bisect:
+            config["search"] = f"{name} {_label(case.preset, *variant)}"
         else:
-            config |= {"seq_len": seq_len, "timing": self.timing.model_dump(mode="json")}
+            config["timing"] = self.timing.model_dump(mode="json")
             if branch == ALL and repeats == 1 and predicts(name):
                 needed = predicted(config).total
         more = {"preset": case.preset, "branch": branch, "repeats": repeats, "anomaly": "on" if anomaly else "off"}
-        own = {"layers": None} if size is None else {}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         return Point(
             kind="backward",
-            label=f"{name} {_label(case.preset, *variant, *(size or ()))}",
+            label=f"{name} {_label(case.preset, *variant, *size)}",
             config=config,
-            axes=model_axes(config, model, more=more, **own),
+            axes=model_axes(config, model, more=more),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, advice),
+            answers=FAILED - {PointState.LOST} if self.bisect else frozenset(),
         )
 
     def _model(self, preset: str, layers: int, branch: str, implementation: str) -> ModelConfig:
@@ -254,17 +280,12 @@ class Spec(JobSpec):
         changes = {"layers": layers, "branches": branches, "backend": implementation}
         return replace(base, nsa=self.nsa or base.nsa, checkpointing=self.checkpointing, **changes)
 
-    def _drill(self, size: tuple[int, int] | None) -> dict[str, int] | None:
+    def _drill(self, size: Size) -> dict[str, int] | None:
         """The drill as part of a configuration; None for a size that it does not concern."""
         drill = self.drill
-        if drill is None or (size and not (size[0] >= drill.hang_in_layer and size[1] >= drill.from_length)):
+        if drill is None or size[0] < drill.hang_in_layer or size[1] < drill.from_length:
             return None
         return drill.model_dump(mode="json")
-
-    def _search(self, case: CaseSpec) -> dict[str, Any]:
-        assert self.bisect is not None
-        limits = Limits(self.deadlines.startup_s, self.deadlines.heartbeat_s, self.bisect.size_s)
-        return {"layers": sorted(case.layers), "lengths": sorted(case.lengths), "limits": asdict(limits)}
 
 
 def _label(
@@ -274,22 +295,15 @@ def _label(
     return f"{branch}{f' x{repeats}' if repeats > 1 else ''} {preset} {size}{' anomaly mode' if anomaly else ''}"
 
 
-class CheckFailed(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """The check before a search found a wrong result, or did not end."""
-
-
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check a model, watch a pass of it layer by layer, and time others; or search the smallest size that fails.
+    """Check a model, watch a pass of it layer by layer, and time others; in a search nothing is timed.
 
     Raises:
         WrongResult: the attention disagrees with the oracle, or ran something of another branch.
         BrokenGradient: a layer has no gradient, or one that is not finite.
         PassFailed: the pass raised; caused by an error of memory if memory ran out.
-        CheckFailed, MemoryError: before a search, the attention disagrees with the oracle, or its check does not end.
     """
     shutil.rmtree(failure_folder(), ignore_errors=True)  # of an earlier point of this process
-    if "search" in config:
-        return _searched(config, beat)
     beat("check")
     agreement, files = agree(config), branch_trace(config)
     beat("inputs")
@@ -297,6 +311,9 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     watched: list[Watched] = []
     route = route_of(lambda: watched.append(trial.watched(beat)))
     check_route(config, route)
+    files |= watched[0].files
+    if "search" in config:
+        return Measurement(tuple(agreement.metrics()), route, environment(trial.device), files)
     timing = measure_time(trial.call, trial.device, TimingPlan(**config["timing"]), beat)
     beat("memory")
     trial.clear()
@@ -312,22 +329,4 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         *peak.metrics(),
         *agreement.metrics(),
     )
-    return Measurement(metrics, route, environment(trial.device), {**peak.files, **watched[0].files, **files})
-
-
-def _searched(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """The smallest size that fails; this process leaves the device to those that it starts."""
-    search, device = config["search"], torch.device(config["device"])
-    limits = Limits(**search["limits"])
-    files = _checked(config, limits, beat)
-    found = bisect("jobs._backward:try_size", config, search["layers"], search["lengths"], limits, beat)
-    if found.smallest is not None:
-        reporter(beat).warn(found.sentence)
-    return Measurement(tuple(found.metrics()), {}, environment(device), {**files, **found.files})
-
-
-def _checked(config: Mapping[str, Any], limits: Limits, beat: Beat) -> Mapping[str, str]:
-    """Files of the check, in a process of its own: its context would stay on the card as long as its process."""
-    limits = replace(limits, whole_s=math.inf)  # the point's own deadline holds
-    trial = run_trial("jobs._backward:check", config, limits, beat, own_gpu_share(config["device"]))
-    return trial.needed("check", CheckFailed)
+    return Measurement(metrics, route, environment(trial.device), {**peak.files, **files})

@@ -1,33 +1,31 @@
 """The longest sequence that a model trains on within a card's memory: as predicted, and as measured.
 
-A point is one implementation, batch and checkpointing. Lengths are tried from the predicted one, upwards until one runs
-out of memory or downwards until one fits, so that the next longer one is shown to fail. With a plan the longest one is
-looked for, too, that trains as fast as the plan needs.
+Each length that is tried is a point: from the longest that is predicted to fit upwards until one runs out of memory, or
+downwards until one fits, so that the next longer one is shown to fail. With a plan the longest one is looked for, too,
+that trains as fast as the plan needs. A point of each implementation, batch and checkpointing has the conclusion.
 """
 
 from __future__ import annotations
 
-import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
-from statistics import median
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from jobs.hardware.environment import environment
 from jobs.measure.clock import synchronize
-from jobs.measure.memory import Peak, measure_peak, tensor_bytes
-from jobs.measure.model_pass import Implementations, ModelPass, agree, model_axes, model_of_preset, predicted
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.model_pass import Implementations, ModelPass, agree, model_axes, model_of, model_of_preset, predicted
 from jobs.measure.route import route_of
 from jobs.measure.stats import summarize
-from jobs.process.exhaustion import ran_out_of_memory
 from jobs.schema.axes import Axis
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
+from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
@@ -80,7 +78,7 @@ class Spec(JobSpec):
         return data
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """A point for each implementation, batch and checkpointing.
+        """The first trial of each implementation, batch and checkpointing: the longest length predicted to fit.
 
         Raises:
             SpecError: an implementation cannot run on this machine.
@@ -88,122 +86,152 @@ class Spec(JobSpec):
         model = model_of_preset(self.preset, self.nsa, "dense")
         reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(model))
         refuse_unusable(self.implementations, reasons | {"dense": None})
-        grid = product(self.batches, self.checkpointing, self.implementations)
-        return [self._point(machine, *coordinates) for coordinates in grid]
+        return self.next_points(machine, ())
 
-    def _point(self, machine: Machine, batch: int, checkpointing: bool, implementation: str) -> Point:
+    def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
+        """For each search the next length to try, or its conclusion."""
+        tried: dict[tuple[Any, ...], dict[int, EndedPoint]] = defaultdict(dict)
+        for each in (each for each in ended if each.point.conclusion is None):
+            config = each.point.config
+            tried[config["implementation"], config["batch"], config["model"]["checkpointing"]][config["seq_len"]] = each
+        found = []
+        for series in product(self.implementations, self.batches, self.checkpointing):
+            known = tried[series]
+            if all(each.state in (PointState.OK, PointState.OOM) for each in known.values()):
+                found.append(self._next(machine, series, known))
+        return found
+
+    def _next(self, machine: Machine, series: tuple[str, int, bool], tried: Mapping[int, EndedPoint]) -> Point:
+        lengths = sorted(self.lengths)
+        configs = [self._config(machine, series, length) for length in lengths]
+        predicted_to_fit = _predicted_to_fit(configs)
+        try:
+            longest = search(
+                lambda place: _tried(tried, lengths[place]).state is PointState.OK,
+                len(lengths),
+                max(predicted_to_fit - 1, 0),
+            )
+            metrics, warning = self._answer(lengths, longest, tried)
+        except _UntriedLength as untried:
+            return self._trial(machine, configs[lengths.index(untried.length)])
+        if predicted_to_fit:
+            longest_predicted = lengths[predicted_to_fit - 1]
+            metrics.append(Metric.of(LONGEST_PREDICTED, longest_predicted, method="nsa_core.memory"))
+        found = {metric.name: metric.value for metric in metrics}
+        config = {**configs[0], "seq_len": None, "found": found}
+        return self._point(config, "", conclusion=Conclusion(tuple(metrics), warning))
+
+    def _answer(
+        self, lengths: Sequence[int], longest: int | None, tried: Mapping[int, EndedPoint]
+    ) -> tuple[list[Metric], str | None]:
+        """Metrics of a search that is over, and a warning if no length is fast enough for the plan.
+
+        Raises:
+            _UntriedLength: the plan asks for the speed of another length.
+        """
+        if longest is None:
+            warning = f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones"
+            return [Metric.of(SHORTEST_FAILED, lengths[0], method="the first of the spec's lengths")], warning
+        best, warning = tried[lengths[longest]].metrics, None
+        metrics = [Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, a few steps of training")]
+        for quantity in (THROUGHPUT, *MEMORY):
+            if quantity.name in best:
+                metrics.append(Metric.of(quantity, best[quantity.name], method="at the longest length"))
+        if longest + 1 < len(lengths):
+            metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
+        if self.plan is not None:
+            needed = self.plan.needed
+            metrics.append(Metric.of(THROUGHPUT_NEEDED, needed, method="planned tokens over planned hours"))
+            rates = {}
+            for length in reversed(lengths[: longest + 1]):
+                rates[length] = _tried(tried, length).metrics[THROUGHPUT.name]
+                if rates[length] >= needed:
+                    method = f"median of steps: {rates[length]:,.0f} tok/s, of which the plan needs {needed:,.0f}"
+                    metrics.append(Metric.of(LONGEST_IN_PLAN, length, method=method))
+                    return metrics, None
+            fastest = max(rates, key=lambda length: rates[length])
+            warning = (
+                f"plan: no length that fits trains at the {needed:,.0f} tok/s that it needs; the fastest, S={fastest}, "
+                f"at {rates[fastest]:,.0f}"
+            )
+        return metrics, warning
+
+    def _config(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> dict[str, Any]:
+        implementation, batch, checkpointing = series
         model = replace(model_of_preset(self.preset, self.nsa, implementation), checkpointing=checkpointing)
         limit = machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
-        kept = "on" if checkpointing else "off"
-        config = {
+        return {
             "model": asdict(model),
             "implementation": implementation,
             "pass": "train",
-            "lengths": sorted(self.lengths),
+            "seq_len": seq_len,
             "batch": batch,
             "precision": self.precision,
             "limit_bytes": limit,
             "device": machine.device,
             "seed": self.seed,
             "threads": threads(self, machine),
-            **({} if self.plan is None else {"plan": self.plan.model_dump(mode="json")}),
         }
-        return Point(
-            kind="capacity",
-            label=f"{implementation} batch {batch}, checkpointing {kept}",
-            config=config,
-            axes=model_axes(config, model, more={"checkpointing": kept}),
-            skip_reason=does_not_fit(
-                _without_tokens(config), self, machine, "raise the limit, or use a smaller preset"
-            ),
+
+    def _trial(self, machine: Machine, config: dict[str, Any]) -> Point:
+        """A length to try, also where it is predicted not to fit; skipped where not even the weights do."""
+        estimate = predicted(config) if predicts(config["implementation"]) else None
+        weights = None if estimate is None else estimate.parameters + estimate.optimizer
+        skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset")
+        return self._point(
+            config,
+            f" S={config['seq_len']}",
+            estimate_bytes=None if estimate is None else estimate.total,
+            skip_reason=skip,
+            answers=frozenset({PointState.OOM}),
         )
 
-
-@dataclass(frozen=True)
-class _Trial:
-    """One length that fits: its peak, the route, and the throughput of steps [tok/s]."""
-
-    peak: Peak
-    route: Mapping[str, str]
-    per_second: tuple[float, ...]
+    def _point(self, config: dict[str, Any], ending: str, **fields: Any) -> Point:
+        model = model_of(config)
+        kept = "on" if model.checkpointing else "off"
+        label = f"{config['implementation']} batch {config['batch']}, checkpointing {kept}{ending}"
+        axes = model_axes(config, model, more={"checkpointing": kept})
+        return Point(kind="capacity", label=label, config=config, axes=axes, **fields)
 
 
-class _Trials:
-    """The lengths of a point by their place, each tried once; None: memory ran out."""
+class _UntriedLength(Exception):  # noqa: N818 - control flow of a search
+    """The search asks for a length that no point has tried yet."""
 
-    def __init__(self, config: Mapping[str, Any], beat: Beat) -> None:
-        self._config, self._beat = config, beat
-        self._lengths: Sequence[int] = config["lengths"]
-        self._found: dict[int, _Trial | None] = {}
-
-    def __getitem__(self, place: int) -> _Trial | None:
-        if place not in self._found:
-            self._beat(f"S={self._lengths[place]}", len(self._found), len(self._lengths))
-            self._found[place] = _try({**self._config, "seq_len": self._lengths[place]})
-        return self._found[place]
-
-    def rate(self, place: int) -> float:
-        """Throughput [tok/s]; 0 if memory ran out."""
-        trial = self[place]
-        return median(trial.per_second) if trial is not None else 0.0
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
 
 
-class NothingFits(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """Not even the shortest length fits."""
+def _tried(tried: Mapping[int, EndedPoint], length: int) -> EndedPoint:
+    if length not in tried:
+        raise _UntriedLength(length)
+    return tried[length]
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check the model, then look for the longest sequence that fits.
+    """Check the model, then train a few steps at one length.
 
     Raises:
         WrongResult: the attention disagrees with the oracle.
-        NothingFits: not even the shortest length fits.
     """
     beat("check")
     agreement = agree(config)
-    lengths: list[int] = config["lengths"]
-    predicted_to_fit = _predicted_to_fit(config)
-    trials = _Trials(config, beat)
-    longest = search(lambda place: trials[place] is not None, len(lengths), max(predicted_to_fit - 1, 0))
-    if longest is None:
-        raise NothingFits(f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones")
-    found = trials[longest]
-    assert found is not None, "it fits"
-    metrics = [
-        Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, two steps of training"),
-        summarize(THROUGHPUT, found.per_second, "steps at the longest length"),
-        *found.peak.metrics(),
-        *agreement.metrics(),
-    ]
-    if predicted_to_fit:
-        metrics.append(Metric.of(LONGEST_PREDICTED, lengths[predicted_to_fit - 1], method="nsa_core.memory"))
-    if longest + 1 < len(lengths):
-        metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
-    if "plan" in config:
-        metrics += _within_plan(TrainingPlan.model_validate(config["plan"]), trials, lengths[: longest + 1], beat)
-    device = torch.device(config["device"])
-    return Measurement(tuple(metrics), found.route, environment(device), found.peak.files)
-
-
-def _within_plan(plan: TrainingPlan, trials: _Trials, lengths: Sequence[int], beat: Beat) -> list[Metric]:
-    """Throughput that the plan needs, and the longest of these lengths that has it, of which the last fits.
-
-    A warning says that none has it.
-    """
-    needed = Metric.of(THROUGHPUT_NEEDED, plan.needed, method="planned tokens over planned hours")
-    places = range(len(lengths) - 1, -1, -1)
-    for place in places:
-        if (rate := trials.rate(place)) >= plan.needed:
-            method = f"median of steps: {rate:,.0f} tok/s, of which the plan needs {plan.needed:,.0f}"
-            return [needed, Metric.of(LONGEST_IN_PLAN, lengths[place], method=method)]
-    fastest = max(places, key=trials.rate)
-    reporter(beat).warn(
-        f"plan: no length that fits trains at the {plan.needed:,.0f} tok/s that it needs; the fastest, "
-        f"S={lengths[fastest]}, at {trials.rate(fastest):,.0f}"
-    )
-    return [needed]
+    beat("steps")
+    trial = ModelPass(config)
+    route = route_of(trial.run)
+    trial.clear()
+    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
+    rates = []
+    for _ in range(_STEPS):
+        trial.clear()
+        start = time.perf_counter()
+        trial.run()
+        synchronize(trial.device)
+        rates.append(config["batch"] * config["seq_len"] / (time.perf_counter() - start))
+    metrics = (summarize(THROUGHPUT, rates, "steps"), *peak.metrics(), *agreement.metrics())
+    return Measurement(metrics, route, environment(trial.device), peak.files)
 
 
 def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
@@ -218,46 +246,8 @@ def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
     return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
 
 
-def _predicted_to_fit(config: Mapping[str, Any]) -> int:
-    """Number of lengths, from the shortest on, that are predicted to fit; 0 also without a prediction."""
-    if not predicts(config["implementation"]):
+def _predicted_to_fit(configs: Sequence[Mapping[str, Any]]) -> int:
+    """Number of configurations, from the shortest on, that are predicted to fit; 0 also without a prediction."""
+    if not predicts(configs[0]["implementation"]):
         return 0
-    needs = [predicted({**config, "seq_len": length}).total for length in config["lengths"]]
-    return sum(need <= config["limit_bytes"] for need in needs)
-
-
-def _without_tokens(config: Mapping[str, Any]) -> int | None:
-    """Bytes of weights and optimizer, which every length needs; None without a prediction."""
-    if not predicts(config["implementation"]):
-        return None
-    least = predicted({**config, "seq_len": config["lengths"][0]})
-    return least.parameters + least.optimizer
-
-
-def _try(config: Mapping[str, Any]) -> _Trial | None:
-    """Train a few steps; None if memory runs out."""
-    try:
-        return _train(config)
-    except (RuntimeError, MemoryError) as err:
-        if not ran_out_of_memory(err):
-            raise
-    gc.collect()
-    if config["device"] == "cuda":
-        torch.cuda.empty_cache()
-    return None
-
-
-def _train(config: Mapping[str, Any]) -> _Trial:
-    trial = ModelPass(config)
-    route = route_of(trial.run)
-    trial.clear()
-    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
-    samples = []
-    for _ in range(_STEPS):
-        trial.clear()
-        start = time.perf_counter()
-        trial.run()
-        synchronize(trial.device)
-        samples.append(1000 * (time.perf_counter() - start))
-    tokens = config["batch"] * config["seq_len"]
-    return _Trial(peak, route, tuple(1000 * tokens / ms for ms in samples))
+    return sum(predicted(config).total <= config["limit_bytes"] for config in configs)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from jobs.schema.axes import Axes
 from jobs.schema.launcher import Launcher
 from jobs.schema.quantities import Quantity
+from jobs.schema.states import PointState
 
 Device = Literal["cpu", "cuda"]
 
@@ -62,6 +63,8 @@ class Point:
         skip_reason: reason not to run it, e.g. that it will not fit; None to run it.
         env: environment variables that are set for its process; the spec's, not the kind's.
         python: path of the interpreter that measures it; None: the orchestrator's own.
+        answers: states in which it answers a search and fails no run, e.g. oom of a length that does not fit.
+        conclusion: what earlier points add up to; such a point is not measured.
     """
 
     kind: str
@@ -72,12 +75,24 @@ class Point:
     skip_reason: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     python: str | None = None
+    answers: frozenset[PointState] = frozenset()
+    conclusion: Conclusion | None = None
 
     def key(self, code_hash: str, machine: Machine) -> str:
         """Key for resuming, 16 hex digits; equal for the same configuration, code and environment."""
         where = [machine.device, machine.name, dict(machine.fingerprint), dict(self.env), self.python]
         material = [self.kind, self.config, code_hash, *where]
         return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class EndedPoint:
+    """A point that has ended, as `JobSpec.next_points` sees it; only an ok one has metrics, by name."""
+
+    point: Point
+    state: PointState
+    reason: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,14 @@ class Metric:
     def of(cls, quantity: Quantity, value: float, samples: tuple[float, ...] = (), method: str = "") -> Metric:
         """Metric of a declared quantity; `value` and `samples` are in its unit."""
         return cls(quantity.name, quantity.unit, value, samples, method=method)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """Result of a point that follows from others; `warning` is shown to the user."""
+
+    metrics: tuple[Metric, ...]
+    warning: str | None = None
 
 
 @dataclass(frozen=True)

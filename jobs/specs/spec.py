@@ -6,9 +6,10 @@ Kinds of job: jobs.specs.kinds.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from pydantic import (
 )
 
 from jobs.schema.plain_text import shown
-from jobs.schema.point import Machine, Point
+from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.specs.environments import Environments, Interpreters, env_text, suffix
 from jobs.specs.kinds import KindError, kind_module, kind_sources, kinds, source_files
 from jobs.specs.validation import describe
@@ -167,17 +168,28 @@ class JobSpec(Strict):
         Args:
             machines: the machine as each interpreter of the spec finds it.
         """
+        return [
+            point
+            for python, env in product(self.python, self.env)
+            for point in self._under(self.points(machines[python]), python, env)
+        ]
+
+    def all_next_points(self, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint]) -> list[Point]:
+        """`next_points` under every interpreter and environment."""
         found = []
-        for number, python in enumerate(self.python):
-            points = self.points(machines[python])
-            for index, env in enumerate(self.env):
-                text = env_text(env)
-                ending = suffix(python, number, "python") if len(self.python) > 1 else ""
-                ending += suffix(text, index, "env") if len(self.env) > 1 else ""
-                for point in points:
-                    axes = replace(point.axes, env=text, python=python)
-                    found.append(replace(point, label=point.label + ending, axes=axes, env=env, python=python))
+        for python, env in product(self.python, self.env):
+            own = [each for each in ended if (each.point.python, each.point.env) == (python, env)]
+            found += self._under(self.next_points(machines[python], own), python, env)
         return found
+
+    def _under(self, points: Sequence[Point], python: str | None, env: dict[str, str]) -> Iterator[Point]:
+        """The points as they are measured by an interpreter in an environment."""
+        text = env_text(env)
+        ending = suffix(python, self.python.index(python), "python") if len(self.python) > 1 else ""
+        ending += suffix(text, self.env.index(env), "env") if len(self.env) > 1 else ""
+        for point in points:
+            axes = replace(point.axes, env=text, python=python)
+            yield replace(point, label=point.label + ending, axes=axes, env=env, python=python)
 
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:
@@ -185,6 +197,14 @@ class JobSpec(Strict):
 
         Points predicted not to fit have a `skip_reason`.
         """
+
+    def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
+        """Points that follow from those that have ended, for a search that a fixed list cannot hold.
+
+        Asked whenever a point has ended, and again when a run is resumed; the answer depends on nothing else. Points
+        whose labels are planned already count once.
+        """
+        return ()
 
     def paths(self) -> Mapping[str, Path]:
         """Files and folders that the points read, by field name.

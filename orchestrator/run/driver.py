@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.hardware.machine import probe
 from jobs.schema.axes import check_values
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.point import Machine, Point
+from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.quantities import Quantities, Role
 from jobs.schema.states import PointState, RunState
 from jobs.specs.kinds import kind_module, own_axes
@@ -111,12 +111,13 @@ def _run(order: Order) -> int:
             executor = executor or _executor(order)
             machines = executor.probe()
             points = _points(order.spec, machines)
+            further = partial(_further, order.spec, machines)
             if resumed is None:
                 journal = stack.enter_context(Journal(order.folder / NAME))
-                todo = plan.new_plan(run, points, machines)
+                todo = plan.new_plan(run, points, machines, further)
             else:
                 journal, history = resumed
-                todo = plan.resumed_plan(run, points, machines, history, again=order.retry_failed)
+                todo = plan.resumed_plan(run, points, machines, history, further, again=order.retry_failed)
                 todo.records.extend(leftovers(history, order.settings.artifact_store_url))
         stopped = stack.enter_context(_stopping())
         return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
@@ -135,7 +136,15 @@ def _tell(line: str) -> None:
 
 def _points(spec: JobSpec, machines: Mapping[str | None, Machine]) -> Sequence[Point]:
     """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
-    points, declared = spec.all_points(machines), own_axes(kind_module(spec.kind))
+    return _with_declared_axes(spec, spec.all_points(machines))
+
+
+def _further(spec: JobSpec, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint]) -> Sequence[Point]:
+    return _with_declared_axes(spec, spec.all_next_points(machines, ended))
+
+
+def _with_declared_axes(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
+    declared = own_axes(kind_module(spec.kind))
     try:
         for point in points:
             check_values(point.axes, declared)
@@ -175,6 +184,7 @@ def _measure(
             retries=retries,
             restarts=restarts,
             resumed=todo.run.resumed,
+            further=todo.after,
         )
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
@@ -193,7 +203,7 @@ def _measure(
     _close(order, state, states, store if recorder.stored else None, notes, stopped)
     if state is RunState.CANCELLED:
         return CANCELLED
-    good = state is RunState.DONE and set(states) <= {PointState.OK, PointState.SKIPPED}
+    good = state is RunState.DONE and not (todo.failures or scheduler.failures)
     return OK if good and recorder.kept else FAILURE
 
 

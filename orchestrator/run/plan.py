@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
-from jobs.schema.point import Machine, Point
+from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
 from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
+    MetricData,
     OutcomeRecord,
     PointRecord,
     Record,
@@ -27,9 +28,14 @@ class PlanError(UserError):
     """A run that cannot be planned. One line a mistake: field, value, fix."""
 
 
-@dataclass(frozen=True)
+Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
+"""Points that follow from those that have ended (JobSpec.all_next_points)."""
+
+
 class Plan:
-    """The points of a run that will be measured, and those that need no measuring.
+    """The points of a run: those to measure, and those that need no measuring.
+
+    A search's points are not known in advance: `after` plans what follows from a point's end.
 
     Attributes:
         records: to be journalled at the beginning.
@@ -37,14 +43,123 @@ class Plan:
         settled: number of points that need no measuring, by state.
         labels: point id -> label, of all points.
         outlived: number of points to measure whose earlier outcomes count until they have new ones.
+        failures: number of settled points that failed, without those whose failure answers a search.
     """
 
-    run: RunRecord
-    records: list[Record]
-    assignments: list[Assignment]
-    settled: Counter[PointState]
-    labels: dict[str, str]
-    outlived: int = 0
+    def __init__(
+        self, run: RunRecord, machines: Mapping[str | None, Machine], further: Further, old: History, *, again: bool
+    ) -> None:
+        self.run = run
+        self.records: list[Record] = [run]
+        self.assignments: list[Assignment] = []
+        self.settled: Counter[PointState] = Counter()
+        self.labels: dict[str, str] = {}
+        self.outlived = self.failures = 0
+        self._machines, self._further, self._old, self._again = machines, further, old, again
+        self._ids = {point.label: point_id for point_id, point in old.points.items()}
+        self._ended: list[EndedPoint] = []
+        self._changed = self._interrupted = 0
+        self._elsewhere = False
+
+    def add(self, points: Sequence[Point]) -> None:
+        """Plan points, and what follows from those that have ended."""
+        for point in points:
+            self._add(point)
+        while further := self._new():
+            for point in further:
+                self._add(point)
+
+    def after(self, point: Point, outcome: OutcomeRecord) -> tuple[list[Record], list[Assignment]]:
+        """Records and assignments of the points that follow from a point's end."""
+        self._ended.append(
+            EndedPoint(point, outcome.state, outcome.reason, {metric.name: metric.value for metric in outcome.metrics})
+        )
+        records, assignments = len(self.records), len(self.assignments)
+        self.add(())
+        return self.records[records:], self.assignments[assignments:]
+
+    def _new(self) -> list[Point]:
+        labels = {*self.labels.values()}
+        return [point for point in self._further(self._ended) if point.label not in labels] if self._ended else []
+
+    def _add(self, point: Point) -> None:
+        run = self.run
+        point_id = self._ids.get(point.label) or f"{run.run_id}/{max(len(self.labels), len(self._ids))}"
+        self._ids[point.label] = point_id
+        self.labels[point_id] = point.label
+        key = point.key(run.code_hash or "", self._machines[point.python])
+        before = self._old.points.get(point_id)
+        if before is None:
+            self._begin(point_id, point, key, attempt=1)
+            return
+        if _settled(before, point, self._again):
+            if before.key == key:
+                self._settle(point, before.state, before.reason, before.metrics)
+                if not before.latest.ended:  # it was planned for sources or a machine that are no more
+                    self.records.append(_not_again(run.run_id, point_id, before))
+                return
+            if before.again is not None and before.again.key == key:  # a resume has said why
+                self._interrupted += 1
+            else:
+                self._changed += 1
+                self._elsewhere |= before.key != point.key(self._old.run.code_hash or "", self._machines[point.python])
+        if before.latest is PointState.RUNNING:
+            self.records.append(_lost(run.run_id, point_id, before.attempt))
+        self.outlived += before.state.settles and point.skip_reason is None
+        self._begin(point_id, point, key, attempt=before.attempt + 1)
+
+    def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
+        self.settled[state] += 1
+        self.failures += fails(point, state)
+        if state is not PointState.SKIPPED:
+            self._ended.append(EndedPoint(point, state, reason, metrics))
+
+    def _begin(self, point_id: str, point: Point, key: str, attempt: int) -> None:
+        """Record a point as planned, and what becomes of it: to be measured, skipped, or concluded."""
+        run_id = self.run.run_id
+        state = PointState.PENDING if point.skip_reason is None else PointState.SKIPPED
+        self.records.append(
+            PointRecord(
+                run_id=run_id,
+                point_id=point_id,
+                index=int(point_id.rpartition("/")[2]),
+                attempt=attempt - 1,
+                key=key,
+                label=point.label,
+                config=dict(point.config),
+                axes=point.axes.to_record(),
+                estimate_bytes=point.estimate_bytes,
+                state=state,
+                reason=point.skip_reason,
+                resumed=self.run.resumed,
+            )
+        )
+        if state is PointState.SKIPPED:
+            self._settle(point, state, point.skip_reason, {})
+        elif (conclusion := point.conclusion) is not None:
+            metrics = tuple(MetricData(**asdict(metric)) for metric in conclusion.metrics)
+            ok = OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.OK, metrics=metrics)
+            self.records.append(ok)
+            if conclusion.warning:
+                self.records.append(
+                    EventRecord(run_id=run_id, point_id=point_id, level="warning", message=conclusion.warning)
+                )
+            self._settle(point, PointState.OK, None, {metric.name: metric.value for metric in metrics})
+        else:
+            self.assignments.append(Assignment(run_id, point_id, attempt, point, key))
+
+    def explain(self) -> None:
+        """Record why a resumed run measures points again that had ended."""
+        run, old = self.run, self._old.run
+        if self._changed:
+            self._event(_why_again(self._changed, run, old, self._elsewhere))
+        if self._interrupted:
+            self._event(f"{_measured_again(self._interrupted)}: an earlier resume began to, and was interrupted")
+        if self.assignments and old.artifact_store not in (None, run.artifact_store):
+            self.records.append(EventRecord(run_id=run.run_id, level="warning", message=_elsewhere(run, old)))
+
+    def _event(self, message: str) -> None:
+        self.records.append(EventRecord(run_id=self.run.run_id, message=message))
 
 
 @dataclass(frozen=True)
@@ -62,6 +177,7 @@ class PointHistory:
     Attributes:
         attempt: the number of its latest attempt.
         again: that attempt, where key and state are those of an earlier outcome.
+        reason, metrics: of the outcome, metrics by name.
     """
 
     key: str
@@ -69,6 +185,8 @@ class PointHistory:
     state: PointState
     attempt: int = 0
     again: Remeasured | None = None
+    reason: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def latest(self) -> PointState:
@@ -86,7 +204,9 @@ class PointHistory:
         state = PointState.RUNNING if started else record.state
         if self.again and (started or not record.settles):
             return replace(self, attempt=record.attempt, again=replace(self.again, state=state))
-        return replace(self, key=(self.again or self).key, state=state, attempt=record.attempt, again=None)
+        now_ended = {} if started else {"reason": record.reason, "metrics": {m.name: m.value for m in record.metrics}}
+        key = (self.again or self).key
+        return replace(self, key=key, state=state, attempt=record.attempt, again=None, **now_ended)
 
 
 @dataclass
@@ -107,16 +227,27 @@ def new_run_id(name: str) -> str:
     return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
-def new_plan(run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine]) -> Plan:
+def _nothing(ended: Sequence[EndedPoint]) -> Sequence[Point]:
+    return ()
+
+
+def new_plan(
+    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], further: Further = _nothing
+) -> Plan:
     """The plan of a new run. `machines`: the machine as each interpreter of the points finds it."""
-    plan = Plan(run, [run], [], Counter(), _labels(run, points))
-    for index, point in enumerate(points):
-        _add(plan, index, point, point.key(run.code_hash or "", machines[point.python]), attempt=1)
+    plan = Plan(run, machines, further, History(run), again=False)
+    plan.add(points)
     return plan
 
 
 def resumed_plan(
-    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], old: History, *, again: bool
+    run: RunRecord,
+    points: Sequence[Point],
+    machines: Mapping[str | None, Machine],
+    old: History,
+    further: Further = _nothing,
+    *,
+    again: bool,
 ) -> Plan:
     """The plan of a resumed run: points that ended under the same key are not measured again.
 
@@ -127,41 +258,16 @@ def resumed_plan(
     Raises:
         PlanError: the run's points differ from the spec's points on this machine.
     """
-    labels = _labels(run, points)
     if not old.points:  # the run ended before its first point was planned
-        return new_plan(run, points, machines)
-    if labels != {point_id: before.label for point_id, before in old.points.items()}:
+        return new_plan(run, points, machines, further)
+    labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]
+    if labels != [point.label for point in points]:
         raise PlanError(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )
-    plan = Plan(run, [run], [], Counter(), labels)
-    changed, interrupted, outlived, elsewhere = 0, 0, 0, False
-    for index, (point_id, point) in enumerate(zip(labels, points, strict=True)):
-        before, key = old.points[point_id], point.key(run.code_hash or "", machines[point.python])
-        if _settled(before, point, again):
-            if before.key == key:
-                plan.settled[before.state] += 1
-                if not before.latest.ended:  # it was planned for sources or a machine that are no more
-                    plan.records.append(_not_again(run.run_id, point_id, before))
-                continue
-            if before.again is not None and before.again.key == key:  # a resume has said why
-                interrupted += 1
-            else:
-                changed += 1
-                elsewhere |= before.key != point.key(old.run.code_hash or "", machines[point.python])
-        if before.latest is PointState.RUNNING:
-            plan.records.append(_lost(run.run_id, point_id, before.attempt))
-        outlived += before.state.settles and point.skip_reason is None
-        _add(plan, index, point, key, attempt=before.attempt + 1)
-    plan = replace(plan, outlived=outlived)
-    if changed:
-        plan.records.append(EventRecord(run_id=run.run_id, message=_why_again(changed, run, old.run, elsewhere)))
-    if interrupted:
-        message = f"{_measured_again(interrupted)}: an earlier resume began to, and was interrupted"
-        plan.records.append(EventRecord(run_id=run.run_id, message=message))
-    if plan.assignments and old.run.artifact_store not in (None, run.artifact_store):
-        message = _elsewhere(run, old.run)
-        plan.records.append(EventRecord(run_id=run.run_id, level="warning", message=message))
+    plan = Plan(run, machines, further, old, again=again)
+    plan.add(points)
+    plan.explain()
     return plan
 
 
@@ -213,8 +319,9 @@ def history(records: Iterable[Record]) -> History | None:
     return found
 
 
-def _labels(run: RunRecord, points: Sequence[Point]) -> dict[str, str]:
-    return {f"{run.run_id}/{index}": point.label for index, point in enumerate(points)}
+def fails(point: Point, state: PointState) -> bool:
+    """Whether a point's end makes its run fail."""
+    return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
 
 
 def nothing_left(old: History, *, again: bool) -> bool:
@@ -239,29 +346,6 @@ def _settled(before: PointHistory, point: Point, again: bool) -> bool:
 def _failure_stays(before: PointHistory, *, again: bool) -> bool:
     """Whether a point has failed and no one asked for more, neither now nor in a resume that did not get to it."""
     return before.state.failed and before.state.settles and before.again is None and not again
-
-
-def _add(plan: Plan, index: int, point: Point, key: str, attempt: int) -> None:
-    state = PointState.PENDING if point.skip_reason is None else PointState.SKIPPED
-    record = PointRecord(
-        run_id=plan.run.run_id,
-        point_id=f"{plan.run.run_id}/{index}",
-        index=index,
-        attempt=attempt - 1,
-        key=key,
-        label=point.label,
-        config=dict(point.config),
-        axes=point.axes.to_record(),
-        estimate_bytes=point.estimate_bytes,
-        state=state,
-        reason=point.skip_reason,
-        resumed=plan.run.resumed,
-    )
-    plan.records.append(record)
-    if state is PointState.PENDING:
-        plan.assignments.append(Assignment(record.run_id, record.point_id, attempt, point, key))
-    else:
-        plan.settled[state] += 1
 
 
 def _not_again(run_id: str, point_id: str, before: PointHistory) -> OutcomeRecord:

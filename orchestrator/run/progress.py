@@ -66,12 +66,11 @@ class LogWatcher:
 
     def ended(self, outcome: OutcomeRecord) -> None:
         self._done += 1
-        seconds = time.monotonic() - self._begun.pop(outcome.point_id, time.monotonic())
+        begun = self._begun.pop(outcome.point_id, None)
+        took = "" if begun is None else f" ({time.monotonic() - begun:.1f} s)"  # a conclusion takes no time
         told = _in_a_line(outcome.metrics, self._headline) if outcome.state is PointState.OK else outcome.reason
         count = f"[{self._done}/{len(self._labels)}]"
-        self._line(
-            f"{count} {outcome.state:<9} {self._labels[outcome.point_id]}: {told} ({seconds:.1f} s)", outcome.state
-        )
+        self._line(f"{count} {outcome.state:<9} {self._labels[outcome.point_id]}: {told}{took}", outcome.state)
 
     def noted(self, event: EventRecord) -> None:
         label = self._labels.get(event.point_id or "")  # several points may run at once

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
 from orchestrator.execute.executor import BatchEnded, Executor, ExecutorGone
 from orchestrator.execute.visibility import Visibility
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
+from orchestrator.run.plan import fails
 from orchestrator.run.recorder import Recorder
 from orchestrator.store.records import (
     ArtifactRecord,
@@ -22,6 +24,8 @@ from orchestrator.store.records import (
     StartRecord,
     keepable,
 )
+
+Further = Callable[[Point, OutcomeRecord], tuple[list[Record], list[Assignment]]]
 
 _POLL_S = 0.2
 _LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered
@@ -45,6 +49,11 @@ class Scheduler:
         retries: number of times that a lost point is handed out again.
         restarts: the same for a point whose process crashed, and at least for a lost one.
         resumed: how often the run was resumed before it began now.
+        further: gives records and assignments of the points that follow from a point's end.
+
+    Attributes:
+        states: number of ended points by state.
+        failures: number of those that failed, without those whose failure answers a search.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class Scheduler:
         retries: int,
         restarts: int = 0,
         resumed: int = 0,
+        further: Further = lambda point, outcome: ([], []),
     ) -> None:
         self._executor = executor
         self._recorder = recorder
@@ -65,6 +75,7 @@ class Scheduler:
         self._conditions = conditions
         self._slots = slots
         self._resumed = resumed
+        self._further = further
         self._again = {PointState.LOST: max(retries, restarts), PointState.CRASH: restarts}
         self._queue: deque[Assignment] = deque()
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
@@ -74,6 +85,7 @@ class Scheduler:
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._visibility = Visibility(conditions.store)
         self.states: Counter[PointState] = Counter()
+        self.failures = 0
 
     def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
@@ -135,10 +147,18 @@ class Scheduler:
                 self._recorder.write([_incomplete(last, update.reason)])
             self._batch_ended(self._batches.pop(batch), update)
 
-    def _ended(self, outcome: OutcomeRecord) -> None:
-        self._recorder.write([outcome])
+    def _ended(self, point: Point, outcome: OutcomeRecord) -> None:
+        records, assignments = self._further(point, outcome)
+        self._recorder.write([outcome, *records])
         self.states[outcome.state] += 1
+        self.failures += fails(point, outcome.state)
+        self._queue.extend(assignments)
         self._watcher.ended(outcome)
+        for record in records:
+            if isinstance(record, OutcomeRecord):  # a conclusion
+                self._watcher.ended(record)
+            elif isinstance(record, EventRecord):
+                self._watcher.noted(record)
 
     def _look_for_files(self, run_id: str, patience_s: float = 0.0) -> None:
         """Warn of kept files that are not to be seen here."""
@@ -163,7 +183,7 @@ class Scheduler:
         """Take an attempt's end for the point's end, or hand the point out again."""
         point_id, state = outcome.point_id, outcome.state
         if self._repeated[point_id, state] >= self._again.get(state, 0):
-            self._ended(outcome)
+            self._ended(assignment.point, outcome)
             return
         self._repeated[point_id, state] += 1
         verb = "got lost" if state is PointState.LOST else "crashed"

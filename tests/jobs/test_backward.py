@@ -11,8 +11,8 @@ import torch
 from supervised import Ended, supervised
 from torch import Tensor, nn
 
-from jobs._backward import BackwardPass
 from jobs.backward import Spec, measure
+from jobs.measure.backward_pass import BackwardPass
 from jobs.measure.check import WrongResult
 from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
 from jobs.process.exhaustion import ran_out_of_memory
@@ -249,10 +249,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (_data(drill={"hang_in_layer": 1, "from_length": 65}), r"^drill\.hang_in_layer: 1: no case has .* at 65 tokens"),
     (_data(bisect={}), r"^cases\.0\.layers: \[2\]: one size leaves nothing to search; add others"),
     (_data({"layers": [1, 2]}, bisect={}, timing=TIMING), r"^timing: a search times nothing; leave it out"),
-    (
-        _data({"layers": [1, 2]}, bisect={"size_s": 50}, deadlines={"point_s": 100}),
-        r"^deadlines\.point_s: 100: a search may try 3 sizes of 50 s; use at least 200, or leave it out",
-    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The kinds profile and capacity, on small models."""
+"""The kind profile, on small models."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import gzip
 import json
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from supervised import Ended, supervised
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from jobs import capacity, profile
-from jobs.capacity import NothingFits, search
+from jobs import profile
 from jobs.measure import profiler
 from jobs.schema.point import Machine, Measurement, Point
-from jobs.schema.states import PointState
-from orchestrator.messages import Conditions
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -160,115 +153,3 @@ def test_the_metric_is_the_sum_of_all_waits(monkeypatch: pytest.MonkeyPatch) -> 
     found = profiler.Profile(1.0, {}, {"a.py:1": 3, "b.py:2": 1}, {})
     monkeypatch.setattr(profile, "profile_call", lambda *_: found)
     assert _values(_profile())["synchronizations"] == 4
-
-
-@pytest.mark.parametrize("guess", range(5))
-@pytest.mark.parametrize("last", [None, 0, 2, 4])
-def test_the_search_ends_at_the_last_that_fits(guess: int, last: int | None) -> None:
-    tried: list[int] = []
-
-    def fits(place: int) -> bool:
-        tried.append(place)
-        return last is not None and place <= last
-
-    assert search(fits, 5, guess) == last
-    assert len(tried) == len(set(tried))
-    if last is not None and last < 4:
-        assert last + 1 in tried  # shown to fail
-
-
-def _capacity(monkeypatch: pytest.MonkeyPatch, train: Callable[[Any], Any], **changes: Any) -> dict[str, float]:
-    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense"]}
-    spec = capacity.Spec.model_validate(data | {"lengths": [32, 64, 128], "checkpointing": [False]} | changes)
-    (point,) = spec.points(CPU)
-    monkeypatch.setattr(capacity, "_train", train)
-    return _values(capacity.measure(_travelled(point), _quiet))
-
-
-def test_capacity_shows_the_next_longer_one_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = capacity._train
-
-    def scarce(config: Any) -> Any:
-        if config["seq_len"] > 64:
-            raise MemoryError
-        return real(config)
-
-    found = _capacity(monkeypatch, scarce)
-    assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 128, 128)
-    assert found["throughput"] > 0
-    assert found["peak_memory"] > 0
-
-
-def test_a_length_that_was_not_predicted_to_fit_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that holds the weights and the optimizer's state, and by the prediction no step of any length."""
-    found = _capacity(monkeypatch, capacity._train, memory_gib=0.0015, lengths=[64])
-    assert (found["longest"], found.get("longest_predicted")) == (64, None)
-
-
-def test_capacity_stops_at_a_limit_that_is_enforced(tmp_path: Path) -> None:
-    """Measured in a child with 256 MiB: the masks of 2,048 tokens do not fit, those of 64 do, as predicted."""
-    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["naive"]}
-    spec = capacity.Spec.model_validate(data | {"lengths": [64, 2048], "checkpointing": [False], "memory_gib": 0.25})
-    conditions = Conditions("cpu", spec.deadlines, memory_bytes=2**28)  # as of the spec's run
-    (ended,) = [u for u in supervised(spec.points(CPU), conditions, tmp_path) if isinstance(u, Ended)]
-    assert ended.outcome.state == PointState.OK, ended.outcome.reason
-    found = {metric.name: metric.value for metric in ended.outcome.metrics}
-    assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 64, 2048)
-    assert 0 < found["peak_memory"] < 256
-
-
-PLAN = {"steps": 1000, "tokens_per_step": 3600, "hours": 1.0}  # needs 1,000 tok/s
-
-
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        ({32: 3000, 64: 2000, 128: 1000}, 128),  # all fit and are fast enough
-        ({32: 3000, 64: 2000, 128: 999}, 64),
-        ({32: 3000, 64: 999}, 32),  # 128 does not fit
-        ({32: 998, 64: 999, 128: 997}, None),
-    ],
-)
-def test_a_length_too_slow_for_the_plan_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float], expected: int | None
-) -> None:
-    real = capacity._train
-
-    def paced(config: Any) -> Any:
-        if config["seq_len"] not in rates:
-            raise MemoryError
-        return replace(real(config), per_second=(1.0, rates[config["seq_len"]], 9000.0))
-
-    warned: list[str] = []
-    monkeypatch.setattr(capacity, "reporter", lambda beat: SimpleNamespace(warn=warned.append))
-    found = _capacity(monkeypatch, paced, plan=PLAN)
-    assert found["longest"] == max(rates)
-    assert found["throughput_needed"] == pytest.approx(1000)
-    assert found.get("longest_in_plan") == expected
-    slow = "plan: no length that fits trains at the 1,000 tok/s that it needs; the fastest, S=64, at 999"
-    assert warned == ([] if expected else [slow])
-
-
-def test_a_plan_is_a_part_of_a_point_only_where_there_is_one() -> None:
-    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense"]}
-    without, planned = (capacity.Spec.model_validate(data | {"lengths": [32]} | more) for more in ({}, {"plan": PLAN}))
-    assert "plan" not in without.model_dump(mode="json") | dict(without.points(CPU)[0].config)
-    assert capacity.Spec.model_validate(planned.model_dump(mode="json")) == planned
-    assert without.points(CPU)[0].key("code", CPU) != planned.points(CPU)[0].key("code", CPU)
-    with pytest.raises(ValueError, match="contradicts 1,000 steps of 3,600 tokens"):
-        capacity.Spec.model_validate(data | {"lengths": [32], "plan": PLAN | {"tokens_per_second": 50}})
-
-
-def test_capacity_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scarce(config: Any) -> Any:
-        raise MemoryError
-
-    with pytest.raises(NothingFits, match="lengths: 32: the shortest runs out of memory"):
-        _capacity(monkeypatch, scarce)
-
-
-def test_a_limit_below_the_weights_alone_skips_the_point_with_the_arithmetic() -> None:
-    data = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense", "gather"], "lengths": [32]}
-    dense, unpredicted = capacity.Spec.model_validate(data | {"checkpointing": [False], "memory_gib": 1e-6}).points(CPU)
-    assert re.fullmatch(r"needs 1\.\d+ MiB, memory_gib allows 1\.048 KiB; raise the limit, .*", str(dense.skip_reason))
-    assert unpredicted.skip_reason is None

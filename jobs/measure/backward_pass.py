@@ -14,36 +14,10 @@ from torch import Tensor, nn
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
-from jobs.measure.model_pass import ModelPass, agree, model_of
+from jobs.measure.model_pass import ModelPass, model_of
 from jobs.schema.point import FAILURE_FILES, Beat
 from jobs.specs.fields import torch_dtype
 from nsa_core.functional import BRANCHES
-
-
-def check(config: Mapping[str, Any], beat: Beat) -> dict[str, str]:
-    """Compare the attention with the oracle, and trace a branch alone; called in a process of its own.
-
-    Returns:
-        The files of branch_trace.
-
-    Raises:
-        WrongResult: the attention disagrees, or a branch is not alone.
-    """
-    beat("check")
-    agree(config)
-    return branch_trace(config)
-
-
-def try_size(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Watch a pass of one size of a search; called in a process of its own.
-
-    Raises:
-        BrokenGradient, PassFailed: as LayerWatch.run.
-    """
-    model = {**config["model"], "layers": config["layers"]}
-    beat("inputs")
-    BackwardPass({**config, "model": model}).watched(beat)
-    return {}
 
 
 class BackwardPass(ModelPass):

@@ -1,22 +1,17 @@
 """The smallest size of a model whose pass fails: a search over numbers of layers and lengths of the sequence.
 
-Each size is tried in a process of its own (jobs.process.trial). A larger model, or a longer sequence, is taken to fail
-where a smaller one does; the answer does not rest on it: its neighbours are shown to pass.
+Each size is a point of its own. A larger model, or a longer sequence, is taken to fail where a smaller one does; the
+answer does not rest on it: its neighbours are shown to pass.
 """
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from jobs.measure.layers import LAYERS
-from jobs.process.trial import End, Limits, Trial, own_gpu_share, run_trial
-from jobs.schema.point import FAILURE_FILES, Beat, Metric
+from jobs.schema.point import EndedPoint, Metric
 from jobs.schema.quantities import Better, Quantity, Role
+from jobs.schema.states import PointState
 
 SIZES_TRIED = Quantity("sizes_tried", "1", "Sizes that were tried")
 SIZES_FAILED = Quantity("sizes_failed", "1", "Sizes that failed", "failed", Better.LOWER, Role.HEADLINE)
@@ -28,27 +23,51 @@ Size = tuple[int, int]
 """Layers, and tokens of a sequence."""
 
 
+class UntriedSize(Exception):  # noqa: N818 - control flow of a search
+    """The search asks for a size that no point has tried yet."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.size = size
+
+
 @dataclass(frozen=True)
 class Bisection:
     """Outcome of the search.
 
     Attributes:
         smallest: the smallest size that fails; None: not even the largest does.
-        tried: every size that was tried, in order.
-        files: what explains those that failed.
+        tried: every size that was tried.
     """
 
     smallest: Size | None
-    tried: Mapping[Size, Trial]
-    files: Mapping[str, str] = field(default_factory=dict)
+    tried: Mapping[Size, EndedPoint]
+
+    @classmethod
+    def of(cls, layers: Sequence[int], lengths: Sequence[int], tried: Mapping[Size, EndedPoint]) -> Bisection:
+        """The answer by the sizes that were tried. Raises UntriedSize for the next one to try."""
+        layers, lengths = sorted(layers), sorted(lengths)
+
+        def fails(layer: int, length: int) -> bool:
+            size = layers[layer], lengths[length]
+            if size not in tried:
+                raise UntriedSize(size)
+            return tried[size].state is not PointState.OK
+
+        place = smallest_failing(fails, len(layers), len(lengths))
+        return cls(None if place is None else (layers[place[0]], lengths[place[1]]), tried)
+
+    @property
+    def largest(self) -> Size:
+        return max(self.tried)
 
     @property
     def sentence(self) -> str:
         if self.smallest is None:
-            return f"nothing failed: {_words(max(self.tried))}, the largest, passes; smaller sizes were not tried"
+            return f"nothing failed: {_words(self.largest)}, the largest, passes; smaller sizes were not tried"
         trial = self.tried[self.smallest]
         return (
-            f"the smallest size that fails: {_words(self.smallest)} ({trial.end}: {trial.reason}); {self._neighbours}"
+            f"the smallest size that fails: {_words(self.smallest)} ({trial.state}: {trial.reason}); {self._neighbours}"
         )
 
     @property
@@ -67,27 +86,14 @@ class Bisection:
         return ", ".join(ends)
 
     def metrics(self) -> list[Metric]:
-        failed = sum(trial.end is not End.OK for trial in self.tried.values())
+        failed = sum(trial.state is not PointState.OK for trial in self.tried.values())
         found = [Metric.of(SIZES_FAILED, failed), Metric.of(SIZES_TRIED, len(self.tried))]
         if self.smallest is not None:
-            method = f"bisection, each size in a process of its own; {self._neighbours}"
+            method = f"bisection, each size a point; {self._neighbours}"
             layers, length = self.smallest
             found += [Metric.of(FAILING_LAYERS, layers, method=method)]
             found += [Metric.of(FAILING_LENGTH, length, method=method)]
         return found
-
-    def table(self) -> str:
-        """The sentence, and a row a size in the order tried."""
-        rows = [
-            f"{layers:>6} {length:>9}  {trial.end:<8} {trial.seconds:>8.1f}  {trial.reason}".rstrip()
-            for (layers, length), trial in self.tried.items()
-        ]
-        return "\n".join([self.sentence, "", "layers    length  end       seconds  reason", *rows, ""])
-
-
-def most_trials(layers: int, lengths: int) -> int:
-    """Sizes that a search over so many numbers of layers and lengths tries, if larger sizes fail where smaller do."""
-    return 2 + math.ceil(math.log2(layers)) + math.ceil(math.log2(lengths))
 
 
 def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: int) -> tuple[int, int] | None:
@@ -128,43 +134,6 @@ def _first(fails: Callable[[int], bool], last: int) -> int:
         else:
             passes = middle
     return last
-
-
-def bisect(
-    function: str, config: Mapping[str, Any], layers: Sequence[int], lengths: Sequence[int], limits: Limits, beat: Beat
-) -> Bisection:
-    """Search the smallest size that fails.
-
-    Args:
-        function: "module:name", called in a process of its own with `config` and a size's `layers` and `seq_len`.
-        layers, lengths: ascending.
-    """
-    tried: dict[Size, Trial] = {}
-    files: dict[str, str] = {}
-    share = own_gpu_share(config["device"])
-
-    def fails(layer: int, length: int) -> bool:
-        size = layers[layer], lengths[length]
-
-        def told(phase: str, done: int = 0, total: int = 0) -> None:
-            beat(f"{_words(size)}: {phase}", done, total)
-
-        marks = Path(tempfile.gettempdir()) / FAILURE_FILES / LAYERS
-        marks.unlink(missing_ok=True)
-        sized = {**config, "layers": size[0], "seq_len": size[1]}
-        trial = tried[size] = run_trial(function, sized, limits, told, share)
-        if trial.end is not End.OK:
-            name = f"{size[0]}-layers-{size[1]}"
-            files[f"{name}-stderr.txt"] = trial.stderr + "\n"
-            if marks.exists():
-                files[f"{name}-{LAYERS}"] = marks.read_text()
-        return trial.end is not End.OK
-
-    place = smallest_failing(fails, len(layers), len(lengths))
-    smallest = None if place is None else (layers[place[0]], lengths[place[1]])
-    found = Bisection(smallest, tried, files)
-    files["bisection.txt"] = found.table()
-    return found
 
 
 def _words(size: Size) -> str:

@@ -1,0 +1,142 @@
+"""The kind capacity: a search over lengths, each of which is a point."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from searches import searched, values
+from supervised import Ended, supervised
+
+from jobs import capacity
+from jobs.capacity import search
+from jobs.schema.point import Machine, Point
+from jobs.schema.states import PointState
+from orchestrator.messages import Conditions
+
+CPU = Machine("cpu", "test processor", 8 * 2**30)
+PLAN = {"steps": 1000, "tokens_per_step": 3600, "hours": 1.0}  # needs 1,000 tok/s
+
+
+def _spec(**changes: Any) -> capacity.Spec:
+    data: dict[str, Any] = {"kind": "capacity", "name": "t", "preset": "tiny", "implementations": ["dense"]}
+    return capacity.Spec.model_validate(data | {"lengths": [32, 64, 128], "checkpointing": [False]} | changes)
+
+
+def _until(longest: int, rates: dict[int, float] | None = None) -> Any:
+    def outcome(point: Point) -> Any:
+        length = point.config["seq_len"]
+        if length > longest:
+            return PointState.OOM, {}
+        return PointState.OK, {"throughput": (rates or {}).get(length, 5000.0), "peak_memory": 7.0}
+
+    return outcome
+
+
+@pytest.mark.parametrize("guess", range(5))
+@pytest.mark.parametrize("last", [None, 0, 2, 4])
+def test_the_search_ends_at_the_last_that_fits(guess: int, last: int | None) -> None:
+    tried: list[int] = []
+
+    def fits(place: int) -> bool:
+        tried.append(place)
+        return last is not None and place <= last
+
+    assert search(fits, 5, guess) == last
+    assert len(tried) == len(set(tried))
+    if last is not None and last < 4:
+        assert last + 1 in tried  # shown to fail
+
+
+def test_the_next_longer_one_is_shown_to_fail() -> None:
+    tried, (conclusion,) = searched(_spec(), CPU, _until(64))
+    assert [point.axes.seq_len for point in tried] == [128, 64]  # 128 is predicted to fit
+    assert all(point.answers == {PointState.OOM} for point in tried)
+    assert (conclusion.label, conclusion.axes.seq_len) == ("dense batch 1, checkpointing off", None)
+    found = values(conclusion)
+    assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 128, 128)
+    assert (found["throughput"], found["peak_memory"]) == (5000, 7)
+
+
+def test_each_implementation_and_batch_has_a_search_of_its_own() -> None:
+    spec = _spec(implementations=["dense", "naive"], batches=[1, 2], checkpointing=[False, True])
+    _, conclusions = searched(spec, CPU, _until(64))
+    assert len({each.label for each in conclusions}) == 8
+
+
+def test_a_search_ends_without_a_conclusion_where_a_length_neither_fits_nor_runs_out_of_memory() -> None:
+    tried, conclusions = searched(_spec(), CPU, lambda point: (PointState.HANG, {}))
+    assert (len(tried), conclusions) == (1, [])
+
+
+def test_a_length_that_was_not_predicted_to_fit_is_not_said_to_be() -> None:
+    """A limit that holds the weights and the optimizer's state, and by the prediction no step of any length."""
+    _, (conclusion,) = searched(_spec(memory_gib=0.0015, lengths=[64]), CPU, _until(64))
+    assert (values(conclusion)["longest"], values(conclusion).get("longest_predicted")) == (64, None)
+
+
+def test_a_length_is_measured_within_an_enforced_limit(tmp_path: Path) -> None:
+    """Measured in a child with 256 MiB: the masks of 2,048 tokens do not fit, those of 64 do, as predicted."""
+    spec = _spec(implementations=["naive"], lengths=[64, 2048], memory_gib=0.25)
+    conditions = Conditions("cpu", spec.deadlines, memory_bytes=2**28)  # as of the spec's run
+
+    def outcome(point: Point) -> Any:
+        (ended,) = [u for u in supervised([point], conditions, tmp_path) if isinstance(u, Ended)]
+        return ended.outcome.state, {metric.name: metric.value for metric in ended.outcome.metrics}
+
+    tried, (conclusion,) = searched(spec, CPU, outcome)
+    assert [point.axes.seq_len for point in tried] == [64, 2048]
+    found = values(conclusion)
+    assert (found["longest"], found["longest_predicted"], found["shortest_failed"]) == (64, 64, 2048)
+    assert 0 < found["peak_memory"] < 256
+    assert found["throughput"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({32: 3000, 64: 2000, 128: 1000}, 128),  # all fit and are fast enough
+        ({32: 3000, 64: 2000, 128: 999}, 64),
+        ({32: 3000, 64: 999}, 32),  # 128 does not fit
+        ({32: 998, 64: 999, 128: 997}, None),
+    ],
+)
+def test_a_length_too_slow_for_the_plan_does_not_count(rates: dict[int, float], expected: int | None) -> None:
+    _, (point,) = searched(_spec(plan=PLAN), CPU, _until(max(rates), rates))
+    found = values(point)
+    assert (found["longest"], found["throughput_needed"]) == (max(rates), pytest.approx(1000))
+    assert found.get("longest_in_plan") == expected
+    slow = "plan: no length that fits trains at the 1,000 tok/s that it needs; the fastest, S=64, at 999"
+    assert point.conclusion is not None
+    assert point.conclusion.warning == (None if expected else slow)
+
+
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    planned = _spec(plan=PLAN)
+    assert capacity.Spec.model_validate(planned.model_dump(mode="json")) == planned
+    with pytest.raises(ValueError, match="contradicts 1,000 steps of 3,600 tokens"):
+        _spec(plan=PLAN | {"tokens_per_second": 50})
+
+
+def test_where_nothing_fits_the_shortest_is_named() -> None:
+    _, (point,) = searched(_spec(), CPU, _until(0))
+    assert values(point) == {"shortest_failed": 32, "longest_predicted": 128}
+    assert point.conclusion is not None
+    assert point.conclusion.warning == "lengths: 32: the shortest runs out of memory; give shorter ones"
+
+
+def test_a_limit_below_the_weights_alone_skips_the_point_with_the_arithmetic() -> None:
+    dense, unpredicted = _spec(implementations=["dense", "gather"], lengths=[32], memory_gib=1e-6).points(CPU)
+    assert re.fullmatch(r"needs 1\.\d+ MiB, memory_gib allows 1\.048 KiB; raise the limit, .*", str(dense.skip_reason))
+    assert unpredicted.skip_reason is None
+
+
+def test_a_length_trains_a_few_steps() -> None:
+    (point,) = _spec(lengths=[32]).points(CPU)
+    result = capacity.measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    found = {metric.name: metric for metric in result.metrics}
+    assert len(found["throughput"].samples) == 3
+    assert found["peak_memory"].value > 0

@@ -1,0 +1,106 @@
+"""Plans that grow: points that follow from others, also where a run is resumed in the middle of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from jobs.schema.point import Conclusion, EndedPoint, Machine, Metric, Point
+from jobs.schema.quantities import TIME
+from jobs.schema.states import PointState
+from orchestrator.messages import Assignment
+from orchestrator.run import plan
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
+
+CPU = {None: Machine("cpu", "test processor", 8 * 2**30)}
+RUN = RunRecord(run_id="r", name="t", kind="scaling", spec={"a": 1}, spec_hash="0", code_hash="same")
+LAST = 3  # size that no longer fits
+
+
+def _size(size: int) -> Point:
+    return Point("scaling", f"size {size}", {"size": size}, answers=frozenset({PointState.OOM}))
+
+
+def _further(ended: Sequence[EndedPoint]) -> list[Point]:
+    """The next size, until one runs out of memory; then the sum of all times."""
+    tried = [each for each in ended if each.point.conclusion is None]
+    if all(each.state is PointState.OK for each in tried):
+        return [_size(len(tried))]
+    total = sum(each.metrics.get("time", 0.0) for each in tried)
+    return [Point("scaling", "sum", {"sum": total}, conclusion=Conclusion((Metric.of(TIME, total),), "it is over"))]
+
+
+def _outcome(assignment: Assignment) -> OutcomeRecord:
+    size = assignment.point.config["size"]
+    state = PointState.OOM if size == LAST else PointState.OK
+    metrics = () if state is PointState.OOM else (MetricData(name="time", unit="ms", value=2.0**size),)
+    return OutcomeRecord(
+        run_id="r", point_id=assignment.point_id, attempt=assignment.attempt, state=state, metrics=metrics
+    )
+
+
+def _measure(todo: plan.Plan, most: int = 99) -> list[Record]:
+    """Journal of a run that measures at most so many points, then is killed while it measures the next."""
+    journal, waiting = list(todo.records), list(todo.assignments)
+    for _ in range(most):
+        if not waiting:
+            return journal
+        assignment = waiting.pop(0)
+        journal.append(StartRecord(run_id="r", point_id=assignment.point_id, attempt=assignment.attempt))
+        outcome = _outcome(assignment)
+        records, more = todo.after(assignment.point, outcome)
+        journal += [outcome, *records]
+        waiting += more
+    if waiting:
+        journal.append(StartRecord(run_id="r", point_id=waiting[0].point_id, attempt=waiting[0].attempt))
+    return journal
+
+
+def _sum(journal: list[Record]) -> float:
+    (point_id,) = {each.point_id for each in journal if isinstance(each, PointRecord) and each.label == "sum"}
+    *_, outcome = [each for each in journal if isinstance(each, OutcomeRecord) and each.point_id == point_id]
+    assert outcome.state is PointState.OK
+    return outcome.metrics[0].value
+
+
+def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> None:
+    todo = plan.new_plan(RUN, [_size(0)], CPU, _further)
+    journal = _measure(todo)
+    assert todo.labels == {"r/0": "size 0", "r/1": "size 1", "r/2": "size 2", "r/3": "size 3", "r/4": "sum"}
+    assert _sum(journal) == 1 + 2 + 4
+    assert "it is over" in [getattr(each, "message", "") for each in journal]
+    assert todo.failures == 0
+
+
+@pytest.mark.parametrize("most", range(5))
+def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
+    journal = _measure(plan.new_plan(RUN, [_size(0)], CPU, _further), most)
+    old = plan.history(journal)
+    assert old is not None
+    todo = plan.resumed_plan(RUN, [_size(0)], CPU, old, _further, again=False)
+    journal += _measure(todo)
+    assert _sum(journal) == 1 + 2 + 4
+    assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
+    measured = [each.point_id for each in journal if isinstance(each, OutcomeRecord) and each.state is PointState.OK]
+    assert len(measured) == len(set(measured)), "no size is measured twice"
+    assert (todo.failures, todo.settled.total()) == (0, min(most, 4) + 1), "the conclusion, too"
+
+
+def test_changed_sources_begin_a_search_again_under_its_ids() -> None:
+    old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
+    assert old is not None
+    changed = RUN.model_copy(update={"code_hash": "changed"})
+    todo = plan.resumed_plan(changed, [_size(0)], CPU, old, _further, again=False)
+    assert [each.attempt for each in todo.assignments] == [2]
+    journal = _measure(todo)
+    assert _sum(journal) == 1 + 2 + 4
+    assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
+
+
+def test_other_points_than_the_runs_are_refused() -> None:
+    old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
+    assert old is not None
+    for points in ([_size(1)], [_size(number) for number in range(9)]):
+        with pytest.raises(plan.PlanError, match="its points differ from the spec's points"):
+            plan.resumed_plan(RUN, points, CPU, old, _further, again=False)
