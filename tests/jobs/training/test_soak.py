@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from processes import descendants
-from trainings import Keeping, by_name, of_the_kill, small
+from trainings import EARLY, Keeping, by_name, of_the_kill, small
 
 from jobs.measure.trend import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
@@ -305,7 +305,7 @@ class _Enough(Exception):  # noqa: N818
 
 def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed: int, ranks: int = 1) -> None:
     """Losses of a soak that went on from a step are those of a training in one process: on one rank bit by bit, on
-    several as far as the order of sums does not show yet."""
+    several first but for the order of sums, then near."""
     losses = {step: loss for step, loss in losses.items() if step <= resumed + (100 if ranks == 1 else 10)}
     assert max(losses) > resumed
 
@@ -317,7 +317,12 @@ def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed
     with pytest.raises(_Enough):
         train(json.loads(json.dumps(spec.points(CPU)[0].config)), alone)
     expected = {step: alone.series["loss"][step] for step in losses}
-    assert losses == (expected if ranks == 1 else pytest.approx(expected, rel=1e-3))
+    if ranks == 1:
+        assert losses == expected
+        return
+    early = sorted(losses)[:EARLY]
+    assert [losses[step] for step in early] == pytest.approx([expected[step] for step in early], rel=1e-5)
+    assert losses == pytest.approx(expected, rel=0.05), "a lost optimizer's state or text shows in more"
 
 
 def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:

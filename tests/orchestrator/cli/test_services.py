@@ -160,7 +160,7 @@ def _one_service(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]
 
     service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
-    monkeypatch.setattr(services, "answers", lambda _: bool(time.sleep(0.2)))
+    monkeypatch.setattr(services, "answers", lambda *_: bool(time.sleep(0.2)))
     monkeypatch.setattr(services, "_await", lambda *_, **__: None)
     monkeypatch.setattr(services.subprocess, "Popen", start)
     return begun
