@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
-from ._chunks import CallShape, band_rows, gather_rows, operand_dtype, span_rows
+from .chunks import CallShape, band_rows, gather_rows, operand_dtype, span_rows
 
 
 @dataclass(frozen=True)

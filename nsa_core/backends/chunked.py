@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from ..config import NSAConfig
 from ..routes import note
 from . import _pieces, _selection
-from ._chunks import CallShape, operand_dtype
 from ._pieces import ChunkedBranch, Piece
+from .chunks import CallShape, operand_dtype
 
 _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ..backends import _chunks
+from ..backends import chunks
 from ..config import NSAConfig
 from ..functional import BRANCHES
 from ..routes import Branch
@@ -78,28 +78,28 @@ class Chunked:
         return 2 * size if copied else 0
 
     @property
-    def _shape(self) -> _chunks.CallShape:
+    def _shape(self) -> chunks.CallShape:
         s = self.sizes
         narrow = s.element < 4 and s.device.type == "cuda"
         element = s.element if narrow else s.wide
-        return _chunks.CallShape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
+        return chunks.CallShape(s.batch, s.seq_len, s.heads, s.dim, s.kv_heads, s.dim, element, s.device.type)
 
     def _pieces(self, branch: Branch, backward: bool) -> Iterator[PieceBytes]:
         """Pieces as backends/_pieces.py cuts them; only those that can reach the peak, for speed at any S."""
         s, config, shape = self.sizes, self.config, self._shape
         if branch == "cmp":
-            for start, stop in _last_ranges(0, s.seq_len, _chunks.span_rows(shape, config.cmp_tokens(s.seq_len))):
+            for start, stop in _last_ranges(0, s.seq_len, chunks.span_rows(shape, config.cmp_tokens(s.seq_len))):
                 yield self._piece(stop - start, config.cmp_tokens(stop), gathered=False)
         elif branch == "win":
-            for start, stop in _last_ranges(0, s.seq_len, _chunks.band_rows(shape, config.window)):
+            for start, stop in _last_ranges(0, s.seq_len, chunks.band_rows(shape, config.window)):
                 first = max(0, start - config.window + 1)
                 yield self._piece(stop - start, stop - first, gathered=False)
         else:
             keys = config.slc_count * config.slc_block
             dense = min(keys, s.seq_len)
-            for start, stop in _last_ranges(0, dense, _chunks.span_rows(shape, keys)):
+            for start, stop in _last_ranges(0, dense, chunks.span_rows(shape, keys)):
                 yield self._piece(stop - start, stop, gathered=False)
-            for start, stop in _last_ranges(dense, s.seq_len, _chunks.gather_rows(shape, keys, backward)):
+            for start, stop in _last_ranges(dense, s.seq_len, chunks.gather_rows(shape, keys, backward)):
                 yield self._piece(stop - start, keys, gathered=True)
 
     def _piece(self, rows: int, keys: int, gathered: bool) -> PieceBytes:
