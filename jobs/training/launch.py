@@ -10,15 +10,9 @@ from functools import partial
 from typing import Any
 
 from jobs.measure.check import WrongResult
-from jobs.process.rank_messages import (
-    CHECKPOINT,
-    RankBeat,
-    RankFailure,
-    RankNoted,
-    RankSample,
-    RankStarted,
-    RankWarned,
-)
+from jobs.process.messages import Beat as RankBeat
+from jobs.process.messages import Note, RankFailure, RankProcess, Samples, Warned
+from jobs.process.reporter import CHECKPOINT
 from jobs.schema.launcher import Launcher, RanksEnded
 from jobs.schema.point import STARTING, WAITING, Beat, Surroundings, reporter
 from jobs.training import rank
@@ -114,21 +108,21 @@ class RankWatch:
         self._failures: dict[int, RankFailure] = {}  # in the order of arrival
 
     def note(self, message: Any) -> None:
-        """Take a message of a rank (jobs.process.rank_messages)."""
+        """Handle a message of a rank (jobs.process.messages)."""
         self._begun = self._begun or isinstance(message, RankBeat)
         match message:
-            case RankStarted(rank=number, pid=pid):
+            case RankProcess(rank=number, pid=pid, stage="joined"):
                 self._pids[number] = pid
                 if len(self._pids) == self._ranks:
                     self._report.ranks([self._pids[rank] for rank in range(self._ranks)])
             case RankFailure(rank=number):
                 self._failures.setdefault(number, message)
-            case RankSample(rank=number, step=step, values=values):
+            case Samples(rank=number, step=step, values=values):
                 self._report.sample(step, values, number)
                 self._imbalance.take(message)
-            case RankWarned(text=text):
+            case Warned(text=text):
                 self._report.warn(text)
-            case RankNoted(name=name, text=text):
+            case Note(name=name, text=text):
                 self._report.keep(name, text)
             case RankBeat(phase=phase, done=done, total=total) if phase == CHECKPOINT:
                 self._report(phase, done, total)  # whichever rank writes: the others wait for it

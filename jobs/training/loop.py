@@ -18,7 +18,7 @@ from jobs.hardware.telemetry import Telemetry
 from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.route import route_of
-from jobs.process.rank_messages import CHECKPOINT
+from jobs.process.reporter import CHECKPOINT
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.ahead import in_order, on_its_way

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from jobs.process import stacks
-from jobs.process.rank_messages import RankReporter, RankStarting, failure
-from jobs.process.rank_pipe import PipeWriter
+from jobs.process.messages import LONGEST_TEXT, Outbox, RankFailure, RankProcess
+from jobs.process.reporter import ProcessReporter
+from jobs.process.worker import end_with_parent
 from jobs.schema.launcher import Rank
 from jobs.schema.point import Surroundings
 from jobs.training.errors import noting_sigterm
@@ -34,10 +35,13 @@ COLLECTIVES = 2000
 """Entries of PyTorch's flight recorder."""
 
 TIMEOUT = timedelta(days=1)
-"""Time limit of a collective: only the supervisor, which knows the heartbeat deadline, tells a stalled rank from a slow
-one."""
+"""Time limit of a collective: only the supervisor, which knows the heartbeat deadline, can tell a stalled rank from a
+slow one."""
 
-_inner: Any = _distributed_c10d  # the functions are not in PyTorch's type stubs
+SAMPLE_INTERVAL_S = 0.5
+"""Seconds between two samples of a rank's series: the point's process thins them."""
+
+_inner: Any = _distributed_c10d  # PyTorch 2.13 has no public way to write the flight recorder's JSON
 _newer = hasattr(_inner, "_dump_fr_trace_json")  # it records gloo, too
 FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 """The variable with the size of PyTorch's flight recorder."""
@@ -62,24 +66,23 @@ def flight_record(rank: int) -> str:
 
 
 def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> RankReport:
-    """Train with the point's configuration as one of its ranks; reports to the process that started them.
-
-    Args:
-        surroundings: the point's.
-    """
+    """Train with the point's configuration as one of its ranks; reports to the process that started them."""
     threading.current_thread().name = f"rank {rank.number}"  # seen in dumps of stacks
-    report = RankReporter(rank.post, rank.number, surroundings)
+    rank.post(RankProcess(rank.number, os.getpid(), "joined"))
+    report = ProcessReporter(
+        rank.post, surroundings, rank=rank.number, interval=lambda _: SAMPLE_INTERVAL_S, longest=LONGEST_TEXT
+    )
     try:
-        record = rank.folder / flight_record(rank.number)
-        with _watching(report, record):
-            found = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
+        with _recording_silence(report, rank.folder / flight_record(rank.number)):
+            result = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
             dist.barrier()  # nobody leaves while another still exchanges
             dist.destroy_process_group()
-        report.ended()
-        return found
+        report.close()
+        rank.post(RankProcess(rank.number, os.getpid(), "done"))
+        return result
     except BaseException as err:
-        report.failed(err)
-        _print_traceback()
+        report.close()
+        _fail(rank.post, rank.number, err)
         raise
 
 
@@ -92,21 +95,22 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
         folder: as Rank.folder.
         memory_fraction: share of the GPU's memory that the rank may use; None: no limit.
     """
-    number, post = int(os.environ["RANK"]), PipeWriter(pipe)
+    end_with_parent()
+    number, post = int(os.environ["RANK"]), Outbox(os.open(pipe, os.O_WRONLY)).send
     faulthandler.enable()
     stacks.offer()
-    post(RankStarting(number, os.getpid()))
+    post(RankProcess(number, os.getpid(), "starting"))
     try:
-        own = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
+        joined = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
     except BaseException as err:
-        post(failure(number, err))
-        _print_traceback()
+        _fail(post, number, err)
         raise
     with noting_sigterm() as stop:
-        return main(Rank(number, str(own), post, stop, folder))
+        return main(Rank(number, str(joined), post, stop, folder))
 
 
-def _print_traceback() -> None:
+def _fail(post: Callable[[Any], None], rank: int, err: BaseException) -> None:
+    post(RankFailure.of(rank, err))
     with contextlib.suppress(OSError):  # stderr is a file, whose disk may be full
         traceback.print_exc()
 
@@ -117,38 +121,38 @@ def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
         return torch.device("cpu")
-    own = torch.device("cuda", local_rank)
-    torch.cuda.set_device(own)
+    gpu = torch.device("cuda", local_rank)
+    torch.cuda.set_device(gpu)
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
     if memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(memory_fraction, own)
-    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=own)
-    return own
+        torch.cuda.set_per_process_memory_fraction(memory_fraction, gpu)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=gpu)
+    return gpu
 
 
 @contextlib.contextmanager
-def _watching(report: RankReporter, path: Path) -> Iterator[None]:
+def _recording_silence(report: ProcessReporter, path: Path) -> Iterator[None]:
     """Write the flight recorder to `path` whenever there was no progress for SILENCE_S, once for each silence.
 
     Not after the block: what waits for the process to end is no silence, and the path's folder may be removed by then.
     """
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(report, path, ended), daemon=True)
+
+    def watch() -> None:
+        written = 0.0
+        while not ended.wait(0.5):
+            last = report.last_beat
+            if last > written and time.monotonic() - last > SILENCE_S:
+                written = time.monotonic()
+                write_flight_record(path)
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-
-
-def _watch(report: RankReporter, path: Path, ended: threading.Event) -> None:
-    written = 0.0
-    while not ended.wait(0.5):
-        last = report.last_beat
-        if last > written and time.monotonic() - last > SILENCE_S:
-            written = time.monotonic()
-            write_flight_record(path)
 
 
 def write_flight_record(path: Path) -> None:

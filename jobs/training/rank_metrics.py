@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from jobs.diagnosis.advice import imbalance
-from jobs.process.rank_messages import RankSample
+from jobs.process.messages import Samples
 from jobs.schema.point import Metric, Reporter
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.loop import RANK_COMPUTE_TIME
@@ -38,7 +38,7 @@ class LiveImbalance:
         self._steps: dict[int, int] = {}  # that the ranks have got to
         self._told = 0
 
-    def take(self, sample: RankSample) -> None:
+    def take(self, sample: Samples) -> None:
         """Take in a sample; reports once all ranks have got to another step."""
         if (ms := sample.values.get(RANK_COMPUTE_TIME.name)) is None:
             return

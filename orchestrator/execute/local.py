@@ -14,8 +14,7 @@ from jobs.hardware import nvml
 from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
-from orchestrator.attempt import requirements, supervisor
-from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.executor import MOST_A_CORE, BatchEnded, ExecutorError, gpus_per_point
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 
@@ -31,18 +30,29 @@ class LocalExecutor:
         self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
         self._cpus = _cpus()
         self._free: list[int] = []
-        self._share: list[str | None] = []
+        self._share: list[str] = []  # CUDA_VISIBLE_DEVICES of each slot
         self._updates: queue.SimpleQueue[tuple[int, Update | BatchEnded]] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._grace_s = 0.0
         self._threads: list[threading.Thread] = []
-        self._check()
+        resources, errors = spec.resources, []
+        if resources.num_cpus > self._cpus:
+            problem = f"this machine has {self._cpus} CPU cores; ask for fewer"
+            errors.append(f"resources.num_cpus: {resources.num_cpus:g}: {problem}")
+        if resources.num_gpus and resources.num_gpus > len(self._gpus):
+            problem = f"this machine has {len(self._gpus)} GPUs; ask for fewer"
+            errors.append(f"resources.num_gpus: {resources.num_gpus:g}: {problem}")
+        if resources.accelerator_type:
+            problem = "--local uses the machine at hand; remove it"
+            errors.append(f"resources.accelerator_type: {resources.accelerator_type!r}: {problem}")
+        if errors:
+            raise ExecutorError("\n".join(errors))
 
     def probe(self) -> Mapping[str | None, Machine]:
-        wanted = Requirements.of(self._spec)
+        required = Requirements.of(self._spec)
         try:
-            return requirements.check(wanted, gpus="" if wanted.gpus == 0 else None)
-        except ProbeError as err:
+            return requirements.check(required, gpus="" if required.gpus == 0 else None)
+        except supervisor.ProbeError as err:
             raise ExecutorError(str(err)) from None
 
     def slots(self, machine: Machine) -> int:
@@ -51,21 +61,16 @@ class LocalExecutor:
         if gpus:
             room = min(room, int(len(self._gpus) / gpus + 1e-9))
         count = max(1, min(room, self._spec.resources.workers or room))
-        self._share = [self._gpus_of(slot, gpus) for slot in range(count)]
+        firsts = [int(slot * gpus + 1e-9) for slot in range(count)]
+        self._share = [",".join(self._gpus[first : first + math.ceil(gpus)]) for first in firsts]
         self._free = list(range(count))
         return count
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
-        slot = self._free.pop()
         self._grace_s = conditions.grace_s
-        thread = threading.Thread(target=self._run, args=(slot, batch, assignments, conditions), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as err:
-            self._free.append(slot)
-            lost = BatchEnded(PointState.LOST, f"the host has no room for the thread of its supervisor ({err})")
-            self._updates.put((batch, lost))
-            return
+        arguments = (self._free.pop(), batch, assignments, conditions)
+        thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        thread.start()
         self._threads.append(thread)
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
@@ -91,30 +96,6 @@ class LocalExecutor:
             end = BatchEnded(PointState.LOST, f"the supervisor failed: {type(err).__name__}: {err}")
         self._free.append(slot)
         self._updates.put((batch, end))
-
-    def _gpus_of(self, slot: int, gpus: float) -> str | None:
-        if not gpus:
-            return ""
-        first = int(slot * gpus + 1e-9)
-        return ",".join(self._gpus[first : first + math.ceil(gpus)])
-
-    def _check(self) -> None:
-        asked = self._spec.resources
-        errors = []
-        if asked.num_cpus > self._cpus:
-            errors.append(
-                f"resources.num_cpus: {asked.num_cpus:g}: this machine has {self._cpus} CPU cores; ask for fewer"
-            )
-        if asked.num_gpus and asked.num_gpus > len(self._gpus):
-            errors.append(
-                f"resources.num_gpus: {asked.num_gpus:g}: this machine has {len(self._gpus)} GPUs; ask for fewer"
-            )
-        if asked.accelerator_type:
-            errors.append(
-                f"resources.accelerator_type: {asked.accelerator_type!r}: --local uses the machine at hand; remove it"
-            )
-        if errors:
-            raise ExecutorError("\n".join(errors))
 
 
 def _cpus() -> int:

@@ -10,17 +10,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from jobs.process.messages import Cluster
 from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator import provenance
 from orchestrator.aside import Aside, NoThreadError, interruptibly
-from orchestrator.attempt import requirements, supervisor
-from orchestrator.attempt.protocol import Cluster
-from orchestrator.attempt.supervisor import ProbeError
+from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.execute.ray_connection import connect, in_brief
 from orchestrator.execute.room import Share, card_types, check_resources, check_room
+from orchestrator.execute.supervisor import ProbeError
 from orchestrator.execute.waiting import ClusterWatch
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.settings import Settings

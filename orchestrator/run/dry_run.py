@@ -8,7 +8,7 @@ from jobs.hardware.machine import probe
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.specs.spec import JobSpec
-from orchestrator.attempt import requirements
+from orchestrator.execute import requirements
 from orchestrator.execute.executor import ExecutorError
 from orchestrator.messages import Requirements
 from orchestrator.terminal import say

@@ -80,7 +80,7 @@ def _has_an_end(home: Path) -> bool:
 
 
 def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
-    return descendants(psutil.Process(driver.pid), "orchestrator.attempt.worker")[0]
+    return descendants(psutil.Process(driver.pid), "orchestrator.execute.point:answer")[0]
 
 
 def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spec: Path, tmp_path: Path) -> None:

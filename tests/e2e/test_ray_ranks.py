@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Keeping, Watching, interrupt, of_the_kill, trains_alike, write_text
 from waiting import wait_for
 
+from jobs.process import temporary
 from jobs.schema.point import Machine
 from jobs.specs.spec import load_spec
 from jobs.train import Spec, measure
@@ -28,7 +29,6 @@ from jobs.training.checkpoints.folder import CheckpointFolder
 from jobs.training.checkpoints.io import Reader
 from jobs.training.errors import Suspended
 from jobs.training.state import unpacked
-from orchestrator.attempt import temporary
 from orchestrator.database_url import StoreError
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, RunRecord, SeriesRecord

@@ -23,8 +23,8 @@ from jobs.peers import measure
 from jobs.schema.point import Machine, Measurement, Point
 from jobs.specs.spec import SpecError, offered_sources, parse_spec
 from nsa_core import NSAConfig, routes
-from orchestrator.attempt import requirements
 from orchestrator.cli import doctor
+from orchestrator.execute import requirements
 from orchestrator.messages import Requirements
 from orchestrator.settings import Settings
 

@@ -97,7 +97,7 @@ def point_processes(cluster: Cluster) -> list[psutil.Process]:
     """Processes on the cluster that measure points: children of Ray's workers."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if "orchestrator.attempt.worker" in (process.info["cmdline"] or []):
+        if "orchestrator.execute.point:answer" in (process.info["cmdline"] or []):
             with suppress(psutil.NoSuchProcess):  # it may end meanwhile
                 raylet = [*process.parents(), None, None][1]
                 if raylet and str(cluster.folder) in " ".join(raylet.cmdline()):

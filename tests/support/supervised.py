@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.schema.point import Point
-from orchestrator.attempt.supervisor import supervise
+from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from jobs.measure.clock import synchronize
-from jobs.process.rank_messages import CHECKPOINT
+from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
 from jobs.training.checkpoints.folder import (

@@ -18,7 +18,7 @@ import time
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from jobs import stacks
+from jobs.process import stacks
 from kernel import copy
 
 def stuck_here():

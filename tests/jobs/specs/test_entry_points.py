@@ -8,12 +8,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from jobs.measure import check
+from jobs.process.messages import Beat, MeasurePoint
 from jobs.schema.axes import Axes, Axis, check_values
 from jobs.schema.point import Machine
 from jobs.specs.kinds import KindError, kind_module, kinds, offered_kinds
@@ -22,9 +24,8 @@ from nsa_core import NSAConfig, available_backends, nsa_attention
 from nsa_core.backends import chunked, offered
 from nsa_core.errors import BackendError
 from orchestrator import provenance
-from orchestrator.attempt import protocol
-from orchestrator.attempt.worker import run_point
 from orchestrator.cli import doctor
+from orchestrator.execute.point import measure_point
 from orchestrator.settings import Settings
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -122,23 +123,14 @@ def test_only_the_kind_asked_for_is_imported(install: Install) -> None:
     assert "loud.kind" not in sys.modules
 
 
-def test_a_worker_measures_a_kind_from_outside(acme: Path) -> None:
-    class Events:
-        beats: list[str] = []  # noqa: RUF012
-
-        def send(self, event: protocol.Event) -> None: ...
-
-        def beat(self, phase: str, done: int = 0, total: int = 0) -> None:
-            self.beats.append(phase)
-
-    events: Any = Events()
-    done = run_point(protocol.Run("acme", {"number": 3}, "cpu", None), events)
-    assert isinstance(done, protocol.Result)
+def test_a_points_process_measures_a_kind_from_outside(acme: Path) -> None:
+    sent: list[Any] = []
+    channel: Any = SimpleNamespace(send=sent.append)
+    done = measure_point(MeasurePoint("acme", {"number": 3}, "cpu"), channel)
     assert [metric.value for metric in done.measurement.metrics] == [3]
-    assert events.beats == ["acme"]
-    failed = run_point(protocol.Run("nowhere", {}, "cpu", None), events)
-    assert isinstance(failed, protocol.Failure)
-    assert "no job kind" in failed.reason
+    assert [event.phase for event in sent if isinstance(event, Beat)] == ["acme"]
+    with pytest.raises(KindError, match="no job kind"):
+        measure_point(MeasurePoint("nowhere", {}, "cpu"), channel)
 
 
 BROKEN_KINDS = [

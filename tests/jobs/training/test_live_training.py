@@ -12,6 +12,8 @@ import pytest
 import torch
 from trainings import small
 
+from jobs.process.messages import Samples
+from jobs.process.reporter import ProcessReporter
 from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Machine
 from jobs.schema.quantities import Quantities
@@ -19,8 +21,6 @@ from jobs.train import QUANTITIES, Spec, measure
 from jobs.training.live import LiveTraining
 from jobs.training.model_flops import ModelFlops
 from jobs.training.optimizer import OptimizerSpec, learning_rate
-from orchestrator.attempt.protocol import Samples
-from orchestrator.attempt.sampling import SamplingReporter
 
 STEPS = 40
 
@@ -94,7 +94,7 @@ def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any], mo
     monkeypatch.setitem(BF16_PEAKS, "", 1e12)  # the name of no GPU
     config["precision"] = "bfloat16"
     sent: list[Any] = []
-    report = SamplingReporter(lambda phase, done=0, total=0: None, sent.append, Quantities(QUANTITIES))
+    report = ProcessReporter(sent.append, units={quantity.name: quantity.unit for quantity in QUANTITIES})
     result = measure(config, report)
     step_s = next(metric.value for metric in result.metrics if metric.name == "time") / 1000
     live = LiveTraining(report, tokens=100, device=torch.device("cpu"))

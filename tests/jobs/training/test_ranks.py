@@ -36,7 +36,7 @@ from jobs.training.optimizer import learning_rate
 from jobs.training.rank import flight_record, write_flight_record
 from jobs.training.replica import Replica
 from nsa_core.model import PRESETS, NSATransformer
-from orchestrator.attempt.supervisor import supervise
+from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, SeriesRecord
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from trainings import Keeping, small
 
-from jobs.process.rank_messages import RankBeat, RankFailure
+from jobs.process.messages import Beat, RankFailure
 from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.point import Machine, Surroundings
 from jobs.train import Spec, measure
@@ -68,7 +68,7 @@ class _Told(Keeping):
 
 def _die(note: Callable[[Any], None], _stop: threading.Event) -> RanksEnded:
     for rank in (0, 1):
-        note(RankBeat(rank, 1, "train", 3, 8))
+        note(Beat("train", 3, 8, rank, 1))
     return RanksEnded({1: "was killed by SIGKILL"}, {})
 
 
@@ -233,13 +233,13 @@ def test_sigterm_while_ranks_start_ends_them_at_once(
 
 RANKS = """
 import os, time
-from jobs.process.rank_messages import RankStarted, failure
+from jobs.process.messages import RankFailure, RankProcess
 
 def main(rank):
-    rank.post(RankStarted(rank.number, os.getpid()))
+    rank.post(RankProcess(rank.number, os.getpid(), "joined"))
     if rank.number == 1:
         time.sleep(1)
-        rank.post(failure(1, RuntimeError("on purpose")))
+        rank.post(RankFailure.of(1, RuntimeError("on purpose")))
         raise RuntimeError("on purpose")
     rank.stop.wait(60)  # asked by the launcher's SIGTERM
     time.sleep(60)

@@ -170,7 +170,7 @@ def _child_in_third_point(driver: subprocess.Popen[str], home: Path) -> psutil.P
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         begun = any(isinstance(r, StartRecord) and r.point_id.endswith("/2") for r in records(home))
-        if begun and (found := descendants(psutil.Process(driver.pid), "orchestrator.attempt.worker")):
+        if begun and (found := descendants(psutil.Process(driver.pid), "orchestrator.execute.point:answer")):
             return found[-1]  # the previous point's may be just ending
         time.sleep(0.05)
     raise AssertionError("no third point")

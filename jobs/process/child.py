@@ -1,0 +1,211 @@
+"""The parent's handle on a process (jobs.process.worker): start, send, receive, kill its tree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from jobs.process import temporary
+from jobs.process.messages import Command, Inbox, Message, encode
+from jobs.process.post_mortem import tail
+
+SOURCES = Path(__file__).resolve().parents[2]
+_PACKAGES = ("nsa_core", "jobs", "orchestrator")  # that a process imports
+_REAP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that a process printed to one of its streams; `problem` says why they cannot be read."""
+
+    name: str
+    path: Path
+    start: int = 0
+    stop: int = 0
+    problem: str = ""
+
+
+class Child:
+    """A process in a session of its own.
+
+    Attributes:
+        folder: with its output, removed by `discard`.
+        temporary: its folder of temporary files, below.
+    """
+
+    def __init__(self, answer: str, *, env: Mapping[str, str | None] | None = None, python: str | None = None) -> None:
+        """Start the process.
+
+        Args:
+            answer: "module:name" of the function that answers its commands (jobs.process.worker).
+            env: environment variables to set, after those of this process; a value of None unsets one.
+            python: path of its interpreter, which has packages of its own; None: this process's.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        self._files = temporary.Folder(temporary.POINT)
+        self.folder = self._files.path
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self._offsets = {"stdout": 0, "stderr": 0}
+        variables = _search_path(self.folder, another=python is not None)
+        variables |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)}
+        variables |= {"TORCHINDUCTOR_CACHE_DIR": _compiler_cache(self.folder)}
+        for name, value in (env or {}).items():
+            if value is None:
+                variables.pop(name, None)
+            else:
+                variables[name] = value
+        reading, writing = os.pipe()
+        try:
+            with open(self.folder / "stdout", "wb") as out, open(self.folder / "stderr", "wb") as err:
+                self._process = subprocess.Popen(
+                    [python or sys.executable, "-m", "jobs.process.worker", str(writing), answer],
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=err,
+                    env=variables,
+                    pass_fds=(writing,),
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(reading)
+            self._files.remove()
+            raise
+        finally:
+            os.close(writing)
+        self._inbox = Inbox(reading)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Send a command. Ignored if the process has died; see `alive`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(encode(command))
+            self._process.stdin.flush()
+
+    def events(self, timeout: float) -> list[Message]:
+        """The events that arrived; waits up to `timeout` seconds for the first."""
+        if self._inbox.closed:  # do not spin until the process is gone
+            time.sleep(min(timeout, 0.05))
+        return self._inbox.receive(timeout)
+
+    def alive(self) -> bool:
+        """False once the process has ended. Does not reap it: its process group's number stays taken."""
+        if self._process.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and its descendants, those included whose parents have ended; empty once it is gone."""
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def new_output(self) -> list[Output]:
+        """Output since the last call, as stdout.txt and stderr.txt; empty ones are left out."""
+        outputs = []
+        for name, offset in self._offsets.items():
+            path = self.folder / name
+            try:
+                size = path.stat().st_size
+            except OSError:  # the work removed the folder
+                outputs.append(Output(f"{name}.txt", path, problem="its file was removed while the point ran"))
+                continue
+            self._offsets[name] = size
+            if size > offset:
+                outputs.append(Output(f"{name}.txt", path, offset, size))
+        return outputs
+
+    def tail(self, lines: int = 200) -> str:
+        """The last lines that it printed to stdout, then to stderr."""
+        return "\n".join(filter(None, (tail(self.folder / name, lines) for name in self._offsets)))
+
+    def kill(self) -> int | None:
+        """Kill the process's group, and descendants that left the group, and wait until they are gone.
+
+        Returns:
+            Its exit code; None if it survived SIGKILL.
+        """
+        if self._process.returncode is None:
+            tree = self.tree()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for process in tree:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            deadline = time.monotonic() + _REAP_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
+            while any(map(_runs, tree)) and time.monotonic() < deadline:
+                time.sleep(0.01)  # a signal takes effect when its process is next scheduled
+        return self._process.returncode
+
+    def discard(self) -> None:
+        """Kill the process, close its pipes and remove its files. The handle cannot be used afterwards."""
+        self.kill()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._inbox.close()
+        self._files.remove()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process exists and is not a zombie, which a container's first process may never reap."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _search_path(folder: Path, *, another: bool) -> dict[str, str]:
+    """This process's environment, in which a child imports these sources.
+
+    Args:
+        folder: of the child.
+        another: whether it has another interpreter, which must find none of this one's packages. These sources may lie
+            among them, so its search path is a folder of links to them alone, without the working directory.
+    """
+    variables = dict(os.environ)
+    if another:
+        links = folder / "sources"
+        links.mkdir()
+        for package in _PACKAGES:
+            (links / package).symlink_to(SOURCES / package)
+        variables.pop("PYTHONHOME", None)
+        return variables | {"PYTHONPATH": str(links), "PYTHONSAFEPATH": "1"}
+    if SOURCES.name not in ("site-packages", "dist-packages"):  # which must not precede the standard library
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), variables.get("PYTHONPATH")]))
+    return variables
+
+
+def _compiler_cache(folder: Path) -> str:
+    """PyTorch's compiler's cache, beyond the child's end: in the user's home, or in the child's folder without one.
+
+    PyTorch's own choice has a name that anyone can guess, in a folder where all users may write: who makes it first
+    chooses the code that others run.
+    """
+    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return chosen
+    with contextlib.suppress(OSError, RuntimeError):  # of a container's user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-bench" / "torchinductor"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return str(cache)
+    return str(folder / "torchinductor")

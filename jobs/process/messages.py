@@ -1,0 +1,359 @@
+"""The messages between a process and the one that started it: plain dataclasses, one line of JSON each.
+
+    (start)       -> Ready
+    Probe         -> ProbedMachine or Failure
+    MeasurePoint  -> Environment, any number of Beat, Samples, RanksStarted, Warned and Note, then Measured or Failure
+    CallFunction  -> any number of Beat, then Returned or Failure
+    Explain       -> Explanation, also while a point is measured
+
+Commands go to the process's stdin, events come back on a pipe; stdout and stderr stay free for the work. A rank sends
+Beat, Samples, Warned, Note, RankProcess and RankFailure to the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+import reprlib
+import select
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Literal, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from jobs.schema import point
+from jobs.schema.states import PointState
+
+LONGEST_TEXT = 298
+"""Characters of a rank's texts: a line of several ranks' pipe is written at once if it has at most PIPE_BUF bytes."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Describe the machine, and read the effects of environment variables.
+
+    Attributes:
+        device: "auto", "cpu" or "cuda".
+        kind: the job kind, to be imported; None: none.
+        settings: names of the variables.
+        gpus: GPUs of a point; None: one on a CUDA device.
+    """
+
+    device: str
+    kind: str | None = None
+    settings: tuple[str, ...] = ()
+    gpus: float | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The Ray cluster that the ranks of a point run on.
+
+    Attributes:
+        cpus, gpus: of each rank.
+        accelerator_type: Ray's type of the ranks' GPUs; None: any.
+        address: of the cluster's head, as its nodes know it.
+        runtime_env: Ray's runtime environment of the supervisor, for the ranks.
+        env_vars: environment variables of the ranks.
+        card: name of the GPU that the point is planned for; None: any.
+    """
+
+    cpus: float
+    gpus: float
+    accelerator_type: str | None = None
+    address: str = ""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    card: str | None = None
+
+
+@dataclass(frozen=True)
+class MeasurePoint:
+    """Measure one point.
+
+    Attributes:
+        kind: the job kind, a module of `jobs`.
+        config: the point's configuration.
+        memory_bytes: most that the point may use beyond its start; None: no limit.
+        settings: names of environment variables whose effective values its environment shows.
+        checkpoints, key: as jobs.schema.point.Surroundings.
+        cluster: where its ranks run; None: it is measured by this process, and on its host.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    device: point.Device
+    memory_bytes: int | None = None
+    settings: tuple[str, ...] = ()
+    checkpoints: str | None = None
+    key: str = ""
+    cluster: Cluster | None = None
+
+
+@dataclass(frozen=True)
+class CallFunction:
+    """Call "module:name" with `config` and a Beat; it returns a mapping for JSON.
+
+    Attributes:
+        gpu_share: share of the GPU's memory that it may use; None: all.
+    """
+
+    function: str
+    config: Mapping[str, Any]
+    gpu_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Write files that explain what a point does, and why it stalls."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first event: the process takes commands."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Progress: `done` of `total` steps of a phase; `total` is 0 where it is unknown.
+
+    `number` counts a rank's beats except those of checkpoints. Ranks do the same, so the lowest number is the slowest.
+    """
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    rank: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One sample of each of several live series.
+
+    Attributes:
+        step: the step that the values belong to.
+        at: time of the sample, seconds since 1970 UTC.
+        values: value by name of the series.
+        units: their units, by the same names; a rank leaves them out.
+    """
+
+    rank: int
+    step: int
+    at: float
+    values: Mapping[str, float]
+    units: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something went wrong that does not end the point."""
+
+    text: str
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """A text to be kept with the point while it runs, as the file `name`."""
+
+    name: str
+    text: str
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The point's environment, sent before it is measured: it is known even if the process dies."""
+
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RanksStarted:
+    """The point's ranks have been started. `pids` are their processes, by rank, each on its own host."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProbedMachine:
+    """The answer to Probe.
+
+    Attributes:
+        settings: effective value of each variable that was asked for and may have an effect.
+        refused: for each other one, the reason why it has none.
+    """
+
+    machine: point.Machine
+    settings: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the work, to be kept by the parent.
+
+    Attributes:
+        name: its name as an artifact, as the work chose it: anything.
+        path: of the file; "" where there is none.
+        problem: why it could not be written; "" otherwise.
+    """
+
+    name: str
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The point was measured. `files` are those of the measurement, which itself has none here."""
+
+    measurement: point.Measurement
+    files: tuple[File, ...] = ()
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Result of a function."""
+
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The command failed in the process, which is still alive.
+
+    Attributes:
+        state: OOM, ERROR, or CANCELLED for a point that was asked to end and can go on.
+        reason: one line.
+        files: what explains it.
+    """
+
+    state: PointState
+    reason: str
+    files: tuple[File, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer to Explain; no files if the process itself has all there is to see."""
+
+    files: tuple[File, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank's process is starting, has formed a group with the others, or has done its work."""
+
+    rank: int
+    pid: int
+    stage: Literal["starting", "joined", "done"]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """An exception ended a rank; `type` is its class."""
+
+    rank: int
+    type: str
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, err: BaseException) -> RankFailure:
+        return cls(rank, type(err).__name__, str(err).strip()[:LONGEST_TEXT])
+
+
+Command = Probe | MeasurePoint | CallFunction | Explain
+RankEvent = Beat | Samples | Warned | Note | RankProcess | RankFailure
+Event = RankEvent | Ready | Environment | RanksStarted | ProbedMachine | Measured | Returned | Failure | Explanation
+Message = Command | Event
+
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
+
+
+class MessageError(ValueError):
+    """A line that is not a message."""
+
+
+def encode(message: Message) -> bytes:
+    """The message as a line, with its line feed; halves of characters become question marks."""
+    text = json.dumps([type(message).__name__, asdict(message)], default=_plain, ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line. Raises MessageError."""
+    try:
+        name, fields = json.loads(line)
+        return _reader(name).validate_python(fields)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise MessageError(f"{err.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, TypeError, KeyError) as err:
+        raise MessageError(f"{reprlib.repr(line)}: {type(err).__name__}: {err}") from None
+
+
+@cache
+def _reader(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_TYPES[name])
+
+
+def _plain(value: Any) -> int | float | str:
+    """A value that JSON does not know (a job's NumPy number, a path), as one that it does."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+class Outbox:
+    """The writing end of a pipe. Thread-safe; several processes may share a named pipe if their lines are short."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        data = memoryview(encode(message))
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+class Inbox:
+    """The reading end of a pipe.
+
+    Attributes:
+        closed: whether nobody can write to it any more.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self.closed = False
+
+    def receive(self, timeout: float) -> list[Message]:
+        """Messages that arrived; waits up to `timeout` seconds for the first. A line that is none is a Failure."""
+        if self.closed or not select.select([self._fd], [], [], timeout)[0]:
+            return []
+        chunk = os.read(self._fd, 1 << 20)
+        self.closed = not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [self._decoded(line) for line in lines]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @staticmethod
+    def _decoded(line: bytes) -> Message:
+        try:
+            return decode(line)
+        except MessageError as err:
+            return Failure(PointState.ERROR, f"the process sent an unreadable message: {err}")

@@ -1,0 +1,161 @@
+"""Progress and live series inside a process: thinned, and sent by a thread where the work must not wait for a pipe."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.process.messages import Beat, Note, RanksStarted, Samples, Warned
+from jobs.schema.point import NOWHERE, SHORT, Surroundings
+
+BEAT_INTERVAL_S = 0.2
+"""Seconds within which further beats of one phase are not sent: pipe writes stay out of timing loops."""
+
+CHECKPOINT = "checkpoint"
+"""Phase in which ranks write parts of unequal size, so that their beats cannot be compared by number."""
+
+LEAST_INTERVAL_S = 1.0
+MOST_SAMPLES = 2000
+"""Samples of a series before its interval begins to grow; after that their number grows with the logarithm of time."""
+
+LONGEST_WARNING = 1000
+"""Characters of a warning."""
+
+
+def interval(elapsed_s: float) -> float:
+    """Seconds between two samples of a series that has been going on for `elapsed_s` seconds."""
+    return max(LEAST_INTERVAL_S, elapsed_s / MOST_SAMPLES)
+
+
+class BeatFilter:
+    """Lets through the first beat of a phase, then one in `interval_s` seconds."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last = ("", -math.inf)
+
+    def passes(self, phase: str) -> bool:
+        now = time.monotonic()
+        last_phase, last_at = self._last
+        if phase == last_phase and now - last_at < self._interval_s:
+            return False
+        self._last = (phase, now)
+        return True
+
+
+@dataclass
+class _Latest:
+    """The latest sample of a series that was not sent."""
+
+    step: int
+    at: float
+    value: float
+
+
+class ProcessReporter:
+    """The jobs.schema.point.Reporter of a point's process, or of a rank.
+
+    The work only leaves its present values in a dictionary, so that a full pipe or a slow parent never holds it up.
+
+    Args:
+        send: sends samples, in a thread while the work runs and by `close`; and all else, at once.
+        units: unit by name of each series that may be sampled; None: any may, and the parent knows the units.
+        rank: of this process, if it is one; its samples and texts are the rank's.
+        interval: seconds between two samples of a series, from the seconds that it has been going on.
+        longest: characters of a warning.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Beat | Samples | RanksStarted | Warned | Note], None],
+        surroundings: Surroundings = NOWHERE,
+        *,
+        units: Mapping[str, str] | None = None,
+        rank: int | None = None,
+        interval: Callable[[float], float] = interval,
+        longest: int = LONGEST_WARNING,
+    ) -> None:
+        self.surroundings = surroundings
+        self.last_beat = time.monotonic()
+        self._send = send
+        self._units = units
+        self._rank = rank
+        self._interval = interval
+        self._longest = longest
+        self._filter = BeatFilter(BEAT_INTERVAL_S)
+        self._beats = 0
+        self._latest: dict[tuple[int, str], _Latest] = {}
+        self._lock = threading.Lock()
+        self._begun = 0.0  # monotonic time of the first sample
+        self._at = 0.0  # time of the latest sample
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._names: Counter[str] = Counter()  # of notes
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.last_beat = time.monotonic()
+        self._beats += phase != CHECKPOINT
+        if self._filter.passes(phase):
+            self._send(Beat(phase, int(done or 0), int(total or 0), self._rank or 0, self._beats))
+
+    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+        """As jobs.schema.point.Reporter says."""
+        rank = rank if self._rank is None else self._rank
+        if self._units is not None and (unknown := [name for name in values if name not in self._units]):
+            raise ValueError(f"series {unknown[0]}: is not declared by this name; mend the kind's QUANTITIES")
+        if step < 0 or rank < 0:
+            raise ValueError(f"series at step {step} of rank {rank}: must both be 0 or more")
+        with self._lock:
+            at = self._at = max(self._at, time.time())  # of two samples of a step the later one counts
+            for name, value in values.items():
+                if math.isfinite(value):
+                    self._latest[rank, name] = _Latest(int(step), at, float(value))
+        if self._thread is None:
+            self._begun = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+            self._thread.start()
+
+    def warn(self, text: str) -> None:
+        """As jobs.schema.point.Reporter says."""
+        line = " ".join(text.split())[: self._longest]
+        self._send(Warned(line.encode(errors="backslashreplace").decode(), self._rank or 0))  # no lone surrogates
+
+    def keep(self, name: str, text: str) -> None:
+        """As jobs.schema.point.Reporter says."""
+        assert self._rank is None or len(text) <= SHORT, "it would not fit into one write"
+        self._names[name] += self._rank is None  # the point's own process numbers its ranks' notes
+        if (count := self._names[name]) > 1:
+            stem, dot, ending = name.rpartition(".")
+            name = f"{stem}-{count}{dot}{ending}" if dot else f"{name}-{count}"
+        self._send(Note(name, text, self._rank or 0))
+
+    def ranks(self, pids: Sequence[int]) -> None:
+        """As jobs.schema.point.Reporter says."""
+        self._send(RanksStarted(tuple(pids)))
+
+    def close(self) -> None:
+        """End the thread, and send the last sample of each series."""
+        if self._thread is not None:
+            self._closed.set()
+            self._thread.join()
+            self._send_latest()
+
+    def _run(self) -> None:
+        while True:
+            self._send_latest()
+            if self._closed.wait(self._interval(time.monotonic() - self._begun)):
+                return
+
+    def _send_latest(self) -> None:
+        with self._lock:
+            latest, self._latest = self._latest, {}
+        together: dict[tuple[int, int, float], dict[str, float]] = {}
+        for (rank, name), sample in latest.items():
+            together.setdefault((rank, sample.step, sample.at), {})[name] = sample.value
+        for (rank, step, at), values in sorted(together.items(), key=lambda item: item[0]):
+            units = {} if self._units is None else {name: self._units[name] for name in values}
+            self._send(Samples(rank, step, at, values, units))

@@ -1,0 +1,106 @@
+"""One command of a process, from outside: its events, its deadlines, and which state its end means."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from jobs.process.child import Child
+from jobs.process.messages import Beat, Failure, File, Measured, Message, Returned
+from jobs.process.post_mortem import MemoryWatch, describe_exit
+from jobs.schema.point import STARTING, WAITING
+from jobs.schema.states import PointState
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds until the first sign of progress, between two signs, and for the whole command."""
+
+    startup_s: float
+    heartbeat_s: float
+    whole_s: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a command.
+
+    Attributes:
+        reason: why it is not ok, in one line.
+        result: what came back; None unless it is ok.
+        files: of the result, or of what explains a failure.
+    """
+
+    state: PointState
+    reason: str | None = None
+    result: Measured | Returned | None = None
+    files: tuple[File, ...] = ()
+
+    @property
+    def expired(self) -> bool:
+        """Whether a deadline passed: the process still runs, to be examined and killed."""
+        return self.state in (PointState.HANG, PointState.TIMEOUT)
+
+
+class DeadlineWatch:
+    """Follows a command from when it is sent.
+
+    Attributes:
+        phase: of the last progress; "" without one.
+    """
+
+    def __init__(self, child: Child, limits: Limits) -> None:
+        self.phase = ""
+        self._child = child
+        self._limits = limits
+        self._start = time.monotonic()
+        self._last_beat: float | None = None
+        self._memory = MemoryWatch()
+
+    def step(self) -> tuple[list[Message], Ended | None]:
+        """New events, and the end once there is one; waits POLL_S at most."""
+        alive = self._child.alive()  # asked before reading: events of a process that dies now are still read
+        events = self._child.events(POLL_S if alive else 0)
+        for number, event in enumerate(events):
+            match event:
+                case Beat(phase=phase):
+                    self._note(phase)
+                case Measured(files=files):
+                    return events[:number], Ended(PointState.OK, None, event, files)
+                case Returned():
+                    return events[:number], Ended(PointState.OK, None, event)
+                case Failure(state, reason, files):
+                    return events[:number], Ended(state, reason, None, files)
+        if alive:
+            self._memory.look()
+            return events, self._overdue()
+        if events:  # there may be more
+            return events, None
+        return [], self._died()
+
+    def _note(self, phase: str) -> None:
+        now = time.monotonic()
+        if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
+            self._start += now - self._last_beat  # the point's deadline does not run
+        self._last_beat, self.phase = now, phase
+
+    def _died(self) -> Ended:
+        code = self._child.kill()
+        if self._memory.killed(code):
+            return Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
+        return Ended(PointState.CRASH, describe_exit(code))
+
+    def _overdue(self) -> Ended | None:
+        limits, now = self._limits, time.monotonic()
+        silent = now - (self._start if self._last_beat is None else self._last_beat)
+        starts = self._last_beat is None or self.phase == STARTING or self.phase.startswith(WAITING)
+        last = "before its first progress" if self._last_beat is None else f"(last in phase {self.phase!r})"
+        if starts and silent > limits.startup_s:
+            return Ended(PointState.HANG, f"no progress within the {limits.startup_s:g} s for start-up")
+        if not starts and silent > limits.heartbeat_s:
+            return Ended(PointState.HANG, f"no progress for {limits.heartbeat_s:g} s {last}")
+        if now - self._start > limits.whole_s:
+            return Ended(PointState.TIMEOUT, f"not done after {limits.whole_s:g} s {last}")
+        return None

@@ -1,0 +1,164 @@
+"""A process that answers commands: `python -m jobs.process.worker EVENTS_FD MODULE:FUNCTION`.
+
+It reads commands from stdin and writes events to the pipe EVENTS_FD (jobs.process.messages); FUNCTION is called with
+each command and this process's Channel, and returns the last event of its answer. The process ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+
+from jobs.process import stacks
+from jobs.process.exhaustion import exception_text, ran_out_of_memory
+from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, Ready, decode
+from jobs.schema.plain_text import shortened
+from jobs.schema.point import Interrupted
+from jobs.schema.states import PointState
+
+_REASON = 2_000  # characters
+_PIECE = 1 << 20  # characters of a text that are encoded at a time
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+class Channel(Outbox):
+    """The pipe to the parent.
+
+    Attributes:
+        explain: gives files that explain the running work, text by name; called by the thread that reads commands.
+    """
+
+    explain: Callable[[], Mapping[str, str]] = dict
+
+
+def main(argv: list[str]) -> None:
+    channel = Channel(int(argv[1]))
+    end_with_parent()
+    _end_group_with_this()
+    faulthandler.enable()
+    stacks.offer()  # for where py-spy may not attach
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()
+    channel.send(Ready(os.getpid()))
+    module, _, name = argv[2].partition(":")
+    answer: Callable[[Command, Channel], Event] = getattr(importlib.import_module(module), name)
+    while True:
+        command = commands.get()
+        try:
+            event = answer(command, channel)
+        except Exception as err:
+            event = failure(err)
+        channel.send(event)
+        _release_memory()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, also if this one is stuck or stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _end_group_with_this() -> None:
+    """Have the process group killed when this process ends, however it does, and orphans of its descendants stay below.
+
+    A shell does it, whose stdin ends with this process: of what a point starts itself, nothing would end with it.
+    """
+    if os.getpgrp() != os.getpid():  # started by hand: never kill a terminal's group
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
+    reading, writing = os.pipe()
+    command = ["/bin/sh", "-c", "read _; kill -9 0"]
+    subprocess.Popen(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(reading)
+    os.register_at_fork(after_in_child=lambda: os.close(writing))
+
+
+def _read(commands: queue.SimpleQueue[Command], channel: Channel) -> None:
+    """Queue the parent's commands, from a descriptor that subprocesses do not inherit; end at their end."""
+    source = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for line in source:
+        command = decode(line)
+        if not isinstance(command, Explain):
+            commands.put(command)  # pyright: ignore[reportArgumentType] - a parent sends nothing else
+            continue
+        try:
+            files = channel.explain()
+        except Exception as err:
+            files = {"stacks-of-ranks.txt": f"not found: {type(err).__name__}: {err}"}
+        channel.send(Explanation(write_files(files)))
+    os._exit(1)
+
+
+def failure(err: Exception) -> Failure:
+    """An exception as a Failure: its traceback and CUDA's memory are files."""
+    if isinstance(err, Interrupted):
+        state = PointState.CANCELLED
+    else:
+        state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
+    text = exception_text(err).strip().split("\n")[0]  # its file has the whole text
+    reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
+    reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
+    files = {"traceback.txt": "".join(traceback.format_exception(err))}
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # must not replace the failure that it explains
+        if torch is not None and torch.cuda.is_initialized():
+            files["memory_summary.txt"] = torch.cuda.memory_summary()
+            files["memory_stats.json"] = json.dumps(torch.cuda.memory_stats(), indent=1)
+    return Failure(state, reason, write_files(files))
+
+
+def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]:
+    """Files for the parent to keep; texts are written to temporary ones, under names made here.
+
+    Raises:
+        TypeError: a name that is no text, or something that is neither a text nor a path.
+    """
+    return tuple(_file(name, content) for name, content in files.items())
+
+
+def _file(name: str, content: str | os.PathLike[str]) -> File:
+    if not isinstance(name, str):
+        raise TypeError(f"files[{name!r}]: the name is not a text")
+    if isinstance(content, os.PathLike):
+        return File(name, os.path.abspath(os.fsdecode(content)))
+    if not isinstance(content, str):
+        raise TypeError(f"files[{name!r}]: {type(content).__name__} is neither a text nor the Path of a file")
+    try:
+        handle, path = tempfile.mkstemp(prefix="file-")
+        with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
+            for start in range(0, len(content), _PIECE):
+                out.write(content[start : start + _PIECE])
+    except OSError as err:
+        return File(name, "", f"its text could not be written: {err}")
+    return File(name, path)
+
+
+def _release_memory() -> None:
+    """Release memory before a warm process's next point."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this process
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,169 @@
+"""The present of a running point, as its supervisor passes it on: pieces of series, and the pace of a phase."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jobs.hardware.process_usage import PointUsage
+from jobs.hardware.telemetry import Telemetry
+from jobs.process.messages import Samples
+from jobs.process.reporter import interval
+from orchestrator.messages import Assignment, Series
+from orchestrator.store.records import SeriesRecord
+
+LEAST_PIECE_S = 2.0
+_MOST_PIECES = 1000  # of a series before its pieces begin to grow, so that the journal grows no faster than the samples
+_PACE_WINDOW_S = 60.0
+_PACE_STEP_S = 1.0
+_MOST_PHASES = 100  # whose pace is remembered, the latest
+
+
+@dataclass
+class _Piece:
+    """Samples of one series that were not passed on yet."""
+
+    unit: str
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+class LiveSeries:
+    """Collects the samples of one attempt, its own and the telemetry's, into pieces of two seconds or more.
+
+    Args:
+        meter: the telemetry to read along; its readings are thinned as the measurement's samples are.
+    """
+
+    def __init__(self, assignment: Assignment, meter: Telemetry | PointUsage) -> None:
+        self._assignment = assignment
+        self._meter = meter
+        self._pieces: dict[tuple[int, str], _Piece] = {}
+        self._begun = self._passed_on = self._read = time.monotonic()
+
+    def take(self, samples: Samples) -> None:
+        """Add samples of the measurement."""
+        for name, value in samples.values.items():
+            self._add(samples.rank, name, samples.units[name], samples.step, samples.at, value)
+
+    def follow(self, pids: Sequence[int]) -> None:
+        """Read the usage of each of these processes, by rank, where the meter reads processes."""
+        if isinstance(self._meter, PointUsage):
+            self._read_meter()
+            self._meter.follow(pids)
+
+    def due(self) -> Series | None:
+        """The samples since the last piece, once that is long enough ago; None until then, or without samples."""
+        clock = time.monotonic()
+        if clock - self._read >= interval(clock - self._begun):
+            self._read = clock
+            self._read_meter()
+        if clock - self._passed_on < max(LEAST_PIECE_S, (clock - self._begun) / _MOST_PIECES):
+            return None
+        self._passed_on = clock
+        return self._pass_on()
+
+    def rest(self) -> Series | None:
+        """The last samples, of the attempt's end."""
+        self._read_meter()
+        return self._pass_on()
+
+    def _read_meter(self) -> None:
+        for reading in self._meter.readings():
+            for quantity, value in reading.values.items():
+                self._add(reading.rank, quantity.name, quantity.unit, reading.number, reading.at, value)
+
+    def _add(self, rank: int, name: str, unit: str, step: int, at: float, value: float) -> None:
+        piece = self._pieces.setdefault((rank, name), _Piece(unit))
+        piece.steps.append(step)
+        piece.times.append(round(at, 3))
+        piece.values.append(value)
+
+    def _pass_on(self) -> Series | None:
+        pieces, self._pieces = self._pieces, {}
+        records = tuple(
+            SeriesRecord(
+                run_id=self._assignment.run_id,
+                point_id=self._assignment.point_id,
+                attempt=self._assignment.attempt,
+                rank=rank,
+                name=name,
+                unit=piece.unit,
+                steps=tuple(piece.steps),
+                times=tuple(piece.times),
+                values=tuple(piece.values),
+            )
+            for (rank, name), piece in pieces.items()
+        )
+        return Series(records) if records else None
+
+
+class Pace:
+    """Progress of a point, and its steps per wall-clock second, interruptions included.
+
+    A phase without a total that interrupts one with a total (a checkpoint) reports that one's progress, once that was
+    seen to go on.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _Count] = {}  # by phase, the latest last
+        self._interrupted = ""
+        self._interrupting: set[str] = set()
+
+    def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
+        """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.
+
+        Returns steps done and in all, and steps a second; None where that is unknown.
+        """
+        clock = time.monotonic()
+        if not total and phase in self._interrupting:
+            count = self._counts[self._interrupted]
+            return count.done, count.total, count.rate(clock)
+        since = itertools.dropwhile(lambda other: other != phase, list(self._counts))
+        others = {other for other in since if not self._counts[other].total}
+        count = self._counts.pop(phase, None)
+        if count is None or done < count.done:  # it begins, or anew
+            count = _Count(clock)
+            self._interrupting = set() if phase == self._interrupted else self._interrupting
+        elif total and done > count.done and others:
+            self._interrupted, self._interrupting = phase, self._interrupting | others
+        self._counts[phase] = count
+        if len(self._counts) > _MOST_PHASES:  # of a kind that names each step
+            del self._counts[next(iter(self._counts))]
+            self._interrupting &= self._counts.keys() if self._interrupted in self._counts else set()
+        count.note(clock, done, total)
+        return done, total, count.rate(clock)
+
+
+class _Count:
+    """Steps of a phase over the last minute, or the later half of the phase if that is longer.
+
+    The first steps seen count until there are others: they include compilation.
+    """
+
+    def __init__(self, clock: float) -> None:
+        self.done = self.total = 0
+        self._begun = clock
+        self._first: tuple[float, int] | None = None  # where the first steps began, once they have been seen
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def note(self, clock: float, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        if self._first is None and self._seen and done > self._seen[0][1]:
+            self._first = self._seen[0]
+            self._seen.clear()
+        window = max(_PACE_WINDOW_S, (clock - self._begun) / 2)
+        if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S * window / _PACE_WINDOW_S:
+            self._seen.append((clock, done))
+        while len(self._seen) > 2 and clock - self._seen[0][0] > window:
+            self._seen.popleft()
+
+    def rate(self, clock: float) -> float | None:
+        """Steps a second until now; None where it is unknown."""
+        begun, first = self._first if self._first is not None and len(self._seen) == 1 else self._seen[0]
+        seconds, steps = clock - begun, self.done - first
+        return steps / seconds if steps and seconds >= _PACE_STEP_S else None

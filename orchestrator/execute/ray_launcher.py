@@ -1,0 +1,411 @@
+"""Ranks of a point as workers of Ray Train, on one node of the cluster or several, from the point's process.
+
+That process is a Ray driver of its own: what it started on the cluster ends with it, however it ends. Restarts are the
+job's, not Ray Train's, which would also repeat a training that diverged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeVar
+
+from jobs.hardware.gpu_samples import Sample, bounded
+from jobs.hardware.telemetry import summarise_samples
+from jobs.process import post_mortem
+from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
+from jobs.process.reporter import interval
+from jobs.schema.launcher import Rank, RanksEnded
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.point import Measurement
+from jobs.training.rank import TIMEOUT, missing_variables
+from orchestrator.execute.mailbox import Mailbox
+from orchestrator.execute.ray_rank import NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
+
+T = TypeVar("T")
+
+ANSWER_S = 15.0
+"""Seconds that a node has to answer, or Ray to say that it is gone."""
+
+EXPLAIN_S = post_mortem.STACKS_S + 5.0
+"""Seconds that nodes have to explain their ranks: to read stacks, with Ray's way there and back."""
+
+_POLL_S = 0.2
+_WAITING_S = 1.0
+_REASON = 400  # characters
+_STARTS = 3  # tries to start the ranks; a node may go away meanwhile
+_LOG = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}  # what ranks print is kept as a file, all of it
+_TRAIN = {  # of Ray Train, read by this process and its controller
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a spec are relative to the job's upload
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(7 * 24 * 3600),  # the ranks may wait long for room
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",  # a rank that waits for a dead one does not answer
+}
+
+
+class RayLauncher:
+    """As jobs.schema.launcher.Launcher.
+
+    Args:
+        cluster: the cluster, and the resources of each rank.
+        send: sends the point's environment, from its first rank, and samples of the ranks' hardware.
+    """
+
+    name = "ray-train"
+
+    def __init__(self, command: MeasurePoint, cluster: Cluster, send: Callable[[Environment | Samples], None]) -> None:
+        self.watches = RankWatches(send)
+        self._command = command
+        self._cluster = cluster
+        self._send = send
+
+    def run(
+        self,
+        ranks: int,
+        device: str,
+        main: Callable[[Rank], T],
+        note: Callable[[Any], None],
+        tell: Callable[[str], None],
+        stop: threading.Event,
+    ) -> list[T]:
+        """As jobs.schema.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
+
+        Raises:
+            RuntimeError: Ray Train could not start the ranks, or failed itself.
+        """
+        with driver(self._cluster, stop):
+            import ray
+
+            mailbox = actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
+            command, progress = self._command, RankProgress(ranks, note)
+            work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
+            fit = _Fit(ranks, work, self._cluster)
+            fit.start()
+            try:
+                self._follow(fit, progress, mailbox, stop, tell)
+            finally:
+                silent = self.watches.end()
+            if len(progress.results) == ranks:
+                return [progress.results[number] for number in range(ranks)]
+            raise end_of_ranks(fit.error, progress, _lost(silent))
+
+    def with_gpu_metrics(self, measurement: Measurement) -> Measurement:
+        """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
+        if not self.watches.samples:
+            return measurement
+        summary = summarise_samples(self.watches.samples)
+        names = {metric.name for metric in measurement.metrics}
+        added = tuple(metric for metric in summary.metrics if metric.name not in names)
+        files = {**measurement.files, "telemetry.txt": summary.text}
+        return replace(measurement, metrics=measurement.metrics + added, files=files)
+
+    def explain(self) -> dict[str, str]:
+        """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
+        return self.watches.explain()
+
+    def _follow(
+        self,
+        fit: _Fit,
+        progress: RankProgress,
+        mailbox: Any,
+        stop: threading.Event,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Receive the ranks' messages until Ray Train has ended; pass the stop request on. Raises RanksEnded."""
+        import ray
+        from ray.exceptions import RayError
+
+        asked, looked = False, 0.0
+        running = True
+        while running:
+            running = fit.is_alive()  # asked before reading: the last messages are read, too
+            try:
+                messages = ray.get(mailbox.receive.remote(_POLL_S if running else 0.0))
+            except RayError as err:  # with its actor the messages are lost, not the training
+                died = dict.fromkeys(progress.placed, f"lost its mailbox: {_in_words(err)}")
+                raise RanksEnded(died, progress.tails) from None
+            for message in map(pickle.loads, messages):
+                progress.note(message)
+                if isinstance(message, Placed) and message.environment:
+                    self._send(Environment(message.environment))
+            if len(progress.placed) == progress.ranks and not self.watches.actors:
+                self.watches.begin(progress.placed, self._cluster.cpus)
+            self.watches.read()
+            if stop.is_set() and not progress.placed:
+                raise RanksEnded({}, {})
+            if stop.is_set() and not asked:
+                asked = True
+                mailbox.stop.remote()
+            if not progress.placed and time.monotonic() - looked > _WAITING_S:
+                looked = time.monotonic()
+                if _waits_for_room():
+                    tell("room on the cluster")
+
+
+class RankWatches:
+    """Actors that watch the ranks on their nodes, however often these are started.
+
+    Args:
+        send: sends readings of the ranks' hardware, about one a second and then fewer.
+
+    Attributes:
+        actors: handles of NodeWatch, by node, while ranks run.
+        samples: samples of the GPUs of all ranks that have ended, merged if there are many; [] on CPUs.
+    """
+
+    def __init__(self, send: Callable[[Samples], None]) -> None:
+        self.actors: dict[str, Any] = {}
+        self.samples: list[Sample] = []
+        self._send = send
+        self._questions: list[Any] = []  # without an answer yet
+        self._begun: float | None = None  # when ranks were first watched
+        self._read = 0.0
+        self._last = -1  # number of the last reading
+
+    def begin(self, placed: Mapping[int, Placed], cores: float) -> None:
+        """Watch ranks, each of which has a number of processor cores."""
+        nodes: dict[str, list[Placed]] = {}
+        for number in sorted(placed):
+            nodes.setdefault(placed[number].node, []).append(placed[number])
+        self._begun = time.monotonic() if self._begun is None else self._begun
+        self.actors = {node: actor(NodeWatch, node).remote(here, cores, self._last) for node, here in nodes.items()}
+
+    def explain(self) -> dict[str, str]:
+        """As RayLauncher.explain."""
+        files: dict[str, str] = {}
+        questions = {node: watch.explain.remote() for node, watch in self.actors.items()}
+        for answer in answers(questions, EXPLAIN_S).values():
+            files |= answer
+        return files
+
+    def read(self) -> None:
+        """Ask for readings if it is time, and send those that were answered; waits for nothing."""
+        import ray
+        from ray.exceptions import RayError
+
+        clock = time.monotonic()
+        if not self._questions:
+            if self._begun is not None and clock - self._read >= interval(clock - self._begun):
+                self._read = clock
+                self._questions = [watch.readings.remote() for watch in self.actors.values()]
+            return
+        answered, self._questions = ray.wait(self._questions, num_returns=len(self._questions), timeout=0)
+        for answer in answered:
+            with contextlib.suppress(RayError):  # a node went away
+                for reading in ray.get(answer):
+                    self._last = max(self._last, reading.number)
+                    values = {quantity.name: value for quantity, value in reading.values.items()}
+                    units = {quantity.name: quantity.unit for quantity in reading.values}
+                    self._send(Samples(reading.rank, reading.number, reading.at, values, units))
+
+    def end(self) -> set[str]:
+        """Collect the samples of ranks that have ended. Returns the nodes that do not answer."""
+        questions = {node: watch.samples.remote() for node, watch in self.actors.items()}
+        self.actors, self._questions = {}, []
+        answered = answers(questions, ANSWER_S)
+        self.samples = bounded([*self.samples, *chain.from_iterable(answered.values())])
+        return questions.keys() - answered.keys()
+
+
+class RankProgress:
+    """What the ranks have reported: those placed, and by rank results and the ends of tracebacks.
+
+    Args:
+        note: gets all other messages.
+    """
+
+    def __init__(self, ranks: int, note: Callable[[Any], None]) -> None:
+        self.ranks = ranks
+        self.placed: dict[int, Placed] = {}
+        self.results: dict[int, Any] = {}
+        self.tails: dict[int, str] = {}
+        self._pass_on = note
+
+    def note(self, message: Any) -> None:
+        match message:
+            case Placed(rank=number):
+                self.placed[number] = message
+            case Returned(rank=number, result=result):
+                self.results[number] = result
+            case Raised(rank=number, tail=tail):
+                self.tails[number] = tail
+            case _:
+                self._pass_on(message)
+
+    def host(self, number: int) -> str:
+        return self.placed[number].host if number in self.placed else "unknown"
+
+
+class _Fit(threading.Thread):
+    """Ray Train's `fit`, in a thread.
+
+    Attributes:
+        error: the exception that ended it, if any.
+    """
+
+    def __init__(self, ranks: int, work: Work, cluster: Cluster) -> None:
+        super().__init__(name="ray-train", daemon=True)
+        from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        class Trainer(TorchTrainer):
+            """Without two actors, each a process that has to start before the ranks.
+
+            Private in Ray 2.60, which has no setting for it: the cleaner of placement groups outlives a killed driver
+            (Ray removes a driver's groups with it), and the manager of Ray's datasets has none to manage.
+            """
+
+            def _create_default_callbacks(self) -> list[Any]:
+                unused = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+                return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
+
+        self.error: Exception | None = None
+        resources = {"CPU": cluster.cpus, "GPU": cluster.gpus}
+        self._trainer = Trainer(
+            rank_main,
+            train_loop_config={"work": work},
+            torch_config=TorchConfig(
+                backend="nccl" if work.device == "cuda" else "gloo", timeout_s=int(TIMEOUT.total_seconds())
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=ranks,
+                use_gpu=cluster.gpus > 0,
+                resources_per_worker={name: amount for name, amount in resources.items() if amount},
+                accelerator_type=cluster.accelerator_type,
+            ),
+            run_config=RunConfig(
+                name=f"ranks-{uuid.uuid4().hex[:12]}",
+                storage_path=tempfile.gettempdir(),
+                failure_config=FailureConfig(
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=_STARTS - 1
+                ),
+                logging_config=LoggingConfig("ERROR"),
+            ),
+        )
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except Exception as err:
+            self.error = err
+
+
+@contextlib.contextmanager
+def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
+    """Be a driver of the cluster; all that it started there ends with the block.
+
+    Raises:
+        RanksEnded: SIGTERM came while Ray connected; sets `stop`.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    if cluster.address.startswith("127."):  # where Ray itself takes loopback for the address that others reach
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.pop("RAY_JOB_ID", None)  # of the supervising task
+    os.environ.update(_TRAIN | _LOG)
+    import ray
+
+    env = dict(cluster.runtime_env)
+    # Ray's variables hide a node's own, which this process has.
+    env["env_vars"] = {**missing_variables(), **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
+    try:
+        try:
+            ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
+        except SystemExit:  # of Ray's own handler
+            stop.set()
+            raise RanksEnded({}, {}) from None
+        if main:
+            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
+        yield
+    finally:
+        ray.shutdown()
+        if main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collection[str] = ()) -> Exception:
+    """The exception for ranks that did not all return a result.
+
+    Args:
+        lost: nodes that have left the cluster. Where a rank elsewhere has raised first, because its connection to them
+            was closed, Ray Train says nothing of their ranks.
+    """
+    from ray.train import ControllerError, WorkerGroupError
+
+    if isinstance(error, ControllerError):
+        return RuntimeError(f"Ray Train could not start the ranks: {_in_words(error.controller_failure)}")
+    if not isinstance(error, WorkerGroupError):
+        return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
+    died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
+    texts = {number: f"died on node {progress.host(number)}: {_in_words(err)}" for number, err in died.items()}
+    for number, placed in progress.placed.items():
+        if placed.node in lost and number not in progress.tails | texts:
+            texts[number] = f"was lost with node {placed.host}"
+    out_of_memory = [number for number, err in died.items() if "running low on memory" in str(err)]
+    return RanksEnded(texts, progress.tails, out_of_memory)
+
+
+def actor(cls: type, node: str) -> Any:
+    """Ray's class of an actor on a node, which uses none of its resources."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote(num_cpus=0)(cls)
+    return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+
+
+def answers(questions: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The answers of actors by node; without those that do not answer in time."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not questions:
+        return {}
+    answered: dict[str, Any] = {}
+    in_time = set(ray.wait([*questions.values()], num_returns=len(questions), timeout=timeout)[0])
+    for node, question in questions.items():
+        with contextlib.suppress(RayError):
+            if question in in_time:
+                answered[node] = ray.get(question)
+    return answered
+
+
+def _lost(silent: Collection[str]) -> set[str]:
+    """The nodes that have left the cluster, of those that are silent; it takes some time until Ray says so."""
+    import ray
+
+    deadline = time.monotonic() + ANSWER_S * bool(silent)
+    while True:
+        living = {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+        if time.monotonic() >= deadline or living.isdisjoint(silent):
+            return set(silent) - living
+        time.sleep(_POLL_S)
+
+
+def _waits_for_room() -> bool:
+    """Whether a placement group of this driver, whose number ends the group's id, waits for resources."""
+    import ray
+    from ray.util import placement_group_table
+
+    job = ray.get_runtime_context().get_job_id()
+    groups: Mapping[str, Mapping[str, Any]] = placement_group_table()
+    return any(group["state"] == "PENDING" for name, group in groups.items() if name.endswith(job))
+
+
+def _in_words(err: BaseException) -> str:
+    """The message of an exception, shortened, on one line; without one its class."""
+    inner = getattr(err, "health_check_failure", err)  # Ray Train wraps the death of a worker
+    return in_a_line(inner, _REASON) or type(inner).__name__

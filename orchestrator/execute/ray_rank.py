@@ -1,0 +1,226 @@
+"""What runs on the nodes of a point with several ranks: the ranks, and an actor that watches those of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import shutil
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs.hardware import nvml
+from jobs.hardware.gpu_samples import Sample
+from jobs.hardware.process_usage import ProcessUsage, descent
+from jobs.hardware.telemetry import Telemetry, stop_all
+from jobs.process import post_mortem, stacks, temporary
+from jobs.process.memory_limit import memory_limit
+from jobs.process.messages import RankFailure
+from jobs.schema.launcher import Rank
+from jobs.schema.point import Device, Reading
+from orchestrator.execute.gpu_release import card_name
+from orchestrator.execute.point import describe
+
+_TAIL = 40  # lines of a failed rank's traceback
+_SEND_S = 0.2
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a rank runs, its first message.
+
+    Attributes:
+        node: Ray's id of its node; `host` is the node's name.
+        gpu: NVML's id of its GPU; None on a CPU.
+        folder: as jobs.schema.launcher.Rank.
+        environment: of the point, from its first rank; {} of the others.
+    """
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    gpu: str | None
+    folder: str
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The result of a rank."""
+
+    rank: int
+    result: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception ended a rank; `tail` is the end of its traceback."""
+
+    rank: int
+    tail: str
+
+
+class RankRaised(RuntimeError):  # noqa: N818  (an event)
+    """The exception of a rank, as text: its own class may not survive the way to another process."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of each rank.
+
+    Attributes:
+        main: as jobs.schema.launcher.Launcher.run.
+        mailbox: handle of the orchestrator.execute.mailbox.Mailbox.
+        memory_bytes: as jobs.process.memory_limit.
+        card: name of the GPU that the point is planned for; None: any.
+        settings: environment variables whose effective values the point's environment shows.
+    """
+
+    main: Callable[[Rank], Any]
+    mailbox: Any
+    device: Device
+    memory_bytes: int | None
+    card: str | None
+    settings: Sequence[str]
+
+
+class NodeWatch:
+    """Actor on a node with ranks: samples them from outside, and looks at their stacks.
+
+    Args:
+        ranks: the ranks of this node.
+        cores: processor cores of each.
+        after: number of the last reading of the ranks that were started before.
+    """
+
+    def __init__(self, ranks: Sequence[Placed], cores: float, after: int) -> None:
+        self._ranks = ranks
+        self._after = after
+        self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
+        self._usage = {p.rank: ProcessUsage(descent(p.pid), cores) for p in ranks if p.gpu is None}
+        for telemetry in self._gpus.values():
+            telemetry.start()
+
+    def readings(self) -> list[Reading]:
+        """Readings of each rank's GPU, or on a CPU of its processes, since the last call."""
+        return [
+            replace(reading, rank=rank, number=self._after + 1 + reading.number)
+            for rank, meter in {**self._gpus, **self._usage}.items()
+            for reading in meter.readings()
+        ]
+
+    def samples(self) -> list[Sample]:
+        """All samples of the GPUs, which are named by host and NVML's id. Ends the sampling."""
+        stop_all([*self._gpus.values()])
+        samples = [sample for telemetry in self._gpus.values() for sample in telemetry.samples]
+        return [replace(sample, gpu=f"{socket.gethostname()}:{sample.gpu}") for sample in samples]
+
+    def explain(self) -> dict[str, str]:
+        """Stacks of the ranks, and what they have written themselves: text by file name."""
+        files: dict[str, str] = {}
+        living: list[tuple[Placed, psutil.Process]] = []
+        for placed in self._ranks:
+            for path in Path(placed.folder).glob("*.json"):
+                files[path.name] = path.read_text(errors="replace")
+            shutil.rmtree(placed.folder, ignore_errors=True)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                living.append((placed, psutil.Process(placed.pid)))
+        processes = [process for _, process in living]
+        post_mortem.request_stacks(processes)  # to their stderr, which Ray sends to the point's process
+        for (placed, _), text in zip(living, post_mortem.dumps(processes), strict=True):
+            files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{text}"
+        return files
+
+
+def rank_main(settings: Mapping[str, Work]) -> None:
+    """Do `settings["work"]` as the rank that Ray Train made of this process. Raises RankRaised."""
+    import ray
+    import ray.train
+
+    work = settings["work"]
+    number = ray.train.get_context().get_world_rank()
+    stop = threading.Event()
+    post = Post(work.mailbox, stop)
+    stacks.offer()
+    try:
+        device, gpu = _device(work.device)
+        with temporary.Folder(temporary.RANK) as folder:
+            node = ray.get_runtime_context().get_node_id()
+            environment = describe(device, work.settings) if number == 0 else {}
+            post(Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(folder), environment))
+            card = None if gpu is None or work.card is None else card_name(gpu)
+            if card not in (work.card, None):
+                fix = "name one type in resources.accelerator_type"
+                raise RuntimeError(f"planned for {work.card}, node {socket.gethostname()} has {card}; {fix}")
+            with memory_limit(work.device, work.memory_bytes):
+                result = work.main(Rank(number, device, post, stop, folder))
+        post(Returned(number, result))
+    except BaseException as err:
+        post(RankFailure.of(number, err))
+        post(Raised(number, "\n".join(traceback.format_exc().splitlines()[-_TAIL:])))
+        raise RankRaised(f"{type(err).__name__}: {err}") from None
+    finally:
+        post.close()
+
+
+class Post:
+    """Sends messages to the mailbox, in order and in the background; learns there whether the ranks are to end."""
+
+    def __init__(self, mailbox: Any, stop: threading.Event) -> None:
+        self._mailbox = mailbox
+        self._stop = stop
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
+        self._thread.start()
+
+    def __call__(self, message: Any) -> None:
+        self._queue.put(pickle.dumps(message))
+
+    def close(self) -> None:
+        """Send what is queued, and end the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        messages: list[bytes] = []
+        while True:
+            last = self._closing.wait(_SEND_S)
+            messages += [self._queue.get() for _ in range(self._queue.qsize())]
+            try:
+                if ray.get(self._mailbox.post.remote(messages)):
+                    self._stop.set()
+            except ActorUnavailableError:  # a fault of the network, which may pass
+                time.sleep(_SEND_S)
+                continue
+            except RayError:  # the point's process is gone, and Ray ends this one
+                return
+            messages = []
+            if last:
+                return
+
+
+def _device(kind: Device) -> tuple[str, str | None]:
+    """PyTorch's name of the rank's device, and NVML's id of its GPU."""
+    import ray.train.torch
+    import torch
+
+    if kind == "cpu":
+        return "cpu", None
+    device = ray.train.torch.get_device()
+    assert isinstance(device, torch.device)
+    torch.cuda.set_device(device)
+    return str(device), nvml.visible_gpus()[torch.cuda.current_device()]

@@ -1,0 +1,162 @@
+"""Check of a node before anything is measured: interpreters, files, and the effects of environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs.hardware import variables
+from jobs.process.messages import Probe, ProbedMachine
+from jobs.schema.point import Machine
+from jobs.specs.environments import env_text
+from orchestrator.execute.supervisor import ProbeError, probe
+from orchestrator.messages import Requirements
+
+_NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
+_LACKS = re.compile(r"No module named '([^'.]+)")
+
+
+def missing(required: Requirements) -> list[str]:
+    """Mistakes in the spec's paths and interpreters as this node has them: field, value, mistake, fix."""
+    node, mistakes = socket.gethostname(), []
+    for name, text in required.paths.items():
+        if (problem := _unreadable(Path(text))) is not None:
+            fix = "put it there, or give a path that every node has"
+            mistakes.append(f"{name}: {text!r}: {problem} on node {node}; {fix}")
+    for python in filter(None, required.pythons):
+        if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+            problem = "is not a program that may be run" if os.path.exists(python) else "does not exist"
+            fix = "make the environment there, or give an interpreter that every node has"
+            mistakes.append(f"python: {python!r}: {problem} on node {node}; {fix}")
+    return mistakes
+
+
+def lacking(required: Requirements) -> list[str]:
+    """Mistakes as `missing` reports them, and interpreters that are here but cannot measure; starts a process each."""
+    mistakes = missing(required)
+    for python in filter(None, () if mistakes else required.pythons):
+        try:
+            _Interpreter(required, "cpu", "", python).check({})
+        except ProbeError as err:
+            mistakes.append(str(err))
+    return mistakes
+
+
+def check(required: Requirements, gpus: str | None = None) -> dict[str | None, Machine]:
+    """The machine as each interpreter of the spec sees it, once all of the spec's environments have an effect.
+
+    Args:
+        gpus: the processes' CUDA_VISIBLE_DEVICES; None keeps this process's.
+
+    Raises:
+        ProbeError: one line for each mistake: field, value, mistake, fix.
+    """
+    mistakes = missing(required)
+    machines: dict[str | None, Machine] = {}
+    device = required.device
+    for python in () if mistakes else required.pythons:
+        interpreter = _Interpreter(required, device, gpus, python)
+        try:
+            for env in required.envs:
+                interpreter.check(env)
+        except ProbeError as err:
+            mistakes.append(str(err))
+            continue
+        mistakes += interpreter.mistakes
+        assert interpreter.machine is not None
+        machines[python] = interpreter.machine
+        device = interpreter.machine.device  # all points of a run use the same
+    if mistakes:
+        raise ProbeError("\n".join(dict.fromkeys(mistakes)))
+    return machines
+
+
+@dataclass
+class _Interpreter:
+    """The checks under one interpreter; a process for each environment."""
+
+    required: Requirements
+    device: str
+    gpus: str | None
+    python: str | None
+    machine: Machine | None = None
+    mistakes: list[str] = field(default_factory=list)
+    _refused: dict[str, str | None] = field(default_factory=dict)  # reasons, by variable; the search for one is long
+    _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
+
+    def check(self, env: Mapping[str, str]) -> None:
+        """Note the machine, and the mistakes of the environment. Raises ProbeError if no point can run here at all."""
+        names = tuple(name for name in env if name not in self._refused or variables.comparable(name))
+        try:
+            answer = self._probe(env, names)
+        except ProbeError as err:
+            if not env:
+                raise ProbeError(self._explained(str(err))) from None
+            if self.machine is None:
+                self._must_answer({}, ())  # else it is not the environment's fault
+            (name, value), *others = env.items()
+            name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
+            self.mistakes.append(f"{name}: {value!r}: a process with it fails on {self._where()} ({err}); mend it")
+            return
+        self._refused |= {name: answer.refused.get(name) for name in names}
+        for name, value in env.items():
+            if (reason := self._refused[name] or self._ineffective(name, env, answer)) is not None:
+                self.mistakes.append(f"env.{name}: {value!r}: has no effect on {self._where()}: {reason}; remove it")
+
+    def _ineffective(self, name: str, env: Mapping[str, str], answer: ProbedMachine) -> str | None:
+        if not variables.comparable(name):
+            return None
+        others = {other: value for other, value in env.items() if other != name}
+        key = (name, env_text(others))
+        if key not in self._without:
+            self._without[key] = self._must_answer({**others, name: None}, (name,)).settings[name]
+        if answer.settings[name] != self._without[key]:
+            return None
+        return f"without it, {self._without[key]} is in effect as well"
+
+    def _must_answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
+        try:
+            return self._probe(env, names)
+        except ProbeError as err:
+            raise ProbeError(self._explained(str(err))) from None
+
+    def _probe(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
+        """The answer of a process with this environment. Raises ProbeError with the bare reason."""
+        kind = self.required.kind if self.python is not None or self.required.versioned else None
+        command = Probe(self.device, kind, names, self.required.gpus)
+        try:
+            answer = probe(command, self.gpus, env=env, python=self.python)
+        except (ProbeError, OSError) as err:
+            raise ProbeError(str(err).strip().splitlines()[-1]) from None
+        self.machine = self.machine or answer.machine
+        return answer
+
+    def _explained(self, reason: str) -> str:
+        """A failure of a process as a line: the field, the value, the mistake, and the fix."""
+        node = socket.gethostname()
+        if self.python is None and _NAMED.match(reason):
+            return reason
+        if self.python is None:
+            fix = "see what ends processes there (memory, a driver), then submit again"
+            return f"device: {self.device!r}: cannot be looked at on node {node}: {reason}; {fix}"
+        if lacks := _LACKS.search(reason):
+            fix = f"install it with {self.python} -m pip install, or nsa-bench with all that it needs"
+            return f"python: {self.python!r}: lacks the package {lacks[1]} on node {node}; {fix}"
+        reason, fix = reason.removeprefix("device: "), "give one of Python 3.11 or newer with the packages of nsa-bench"
+        return f"python: {self.python!r}: cannot measure points on node {node} ({reason}); {fix}"
+
+    def _where(self) -> str:
+        node = f"node {socket.gethostname()}"
+        return node if self.python is None else f"{node} under {self.python}"
+
+
+def _unreadable(path: Path) -> str | None:
+    if not os.path.exists(path):  # Path.exists raises below a folder that may not be searched
+        return "does not exist"
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        return "may not be read"
+    return "is an empty folder" if path.is_dir() and next(os.scandir(path), None) is None else None

@@ -1,0 +1,145 @@
+"""Limits of a process's memory, its failures, and its end with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs.process.child import Child
+from jobs.process.exhaustion import ran_out_of_memory
+from jobs.process.worker import failure
+from jobs.schema.states import PointState
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def python(code: str) -> str:
+    """The output of a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_memory_limit_counts_from_the_start_and_ends_with_the_block() -> None:
+    output = python(
+        """
+        from jobs.process.memory_limit import memory_limit
+        before = bytearray(300 << 20)                      # in use before: does not count
+        with memory_limit("cpu", 200 << 20):
+            within = bytearray(100 << 20)
+            try:
+                beyond = bytearray(150 << 20)
+            except MemoryError:
+                print("refused")
+        after = bytearray(400 << 20)
+        print("free again")
+        """
+    )
+    assert output.split("\n")[:2] == ["refused", "free again"]
+
+
+def test_a_tensor_beyond_the_memory_limit_is_oom() -> None:
+    output = python(
+        """
+        import torch
+        from jobs.process.memory_limit import memory_limit
+        from jobs.process.worker import failure
+        try:
+            with memory_limit("cpu", 200 << 20):
+                torch.ones(100 << 20)
+        except RuntimeError as err:
+            print(failure(err).state)
+        """
+    )
+    assert output.strip() == "oom"
+
+
+def test_out_of_memory_errors_are_recognised() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch's."""
+
+    def raised_from(cause: Exception) -> Exception:
+        err = ValueError("while measuring")
+        err.__cause__ = cause
+        return err
+
+    assert ran_out_of_memory(MemoryError())
+    assert ran_out_of_memory(OutOfMemoryError("CUDA out of memory"))
+    assert ran_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ..."))
+    assert ran_out_of_memory(raised_from(MemoryError()))
+    assert not ran_out_of_memory(RuntimeError("shapes do not match"))
+    assert not ran_out_of_memory(raised_from(KeyError("x")))
+    assert not ran_out_of_memory(ValueError("CUDA out of memory")), "the text alone does not decide"
+
+
+@pytest.mark.parametrize("text", ["return 5", "raise ZeroDivisionError"])
+def test_an_exception_without_a_text_is_a_failure(text: str) -> None:
+    namespace: dict[str, type[Exception]] = {}
+    exec(f"class Odd(Exception):\n  def __str__(self): {text}", namespace)
+    failed = failure(namespace["Odd"]())
+    assert (failed.state, failed.reason) == (PointState.ERROR, "Odd")
+    assert "Odd" in Path(failed.files[0].path).read_text()
+
+
+def test_an_exception_with_a_text_that_is_no_unicode_is_readable() -> None:
+    failed = failure(ValueError("caf\udcff"))
+    assert failed.reason == r"ValueError: caf\udcff"
+    assert r"caf?" in Path(failed.files[0].path).read_text()
+
+
+FAMILY = """
+    import os, subprocess, time
+    def run(config, beat):
+        other = subprocess.Popen(["sleep", "600"])
+        beat(str(other.pid))
+        time.sleep(600)
+"""
+PARENT = """
+    import time
+    from jobs.process.child import Child
+    from jobs.process.messages import Beat, CallFunction
+    child = Child("jobs.process.trial:answer")
+    child.send(CallFunction("family:run", {}))
+    while not (beats := [event for event in child.events(0.2) if isinstance(event, Beat)]): pass
+    print(child.pid, beats[0].phase, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["running", "unable to act", "killed with it"])
+def test_a_process_and_its_group_do_not_outlive_its_parent(how: str, tmp_path: Path) -> None:
+    (tmp_path / "family.py").write_text(textwrap.dedent(FAMILY))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT)],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child, grandchild = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+    if how == "killed with it":  # as Ray ends its worker whose node is lost: the children, but not what they started
+        child.kill()
+    if how == "unable to act":  # as if stuck in a driver call
+        child.send_signal(signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs([child, grandchild], timeout=10)[1] == []
+
+
+def test_a_variable_can_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "inherited")
+    child = Child("jobs.process.trial:answer", env={"TORCH_LOGS": None, "TRITON_DEBUG": "1"})
+    try:
+        content = Path(f"/proc/{child.pid}/environ").read_bytes()
+        assert b"TRITON_DEBUG=1" in content
+        assert b"TORCH_LOGS" not in content
+    finally:
+        child.discard()

@@ -1,0 +1,230 @@
+"""Points under environment variables and interpreters of their own, in real child processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from other_interpreters import make_interpreter
+from quick_driver import MACHINE
+from supervised import Ended, supervised
+
+from jobs.process.messages import ProbedMachine
+from jobs.schema.point import Point
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
+from orchestrator.execute import gpu_release, requirements
+from orchestrator.execute.supervisor import ProbeError
+from orchestrator.messages import Conditions, Requirements
+
+KINDS = Path(__file__).parents[1] / "kinds"
+WARM = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=30, point_s=60), warm=True)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another interpreter with this one's packages, and the tests' kinds as installed ones."""
+    return make_interpreter(
+        tmp_path_factory.mktemp("other"), *(path for path in sys.path if path.endswith("site-packages")), KINDS
+    )
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter without packages."""
+    return make_interpreter(tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Callable[..., list[Ended]]:
+    """Supervises points and returns their ends."""
+
+    def run(points: Sequence[Point], conditions: Conditions = WARM, **options: str) -> list[Ended]:
+        updates = supervised(points, conditions, tmp_path / "store", **options)
+        return [update for update in updates if isinstance(update, Ended)]
+
+    return run
+
+
+def wants(**changes: object) -> Requirements:
+    return replace(Requirements("cpu", "drill", ({},), (None,), {}, None), **changes)
+
+
+def test_a_warm_child_is_replaced_when_the_environment_or_interpreter_changes(
+    snippet_kind, measured, other: str
+) -> None:
+    point = snippet_kind.point("print(sys.executable)")
+    under = [point, replace(point, env={"TORCH_LOGS": "a"}), replace(point, env={"TORCH_LOGS": "b"})]
+    points = [*under, replace(under[2], python=other)]
+    ends = measured([each for point in points for each in (point, point)], replace(WARM, settings=("TORCH_LOGS",)))
+    assert [end.outcome.state for end in ends] == [PointState.OK] * 8
+    pids = [end.outcome.environment["pid"] for end in ends]
+    assert pids[::2] == pids[1::2]
+    assert len(set(pids)) == 4
+    effective = [end.outcome.environment["settings"] for end in ends[::2]]
+    assert effective == [{"TORCH_LOGS": value} for value in ("unset", "a", "b", "b")]
+    assert [str(end.files["stdout.txt"]).strip() for end in ends[::2]] == [*[sys.executable] * 3, other]
+
+
+def test_three_settings_of_one_variable_have_three_effective_values(snippet_kind, measured) -> None:
+    envs = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        envs.append({"ATEN_CPU_CAPABILITY": "avx2"})
+    requirements.check(wants(envs=envs))
+    points = [replace(snippet_kind.point("pass"), env=env) for env in envs]
+    ends = measured(points, replace(WARM, settings=("ATEN_CPU_CAPABILITY",)))
+    effective = [end.outcome.environment["settings"]["ATEN_CPU_CAPABILITY"] for end in ends]
+    assert effective == [torch.backends.cpu.get_cpu_capability(), "DEFAULT", "AVX2"][: len(envs)]
+
+
+FOREIGN = """
+import jobs, orchestrator, numpy
+from pathlib import Path
+beat('on')
+assert 'poison' not in os.environ['PYTHONPATH'], os.environ['PYTHONPATH']
+[folder] = os.environ['PYTHONPATH'].split(os.pathsep)
+assert sorted(os.listdir(folder)) == ['jobs', 'nsa_core', 'orchestrator']
+assert Path(orchestrator.__file__).parent.parent == Path(folder)
+print(Path(orchestrator.__file__).resolve().parent.parent)
+import time
+def stuck_here(): time.sleep(60)
+if not os.environ.get('TORCH_LOGS'): stuck_here()
+"""
+
+
+def test_another_interpreter_gets_our_sources_and_nothing_of_this_ones_search_path(
+    snippet_kind, measured, other: str, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/poison")
+    monkeypatch.setenv("PYTHONHOME", "/poison")
+    hasty = replace(WARM, deadlines=Deadlines(startup_s=60, heartbeat_s=2, point_s=60))
+    point = replace(snippet_kind.point(FOREIGN), python=other)
+    good, stuck = measured([replace(point, env={"TORCH_LOGS": "x"}), point], hasty)
+    assert good.outcome.state is PointState.OK, good.files
+    assert str(good.files["stdout.txt"]).strip() == str(Path(requirements.__file__).resolve().parents[2])
+    assert stuck.outcome.state is PointState.HANG, stuck.outcome.reason
+    assert "stuck_here" in stuck.files["stacks.txt"]
+
+
+def test_an_interpreter_that_cannot_start_costs_its_point_only(snippet_kind, measured, tmp_path: Path) -> None:
+    point = snippet_kind.point("pass")
+    bad, good = (end.outcome for end in measured([replace(point, python=str(tmp_path / "no")), point]))
+    assert (bad.state, good.state) == (PointState.ERROR, PointState.OK)
+    assert str(bad.reason).startswith(f"python: '{tmp_path}/no': cannot be started (")
+
+
+def test_settings_without_effect_are_refused_by_name() -> None:
+    default = torch.backends.cpu.get_cpu_capability().lower()
+    env = {"ATEN_CPU_CAPABILITY": default, "ATEN_CPU_CAPABILTY": "avx2", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    with pytest.raises(ProbeError) as caught:
+        requirements.check(wants(envs=[env]))
+    same, misspelt, allocator = str(caught.value).splitlines()
+    assert same.startswith(f"env.ATEN_CPU_CAPABILITY: {default!r}: has no effect on node ")
+    assert same.endswith(f": without it, {default.upper()} is in effect as well; remove it")
+    assert misspelt.startswith("env.ATEN_CPU_CAPABILTY: 'avx2': has no effect on node ")
+    assert "nothing in the installed PyTorch, Triton and NVIDIA libraries reads a variable" in misspelt
+    assert "it concerns GPUs, and the points run on the CPU; remove it" in allocator
+
+
+def test_a_value_that_pytorch_rejects_is_named() -> None:
+    with pytest.raises(ProbeError) as caught:
+        requirements.check(wants(envs=[{}, {"TORCH_LOGS": "no-such-log"}]))
+    assert re.fullmatch(
+        r"env\.TORCH_LOGS: 'no-such-log': a process with it fails on node \S+ \(.+\); mend it", str(caught.value)
+    )
+
+
+def test_each_interpreter_describes_the_machine_with_its_own_packages(other: str) -> None:
+    machines = requirements.check(wants(pythons=(None, other), device="auto"))
+    assert list(machines) == [None, other]
+    assert machines[None].fingerprint == machines[other].fingerprint
+    assert machines[None].device == machines[other].device
+
+
+def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: str) -> None:
+    with pytest.raises(
+        ProbeError, match=rf"^python: '{bare}': lacks the package \w+ on node .*; install it with {bare}"
+    ):
+        requirements.check(wants(pythons=(bare,)))
+
+
+def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
+    [line] = requirements.lacking(wants(pythons=(None, bare)))
+    assert line.startswith(f"python: {bare!r}: lacks the package ")
+    assert requirements.lacking(wants(pythons=(None,))) == []
+
+
+def test_the_long_search_for_a_variable_is_made_once(monkeypatch) -> None:
+    asked = []
+
+    def noted(wanted, *args, env, **options):
+        asked.append(wanted.settings)
+        return ProbedMachine(MACHINE, {name: env[name] for name in wanted.settings})
+
+    monkeypatch.setattr(requirements, "probe", noted)
+    requirements.check(wants(envs=[{"MALLOC_ARENA_MAX": value} for value in "12"]))
+    assert asked == [("MALLOC_ARENA_MAX",), ()]
+
+
+def test_an_interpreter_that_answered_is_not_asked_again_whose_fault_it_is(monkeypatch) -> None:
+    asked = []
+
+    def noted(wanted, *args, env, **options):
+        asked.append(dict(env))
+        if env:
+            raise ProbeError("killed by SIGABRT")
+        return ProbedMachine(MACHINE)
+
+    monkeypatch.setattr(requirements, "probe", noted)
+    for envs in ([{}, {"TORCH_LOGS": "x"}], [{"TORCH_LOGS": "x"}, {}]):
+        with pytest.raises(ProbeError, match=r"^env\.TORCH_LOGS: 'x': a process with it fails on node .*SIGABRT"):
+            requirements.check(wants(envs=envs))
+    assert asked == [{}, {"TORCH_LOGS": "x"}, {"TORCH_LOGS": "x"}, {}, {}]
+
+
+def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:
+    def killed(*args, **options):
+        raise ProbeError("killed by SIGKILL")
+
+    monkeypatch.setattr(requirements, "probe", killed)
+    with pytest.raises(
+        ProbeError, match=r"^device: 'cpu': cannot be looked at on node \S+: killed by SIGKILL; .*again"
+    ):
+        requirements.check(wants(pythons=(None,)))
+
+
+def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here/in", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "text").touch()
+    pythons = (None, "/no/python", str(tmp_path / "text"), str(tmp_path))
+    paths = {"data.path": "here", "data.other": "/no/data", "data.more": "empty"}
+    lines = requirements.missing(wants(paths=paths, pythons=pythons))
+    assert [line.partition(" on node ")[0] for line in lines] == [
+        "data.other: '/no/data': does not exist",
+        "data.more: 'empty': is an empty folder",
+        "python: '/no/python': does not exist",
+        f"python: '{tmp_path / 'text'}': is not a program that may be run",
+        f"python: '{tmp_path}': is not a program that may be run",
+    ]
+    with pytest.raises(
+        ProbeError, match=r"^data\.path: 'gone': does not exist on node .*; put it there, or give a path"
+    ):
+        requirements.check(wants(paths={"data.path": "gone"}))
+
+
+def test_a_point_planned_for_another_card_is_not_measured(snippet_kind, measured, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_release.nvml, "describe", lambda gpu: {"name": "NVIDIA A100"})
+    cuda = replace(WARM, device="cuda", card="NVIDIA H200")
+    [end] = measured([snippet_kind.point("pass")], cuda, gpus="0")
+    assert end.outcome.state is PointState.ERROR
+    assert "planned for NVIDIA H200, node " in str(end.outcome.reason)
+    assert "has NVIDIA A100; name one type in resources.accelerator_type" in str(end.outcome.reason)
+    same = replace(cuda, card="NVIDIA A100")
+    assert [end.outcome.state for end in measured([snippet_kind.point("pass")], same, gpus="0")] == [PointState.OK]

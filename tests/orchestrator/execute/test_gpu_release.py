@@ -1,0 +1,138 @@
+"""GPUs that are handed on, where NVML does not answer: a bound, one question at a time, and a stop that ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from waiting import wait_for
+
+from jobs.hardware import nvml, telemetry
+from jobs.specs.spec import Deadlines
+from orchestrator.execute import gpu_release
+from orchestrator.execute.gpu_release import Baseline, card_name, visible
+from orchestrator.execute.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions, Progress, Update
+from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
+
+CUDA = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120), card="NVIDIA H100")
+
+
+class Driver:
+    """A driver of one GPU that is free. NVML answers nothing while it is wedged."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked = 0
+
+    def describe(self, gpu: str) -> dict[str, str]:
+        with self.session():
+            return {"name": "NVIDIA H100"}
+
+    def sampler(self, gpu: str) -> object:
+        raise nvml.NvmlError("takes no samples")
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self.asked += 1
+        if not self.answers.is_set():
+            self.answers.wait(60)
+            raise nvml.NvmlError("was wedged")
+        yield
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
+    monkeypatch.setattr(nvml, "session", made.session)
+    monkeypatch.setattr(nvml, "handle", lambda gpu: gpu)
+    monkeypatch.setattr(nvml, "compute_pids", lambda device: [])
+    monkeypatch.setattr(nvml, "describe", made.describe)
+    monkeypatch.setattr(telemetry, "GpuSampler", made.sampler)
+    monkeypatch.setattr(gpu_release, "_used", lambda gpu: 0)
+    yield made
+    made.answers.set()
+    wait_for(lambda: all(asked.done() for asked in gpu_release._unanswered))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_release, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(gpu_release, "_FREE_WITHIN_S", 1.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -> None:
+    baseline = Baseline.take(["0"])
+    driver.answers.clear()
+    before, begin = driver.asked, time.monotonic()
+    told = baseline.wait_free({7})
+    assert time.monotonic() - begin < 4
+    assert told == "NVML does not answer, and GPU 0 may be in use after 1 s; the next point on it may find less memory"
+    assert driver.asked == before + 1, "each question leaves a thread"
+    driver.answers.set()
+    wait_for(lambda: baseline.wait_free({7}) is None)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_driver_that_is_wedged_before_a_point_is_told_after_it(driver: Driver, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert card_name("0") == "NVIDIA H100"
+    driver.answers.clear()
+    begin = time.monotonic()
+    assert (visible(None), card_name("0")) == ([], None)
+    told = Baseline.take(["0"]).wait_free({7})
+    assert time.monotonic() - begin < 4
+    assert told == "NVML does not answer; whether the point's GPUs are free is not known"
+
+
+def test_points_on_the_cpu_ask_no_driver(driver: Driver) -> None:
+    driver.answers.clear()
+    assert Baseline.take([]).wait_free({7}) is None
+    assert driver.asked == 0
+
+
+RUNS = "import time\nbeat('on')\ntime.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("code", "wedged_at", "answer_s", "stopped_at"),
+    [
+        ("pass", StartRecord, 10.0, StartRecord),
+        (RUNS, StartRecord, 0.3, Progress),
+        ("pass", OutcomeRecord, 10.0, OutcomeRecord),
+    ],
+    ids=["before a point", "while it runs", "after it"],
+)
+def test_a_stop_does_not_wait_for_a_wedged_driver(
+    driver: Driver, snippet_kind, monkeypatch, code: str, wedged_at: type, answer_s: float, stopped_at: type
+) -> None:
+    monkeypatch.setattr(gpu_release, "_ANSWER_S", answer_s)
+    stop, asked = threading.Event(), [0.0]
+
+    def ask() -> None:
+        asked[0] = time.monotonic()
+        stop.set()
+
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))] * 2, CUDA, "0", stop.is_set):
+        if isinstance(update, wedged_at):
+            driver.answers.clear()
+        if isinstance(update, stopped_at) and not stop.is_set():
+            threading.Timer(0.3, ask).start()
+    assert stop.is_set()
+    assert time.monotonic() - asked[0] < 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_point_whose_driver_is_wedged_ends_with_a_warning(driver: Driver, snippet_kind) -> None:
+    updates: list[Update] = []
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point("pass"))], CUDA, "0"):
+        if isinstance(update, OutcomeRecord):
+            driver.answers.clear()
+        updates.append(update)
+    [told] = [update.message for update in updates if isinstance(update, EventRecord)]
+    assert told.startswith("NVML does not answer, and GPU 0 may be in use after 1 s")

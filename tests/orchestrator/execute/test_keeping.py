@@ -1,0 +1,259 @@
+"""Files of real points on their way to the store: names, failures that cost only themselves, a store that hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from ftp_server import ftp_server
+from waiting import wait_for
+
+from jobs.process import messages
+from jobs.specs.spec import Deadlines
+from orchestrator.execute import keeping
+from orchestrator.execute.artifacts import Source
+from orchestrator.execute.supervisor import supervise
+from orchestrator.messages import Assignment, Conditions, Progress, Series
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord
+
+CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
+TASK = Assignment("r", "r/7", 1, None)  # type: ignore[arg-type]  # its point is not looked at
+
+
+@pytest.fixture
+def measure(snippet_kind, tmp_path: Path) -> Callable[..., list]:
+    """Runs pieces of code as points that keep their files in `tmp_path`/store, and returns all updates."""
+
+    def run(*codes: str, **changes: Any) -> list:
+        conditions = dataclasses.replace(CONDITIONS, **{"store": f"file://{tmp_path / 'store'}", **changes})
+        assignments = [Assignment("r", f"r/{i}", 1, snippet_kind.point(code, i)) for i, code in enumerate(codes)]
+        return list(supervise(assignments, conditions))
+
+    return run
+
+
+def kept(updates: list) -> dict[str, str]:
+    """Point and name -> text in the database."""
+    files = [update for update in updates if isinstance(update, ArtifactRecord)]
+    return {f"{file.point_id[-1]} {file.artifact.name}": str(file.artifact.content) for file in files}
+
+
+def warnings(updates: list) -> list[str]:
+    return [f"{u.point_id[-1]} {u.message}" for u in updates if isinstance(u, EventRecord) and u.point_id]
+
+
+def states(updates: list) -> list[str]:
+    return [str(update.state) for update in updates if isinstance(update, OutcomeRecord)]
+
+
+def test_texts_and_files_of_a_point_are_kept_after_its_outcome(measure, tmp_path) -> None:
+    code = """import pathlib, tempfile
+path = pathlib.Path(tempfile.mkdtemp()) / 'made.bin'
+path.write_bytes(bytes(range(256)) * 9000)
+print(path)
+files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
+    updates = measure(code)
+    assert [type(update) for update in updates[-4:]] == [OutcomeRecord, *[ArtifactRecord] * 3]
+    files = {update.artifact.name: update.artifact for update in updates[-3:]}
+    assert (tmp_path / "store" / files["trace.bin"].path).read_bytes() == bytes(range(256)) * 9000
+    assert files["note.txt"].content == "caf?"
+    assert files["trace.bin"].content is None
+    assert not Path(str(files["stdout.txt"].content).strip()).exists()  # temporary files end with the point
+
+
+def test_a_point_learns_where_its_checkpoints_lie(measure, tmp_path) -> None:
+    """In the store, beside the folders of its attempts; nowhere without a store."""
+    told = "files['told.txt'] = str(beat.surroundings.checkpoints)"
+    seen = kept(measure(told, told))
+    there = f"file://{tmp_path}/store/r"
+    assert seen == {"0 told.txt": f"{there}/0000/checkpoints", "1 told.txt": f"{there}/0001/checkpoints"}
+    updates = measure("value = float(beat.surroundings.checkpoints is None)", store=None)
+    (outcome,) = [update for update in updates if isinstance(update, OutcomeRecord)]
+    assert outcome.metrics[0].value == 1
+
+
+def test_a_file_that_cannot_be_kept_costs_only_itself(measure) -> None:
+    code = """import pathlib
+files = {'..': 'up', 'a/b': 'aside', '': 'none', 'stdout.txt': 'mine', 'gone.bin': pathlib.Path('/nowhere/gone.bin'),
+         'zero\\0.txt': 'nul', 'last.txt': 'kept'}
+print('said')"""
+    updates = measure(code, "files = {'other.txt': 'kept'}")
+    assert states(updates) == ["ok", "ok"]
+    assert kept(updates) == {"0 stdout.txt": "said\n", "0 last.txt": "kept", "1 other.txt": "kept"}
+    told = warnings(updates)
+    assert len(told) == 6
+    assert all(message.startswith("0 file not kept: ") for message in told)
+    for part in ("'..': is no plain", "'a/b': is no plain", "'': is no plain", r"'zero\x00.txt': is no plain"):
+        assert sum(part in message for message in told) == 1
+    assert sum("'stdout.txt': another file of this attempt has this name" in message for message in told) == 1
+    assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in told) == 1
+
+
+def test_a_point_that_removes_its_own_folder_is_measured(measure) -> None:
+    code = """import pathlib, shutil, tempfile
+shutil.rmtree(pathlib.Path(tempfile.gettempdir()).parent)
+files = {'a.txt': 'text'}"""
+    updates = measure(code, "files = {'b.txt': 'kept'}")
+    assert states(updates) == ["ok", "ok"]
+    assert kept(updates) == {"1 b.txt": "kept"}
+    told = "\n".join(warnings(updates))
+    assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in told
+    assert "'a.txt': its text could not be written" in told
+
+
+def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
+    codes = [f"for _ in range(40000): print({word!r} * 10)" for word in ("first", "second")]  # 2 and 2.4 MB
+    updates = measure(*codes, warm=True)
+    for number, word in enumerate(("first", "second")):
+        text = (tmp_path / f"store/r/{number:04d}/1/stdout.txt").read_text()
+        assert text == (word * 10 + "\n") * 40000
+    [first, second] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
+    assert first.truncated
+    assert len(str(second.content)) == 64 << 10
+
+
+def test_a_long_text_does_not_go_through_the_pipe(measure, monkeypatch) -> None:
+    """It took 15 s of a point's time."""
+    sizes: list[int] = []
+    decode = messages.decode
+    monkeypatch.setattr(messages, "decode", lambda line: sizes.append(len(line)) or decode(line))
+    begin = time.monotonic()
+    updates = measure("files = {'log.txt': 'a line of a log\\n' * (60 << 16)}")  # 60 MiB
+    took = time.monotonic() - begin
+    [file] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
+    assert file.size == 60 << 20
+    assert 0 < sum(sizes) < 1 << 20
+    assert took < 8  # with the child's start
+
+
+def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
+    with ftp_server(tmp_path / "ftp") as server:
+        kill = f"import signal\nos.kill({server.process.pid}, signal.SIGKILL)\nfiles = {{'a.txt': 'lost'}}"
+        updates = measure("files = {'a.txt': 'kept'}", kill, "value = 2.0", store=server.url)
+    assert states(updates) == ["ok", "ok", "ok"]
+    assert kept(updates) == {"0 a.txt": "kept"}
+    [told] = warnings(updates)
+    assert told.startswith("1 file not kept: the artifact store ftp://")
+
+
+def test_a_text_that_does_not_fit_on_the_points_disk_costs_only_itself(measure) -> None:
+    code = """import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+files = {'big.txt': 'x' * (3 << 20), 'small.txt': 'kept'}"""
+    updates = measure(code)
+    assert states(updates) == ["ok"]
+    assert kept(updates) == {"0 small.txt": "kept"}
+    [told] = warnings(updates)
+    assert "'big.txt': its text could not be written: [Errno 27] File too large" in told
+
+
+class Hanging(MemoryFileSystem):
+    """A store that never answers a write."""
+
+    protocol = "hanging"
+    asked = threading.Event()
+
+    def _open(self, *_: Any, **__: Any) -> Any:
+        self.asked.set()
+        time.sleep(600)
+
+
+@pytest.fixture
+def hanging() -> str:
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    Hanging.asked.clear()
+    return "hanging://place"
+
+
+def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: False) -> list:
+    """The records of the files of an attempt's end."""
+    with keeping.Keeping(TASK, store) as kept:
+        return list(kept.rest(sources, stopped))
+
+
+def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
+    monkeypatch.setattr(keeping, "STALL_S", 0.5)
+    begin = time.monotonic()
+    updates = rest(hanging, Source("a.txt", "a"), Source("b.txt", "b"))
+    assert 0.5 < time.monotonic() - begin < 3
+    message = "the artifact store hanging://place did not answer for 0.5 s"
+    assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
+
+
+def test_a_store_that_hangs_holds_up_no_deadline_and_no_live_series(hanging: str, snippet_kind) -> None:
+    code = """import time
+beat.keep('rank0.json', '{}')
+for step in range(40):
+    beat('train', step, 40)
+    beat.sample(step, {'time': 1.0})
+    time.sleep(0.1)
+time.sleep(600)"""
+    deadlines = Deadlines(startup_s=60, heartbeat_s=3, point_s=120)
+    conditions = dataclasses.replace(CONDITIONS, deadlines=deadlines, store=hanging)
+    begin, seen = time.monotonic(), []
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))], conditions):
+        seen.append(update)
+        if isinstance(update, OutcomeRecord):
+            break
+    assert time.monotonic() - begin < keeping.STALL_S / 2
+    assert states(seen) == ["hang"]
+    assert len([update for update in seen if isinstance(update, Progress) and update.phase == "train"]) > 2
+    assert [update for update in seen[:-2] if isinstance(update, Series)], "before the end"
+
+
+def test_a_stop_of_a_running_point_does_not_wait_for_a_store_that_hangs(hanging: str, snippet_kind) -> None:
+    code = "import time\nbeat.keep('rank0.json', '{}')\nbeat('train')\ntime.sleep(600)"
+    conditions, stop = dataclasses.replace(CONDITIONS, store=hanging), threading.Event()
+    begin = time.monotonic()
+    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))], conditions, stopped=stop.is_set):
+        assert not isinstance(update, OutcomeRecord)
+        if isinstance(update, Progress):
+            threading.Timer(1.0, stop.set).start()
+    assert time.monotonic() - begin < keeping.STALL_S / 2
+
+
+def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hanging: str, measure, monkeypatch) -> None:
+    monkeypatch.setattr(keeping, "STALL_S", 1.0)
+    code = "import time\nbeat.keep('rank0.json', '{}')\ntime.sleep(3)\nfiles = {'a.txt': 'lost'}"
+    begin = time.monotonic()
+    updates = measure(code, "value = 2.0", store=hanging)
+    assert time.monotonic() - begin < 15
+    assert states(updates) == ["ok", "ok"]
+    message = "the artifact store hanging://place did not answer for 1 s"
+    first, last = warnings(updates)
+    assert (first, last) == (f"0 file not kept: 'rank0.json': {message}", f"0 file not kept: 'a.txt': {message}")
+    told = [isinstance(update, EventRecord) for update in updates].index(True)
+    assert states(updates[:told]) == [], "while the point ran"
+
+
+def test_a_text_that_was_kept_while_its_point_ran_is_not_replaced_at_its_end(measure, tmp_path) -> None:
+    updates = measure("beat.keep('a.txt', 'early')\nfiles = {'a.txt': 'late', 'b.txt': 'other'}")
+    assert kept(updates) == {"0 a.txt": "early", "0 b.txt": "other"}
+    assert (tmp_path / "store/r/0000/1/a.txt").read_text() == "early"
+    [told] = warnings(updates)
+    assert told == "0 file not kept: 'a.txt': another file of this attempt has this name"
+
+
+def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
+    begin = time.monotonic()
+    assert rest(hanging, Source("a.txt", "a"), stopped=lambda: time.monotonic() - begin > 0.5) == []
+    assert time.monotonic() - begin < 2
+
+
+def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(4 << 30)  # a hole, which takes seconds to hash
+    begin = time.monotonic()
+    store, source = f"file://{tmp_path / 'store'}", Source("big", tmp_path / "big")
+    assert rest(store, source, stopped=lambda: time.monotonic() - begin > 0.3) == []
+    assert time.monotonic() - begin < 2
+    wait_for(lambda: not any(path.is_file() for path in (tmp_path / "store").rglob("*")), 5)
+    shutil.rmtree(tmp_path / "store")

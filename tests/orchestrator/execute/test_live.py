@@ -1,0 +1,103 @@
+"""The pace of a point: steps a second on the wall clock, through what interrupts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from orchestrator.execute.live import Pace
+
+
+class Clock:
+    """The seconds that a test lets pass."""
+
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("orchestrator.execute.live.time.monotonic", lambda: clock.now)
+    return clock
+
+
+def _train(pace: Pace, clock: Clock, steps: range, each_s: float, after: Callable[[int], None]) -> list[float | None]:
+    """Train 500 steps as `steps` has them, with what comes after each; returns the rates."""
+    rates = []
+    for step in steps:
+        rates.append(pace.note("train", step, 500)[2])
+        clock.now += each_s
+        after(step + 1)
+    return rates
+
+
+def test_checkpoints_and_losses_between_the_steps_count_and_do_not_hide_the_pace(clock: Clock) -> None:
+    pace, told = Pace(), []
+
+    def between(step: int) -> None:
+        if step % 25 == 0:
+            for done in range(2):
+                pace.note("heldout loss", done, 2)
+            told.append(pace.note("checkpoint", 0, 0))
+            clock.now += 2.5
+            told.append(pace.note("checkpoint", 7, 0))
+
+    rates = _train(pace, clock, range(300), 0.1, between)
+    assert all(rates[15:]), "from a second on"
+    assert rates[-25] == pytest.approx(5, rel=0.05), "25 steps and a checkpoint take 5 s"
+    assert [count for count, *_ in told[:2]] == [0, 7], "nobody can tell yet that the training will go on"
+    assert told[2][:2] == (49, 500)
+    assert all(rate for *_, rate in told[2:])
+
+
+def test_a_first_step_that_compiles_counts_only_until_there_are_others(clock: Clock) -> None:
+    pace = Pace()
+
+    def compile_at(step: int) -> None:
+        clock.now += 40 * (step == 1)
+
+    rates = _train(pace, clock, range(40), 0.5, compile_at)
+    assert rates[1] == pytest.approx(1 / 40.5)
+    assert rates[6:] == [pytest.approx(2)] * 34
+
+
+def test_rare_checkpoints_of_a_long_training_count(clock: Clock) -> None:
+    def between(step: int) -> None:
+        clock.now += 180 * (step % 600 == 0)
+
+    rates = _train(Pace(), clock, range(6000), 1, between)
+    assert all(0.7 < rate < 0.85 for rate in rates[3000:] if rate), "600 steps and a checkpoint take 780 s"
+
+
+def test_a_restart_begins_a_new_pace_and_another_phase_has_its_own(clock: Clock) -> None:
+    pace = Pace()
+    _train(pace, clock, range(100), 0.1, lambda _: None)
+    assert pace.note("memory", 3, 0) == (3, 0, None)
+    assert pace.note("train", 101, 500)[2]
+    assert pace.note("memory", 0, 0)[:2] == (101, 500)
+    assert pace.note("train", 50, 500) == (50, 500, None)
+    assert pace.note("memory", 0, 0) == (0, 0, None)
+    clock.now += 2
+    assert pace.note("train", 60, 500) == (60, 500, 5)
+
+
+def test_a_kind_that_names_each_step_takes_no_more_memory_for_each(clock: Clock) -> None:
+    pace = Pace()
+
+    def save(step: int) -> None:
+        pace.note(f"save {step}", 0, 0)
+
+    _train(pace, clock, range(10), 0.1, save)
+    for step in range(10_000):
+        assert pace.note(f"step {step}", 0, 0) == (0, 0, None)
+    assert len(pace._counts) <= 100
+    assert not pace._interrupting
+    assert pace.note("save 3", 1, 0) == (1, 0, None)
+
+
+def test_a_phase_without_a_total_has_a_pace_of_its_own(clock: Clock) -> None:
+    pace = Pace()
+    pace.note("corpus", 0, 0)
+    clock.now += 2
+    assert pace.note("corpus", 8, 0) == (8, 0, 4)

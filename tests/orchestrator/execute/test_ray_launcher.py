@@ -1,0 +1,141 @@
+"""The ends of ranks on a cluster, in words, and the metrics of their GPUs; tests/e2e/test_ray_ranks.py has the rest."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.train import ControllerError, WorkerGroupError
+from waiting import wait_for
+
+from jobs.hardware.gpu_samples import Sample
+from jobs.process.messages import Cluster, MeasurePoint
+from jobs.schema.launcher import RanksEnded
+from jobs.schema.point import Measurement, Metric
+from jobs.schema.quantities import GPU_POWER, GPU_UTILIZATION
+from jobs.training.rank import PROCESS_GROUP
+from orchestrator.execute.ray_launcher import RankProgress, RayLauncher, driver, end_of_ranks
+from orchestrator.execute.ray_rank import Placed, Post, Raised, RankRaised
+
+
+@pytest.fixture
+def found() -> RankProgress:
+    """Two ranks that have begun on two nodes."""
+    found = RankProgress(2, lambda _: None)
+    for number, host in enumerate(("a", "b")):
+        found.note(Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {}))
+    return found
+
+
+def test_a_rank_that_died_is_told_from_one_that_raised(found: RankProgress) -> None:
+    found.note(Raised(0, "Traceback ..."))
+    died = RayActorError(None, "the node was running low on memory")
+    end = end_of_ranks(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), found)
+    assert isinstance(end, RanksEnded)
+    assert list(end.died) == [1]
+    assert end.died[1].startswith("died on node b: ")
+    assert list(end.out_of_memory) == [1]
+    assert end.tails == {0: "Traceback ..."}
+
+
+def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(found: RankProgress) -> None:
+    found.note(Raised(1, "Traceback ..."))
+    error = WorkerGroupError("1 failed", {1: RankRaised("RuntimeError: Connection closed by peer")})
+    assert dict(end_of_ranks(error, found).died) == {}
+    end = end_of_ranks(error, found, {"id-a"})
+    assert dict(end.died) == {0: "was lost with node a"}
+    assert dict(end_of_ranks(error, found, {"id-b"}).died) == {}, "rank 1 has told its end"
+
+
+def test_ranks_that_could_not_be_started_are_told_with_the_reason(found: RankProgress) -> None:
+    end = end_of_ranks(ControllerError(ValueError("no such package")), found)
+    assert str(end) == "Ray Train could not start the ranks: no such package"
+    assert str(end_of_ranks(None, found)) == "Ray Train failed: no reason given"
+
+
+def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
+    launcher = RayLauncher(MeasurePoint("train", {}, "cuda"), Cluster(1, 1), lambda _: None)
+    there = Measurement((Metric.of(GPU_UTILIZATION, 50.0),))
+    assert launcher.with_gpu_metrics(there) is there
+    launcher.watches.samples = [
+        Sample(gpu, number, 0.2 * number, 90.0, 1000.0, power, 1500.0, 40.0, 0, (1,))
+        for number in range(3)
+        for gpu, power in (("a:0", 300.0), ("b:0", 100.0))
+    ]
+    metered = launcher.with_gpu_metrics(there)
+    values = {metric.name: metric.value for metric in metered.metrics}
+    assert values[GPU_UTILIZATION.name] == 50.0
+    assert values[GPU_POWER.name] == pytest.approx(200.0)
+    assert "GPU a:0" in str(metered.files["telemetry.txt"])
+    assert "GPU b:0" in str(metered.files["telemetry.txt"])
+
+
+def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[Any] = []
+    faults = [ActorUnavailableError("away", b"0" * 16)] * 3
+
+    def get(messages: list[Any]) -> bool:
+        if messages and faults:
+            raise faults.pop()
+        arrived.extend(map(pickle.loads, messages))
+        return False
+
+    monkeypatch.setattr(ray, "get", get)
+    mailbox = SimpleNamespace(post=SimpleNamespace(remote=lambda messages: messages))
+    post = Post(mailbox, Event())
+    post("first")
+    wait_for(lambda: len(faults) < 3, 20)
+    post("second")
+    post.close()
+    assert arrived == ["first", "second"]
+
+
+def test_process_group_variables_of_a_point_a_job_and_a_node_win_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **options: environments.append(options["runtime_env"]["env_vars"]))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    name, job = "TORCH_NCCL_HIGH_PRIORITY", {"env_vars": {"TORCH_NCCL_HIGH_PRIORITY": "job"}}
+
+    def variables(node: dict[str, str], **cluster: Any) -> dict[str, str]:
+        own = {key: value for key, value in os.environ.items() if key not in PROCESS_GROUP}
+        with patch.dict(os.environ, own | node, clear=True), driver(Cluster(1, 1, **cluster), Event()):
+            return environments[-1]
+
+    assert PROCESS_GROUP.items() <= variables({}).items()
+    assert name not in variables({name: "node"}), "the ranks inherit it"
+    assert variables({name: "node"}, runtime_env=job)[name] == "job"
+    assert variables({name: "node"}, runtime_env=job, env_vars={name: "point"})[name] == "point"
+
+
+def test_sigterm_while_ray_connects_ends_the_ranks_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_as_rays_handler(**_: Any) -> None:
+        raise SystemExit(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", exit_as_rays_handler)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    stop = Event()
+    with pytest.raises(RanksEnded), patch.dict(os.environ), driver(Cluster(1, 1), stop):
+        pass
+    assert stop.is_set()
+
+
+def test_the_points_own_handler_of_sigterm_stays_once_ray_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, noted = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: noted.append(True))
+        with patch.dict(os.environ), driver(Cluster(1, 1), Event()):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [True]

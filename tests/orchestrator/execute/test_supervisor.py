@@ -1,0 +1,385 @@
+"""The states in which a point can end, with real child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from processes import is_alive
+from supervised import Ended, supervised
+
+from jobs.hardware.telemetry import TelemetrySummary
+from jobs.process import messages, post_mortem
+from jobs.process.child import Child
+from jobs.schema.point import Metric, Reading
+from jobs.schema.quantities import GPU_UTILIZATION
+from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
+from orchestrator.execute import gpu_release, supervisor
+from orchestrator.execute.ray_rank import NodeWatch, Placed
+from orchestrator.execute.supervisor import probe, supervise
+from orchestrator.messages import Assignment, Conditions, Progress, Series
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
+
+PATIENT = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
+HASTY = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=1, point_s=120))  # for points that are silent on purpose
+
+
+@pytest.fixture
+def measure(snippet_kind, tmp_path) -> Callable[..., list]:
+    """Runs pieces of code as points and returns all updates, with each outcome as Ended."""
+
+    def run(*codes: str, conditions: Conditions = PATIENT, **options) -> list:
+        points = [snippet_kind.point(code, number) for number, code in enumerate(codes)]
+        return supervised(points, conditions, tmp_path / "store", **options)
+
+    return run
+
+
+def ended(updates: list) -> list[Ended]:
+    return [update for update in updates if isinstance(update, Ended)]
+
+
+def states(updates: list) -> list[PointState]:
+    return [e.outcome.state for e in ended(updates)]
+
+
+def test_a_point_that_writes_without_end_holds_up_no_deadline(measure) -> None:
+    beats = messages.encode(messages.Beat("p" * 5_000, 0, 0)) * 13
+    flood = f"while True: os.write(int(sys.argv[1]), {beats!r})"
+    short = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=1.5))
+    assert states(measure(flood, "pass", conditions=short)) == [PointState.TIMEOUT, PointState.OK]
+
+
+def test_an_ok_point_has_metrics_route_environment_and_files(measure) -> None:
+    updates = measure("beat('timing', 1, 2); print('said'); value = 2.5; files = {'a.txt': 'text'}")
+    assert isinstance(updates[0], StartRecord)
+    assert [type(update) for update in updates[-3:]] == [Ended, ArtifactRecord, ArtifactRecord]  # the outcome first
+    outcome, files = updates[-3].outcome, updates[-3].files
+    assert (outcome.state, outcome.reason, outcome.attempt) == (PointState.OK, None, 1)
+    assert [(m.name, m.value, m.unit) for m in outcome.metrics] == [("time", 2.5, "ms")]
+    assert outcome.route == {"all": "snippet"}
+    assert outcome.environment["threads"] == "1"
+    assert files == {"a.txt": "text", "stdout.txt": "said\n"}
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", PointState.CRASH, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), 11)", PointState.CRASH, "killed by SIGSEGV"),
+        ("os._exit(0)", PointState.CRASH, "exited with code 0 and no result"),
+        ("sys.exit(3)", PointState.CRASH, "exited with code 3 and no result"),
+        ("raise ValueError('wrong')", PointState.ERROR, "ValueError: wrong"),
+        ("raise MemoryError", PointState.OOM, "MemoryError"),
+        ("import time\nbeat('first')\ntime.sleep(60)", PointState.HANG, "no progress for 1 s (last in phase 'first')"),
+    ],
+)
+def test_a_point_that_fails_has_its_own_state_and_no_numbers(measure, code, state, reason) -> None:
+    [end] = ended(measure(code, conditions=HASTY))
+    assert (end.outcome.state, end.outcome.reason) == (state, reason)
+    assert end.outcome.metrics == ()
+
+
+def test_a_point_with_progress_that_takes_too_long_is_a_timeout(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=4, point_s=8))
+    [end] = ended(measure("import time\nwhile True: beat('again'); time.sleep(0.1)", conditions=conditions))
+    assert (end.outcome.state, end.outcome.metrics) == (PointState.TIMEOUT, ())
+    assert end.outcome.reason == "not done after 8 s (last in phase 'again')"
+
+
+def test_a_slow_point_with_progress_is_not_a_hang(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=2, point_s=120))
+    start = "import time; from jobs.schema.point import STARTING\nbeat(STARTING); time.sleep(2.5)"
+    slow = "for i in range(13): beat('slow', i, 13); time.sleep(0.2)"  # longer than the heartbeat deadline
+    begun = time.monotonic()
+    updates = measure(f"{start}\n{slow}", conditions=conditions)
+    assert states(updates) == [PointState.OK]
+    signs = [update for update in updates if isinstance(update, Progress)]
+    assert 2 <= len(signs) <= 1 + time.monotonic() - begun  # at most one a second is sent
+    assert [sign.done for sign in signs] == sorted(sign.done for sign in signs)
+
+
+def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=1.5, heartbeat_s=60, point_s=60))
+    [end] = ended(measure("import time; time.sleep(60)", conditions=conditions))
+    assert end.outcome.state is PointState.HANG
+    assert "start-up" in str(end.outcome.reason)
+
+
+def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=8, heartbeat_s=8, point_s=8))
+    wait = "import time\nfor _ in range(20): beat(WAITING + 'room', 0, 2); time.sleep(0.5)"
+    updates = measure(f"from jobs.schema.point import WAITING\n{wait}", conditions=conditions)
+    assert states(updates) == [PointState.OK]
+    assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)
+
+
+def test_a_hang_keeps_what_the_point_wrote_about_its_failure(measure) -> None:
+    write = (
+        "folder = Path(tempfile.gettempdir(), FAILURE_FILES); folder.mkdir()\n(folder / 'flight.json').write_text('1')"
+    )
+    imports = "import tempfile, time\nfrom pathlib import Path\nfrom jobs.schema.point import FAILURE_FILES\n"
+    [end] = ended(measure(f"{imports}{write}\nbeat('on')\ntime.sleep(60)", conditions=HASTY))
+    assert end.outcome.state is PointState.HANG
+    assert end.files["flight.json"] == "1"
+
+
+def test_a_memory_limit_is_enforced(measure) -> None:
+    conditions = dataclasses.replace(PATIENT, memory_bytes=100 << 20)
+    updates = measure("kept = bytearray(50 << 20)", "kept = bytearray(150 << 20)", conditions=conditions)
+    assert states(updates) == [PointState.OK, PointState.OOM]
+
+
+HANG_WITH_A_FAMILY = """
+import subprocess, time
+def stuck_here():
+    time.sleep(600)
+near = subprocess.Popen([sys.executable, '-c', 'import time\\ndef waiting_too(): time.sleep(600)\\nwaiting_too()'])
+far = subprocess.Popen(['sleep', '600'], start_new_session=True)
+print(near.pid, far.pid, flush=True)
+time.sleep(0.5)
+beat('on')
+stuck_here()
+"""
+
+
+def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) -> None:
+    [end] = ended(measure(HANG_WITH_A_FAMILY, conditions=HASTY))
+    assert end.outcome.state is PointState.HANG
+    assert "stuck_here" in end.files["stacks.txt"]
+    assert "waiting_too" in end.files["stacks.txt"]
+    assert "stuck_here" in end.files["stderr.txt"]  # by faulthandler, for hosts where py-spy may not attach
+    assert "memory: " in end.files["memory.txt"]
+    for pid in end.files["stdout.txt"].split():
+        assert f"pid {pid} " in end.files["processes.txt"]
+        assert not is_alive(int(pid))
+
+
+STACKS_THEN_PY_SPY = """#!/bin/sh
+grep -c 'most recent call first' {written} >> {seen}
+exec sleep 60
+"""
+
+
+def test_stacks_of_a_nodes_ranks_come_in_time_where_py_spy_hangs(monkeypatch, tmp_path) -> None:
+    """Stacks by the signal come before, and py-spy waits for all ranks together no longer than for one."""
+    seen, written = tmp_path / "seen", tmp_path / "written"
+    (tmp_path / "py-spy").write_text(STACKS_THEN_PY_SPY.format(seen=seen, written=written))
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(post_mortem, "TOOL_S", 2.0)
+    code = "import time; from jobs.process import stacks; stacks.offer(); print(flush=True); time.sleep(60)"
+    with contextlib.ExitStack() as block, written.open("wb") as errors:
+        ranks = []
+        for number in range(4):
+            rank = block.enter_context(
+                subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=errors)
+            )
+            block.callback(rank.kill)
+            assert rank.stdout is not None
+            assert rank.stdout.readline()
+            ranks.append(Placed(number, "node", "host", rank.pid, None, str(tmp_path / "none"), {}))
+        watch = NodeWatch(ranks, 1, -1)
+        begin = time.monotonic()
+        files = watch.explain()
+        assert time.monotonic() - begin < 6
+    assert sorted(files) == [f"stacks-rank{number}.txt" for number in range(4)]
+    assert all("timed out after 2" in text for text in files.values())
+    assert seen.read_text().split() == ["4"] * 4, "asked first"
+
+
+TWICE_FORKED = """
+import subprocess, sys, time
+leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+subprocess.run([sys.executable, '-c', leave], start_new_session=True)
+beat('on')
+time.sleep(600)
+"""
+
+
+def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
+    """Its parent is gone: it is nobody's descendant."""
+    [end] = ended(measure(TWICE_FORKED, conditions=HASTY))
+    assert end.outcome.state is PointState.HANG
+    assert not is_alive(int(end.files["stdout.txt"]))
+
+
+def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
+    """On a busy host a signal takes effect late: when its process is next scheduled."""
+    kill = psutil.Process.kill
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.5, kill, [process]).start())
+    child = Child("orchestrator.execute.point:answer")
+    try:
+        stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        monkeypatch.setattr(Child, "tree", lambda child: [psutil.Process(stray.pid)])
+        child.kill()
+        assert not is_alive(stray.pid)
+    finally:
+        stray.kill()
+        stray.wait()
+        child.discard()
+
+
+def test_processes_that_a_point_leaves_running_end_with_it(measure) -> None:
+    [end] = ended(measure("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)"))
+    assert end.outcome.state is PointState.OK
+    assert not is_alive(int(end.files["stdout.txt"]))
+
+
+def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
+    codes = ["print('a')", "print('b')", "raise ValueError", "pass", "os._exit(1)", "pass"]
+    ends = ended(measure(*codes, conditions=dataclasses.replace(PATIENT, warm=True)))
+    pids = [end.outcome.environment.get("pid") for end in ends]
+    assert [e.outcome.state for e in ends] == ["ok", "ok", "error", "ok", "crash", "ok"]
+    assert pids[0] == pids[1] != pids[3] != pids[5]
+    assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point's own output
+
+
+def test_a_cold_slot_starts_a_process_for_each_point(measure) -> None:
+    ends = ended(measure("pass", "pass"))
+    assert len({end.outcome.environment["pid"] for end in ends}) == 2
+
+
+def test_a_child_sees_the_gpus_that_it_is_given(measure) -> None:
+    [end] = ended(measure("pass", gpus="1,3"))
+    assert end.outcome.environment["gpus"] == "1,3"
+
+
+def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
+    counts = iter([7])
+    monkeypatch.setattr(post_mortem, "oom_kills", lambda: next(counts, 8))
+    [end] = ended(measure("os.kill(os.getpid(), 9)"))
+    assert end.outcome.state is PointState.OOM
+
+
+def test_a_stop_ends_the_child_at_once_and_without_an_outcome(snippet_kind) -> None:
+    task = Assignment("r", "r/0", 1, snippet_kind.point("import time\nbeat('on', os.getpid())\ntime.sleep(600)"))
+    stop = threading.Event()
+    updates = supervise([task], PATIENT, stopped=stop.is_set)
+    sign = next(update for update in updates if isinstance(update, Progress))
+    stop.set()
+    begin = time.monotonic()
+    assert not [update for update in updates if isinstance(update, OutcomeRecord)]
+    assert time.monotonic() - begin < 10
+    assert not is_alive(sign.done)
+
+
+def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
+    class Fake:
+        def __init__(self, gpu_ids) -> None:
+            assert list(gpu_ids) == ["0"]
+
+        def start(self) -> None: ...
+
+        def stop(self) -> TelemetrySummary:
+            return TelemetrySummary((Metric("gpu_utilization", "%", 50.0), Metric("time", "ms", 0.0)), "sampled\n")
+
+        def readings(self) -> list[Reading]:
+            return [Reading(rank, 7, 1e9, {GPU_UTILIZATION: 50.0 + rank}) for rank in range(2)]
+
+    monkeypatch.setattr(supervisor, "Telemetry", Fake)
+    cuda = dataclasses.replace(PATIENT, device="cuda")
+    updates = measure("pass", "raise ValueError", conditions=cuda, gpus="0")
+    good, bad = ended(updates)
+    series = [record for update in updates if isinstance(update, Series) for record in update.records]
+    assert {(s.point_id, s.name, s.unit, s.rank, s.steps, s.values) for s in series} == {
+        (point, "gpu_utilization", "%", rank, (7,), (50.0 + rank,)) for point in ("r/0", "r/1") for rank in range(2)
+    }
+    assert {m.name: m.value for m in good.outcome.metrics} == {"time": 1.0, "gpu_utilization": 50.0}
+    assert good.files["telemetry.txt"] == bad.files["telemetry.txt"] == "sampled\n"
+    assert bad.outcome.metrics == ()
+
+
+def test_a_gpu_that_does_not_get_free_gives_a_warning(measure, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_release.Baseline, "wait_free", lambda *_: "GPU 0 still lists process 1")
+    updates = measure("pass", conditions=dataclasses.replace(PATIENT, device="cuda"), gpus="0")
+    [event] = [update for update in updates if isinstance(update, EventRecord)]
+    assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
+
+
+def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch) -> None:
+    used = iter([1 << 30, 5 << 30, 5 << 30, 1 << 30])
+    listed = iter([[77], [], [], []])
+
+    class Session:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(gpu_release.nvml, "session", Session)
+    monkeypatch.setattr(gpu_release.nvml, "handle", lambda gpu_id: gpu_id)
+    monkeypatch.setattr(gpu_release.nvml, "compute_pids", lambda device: next(listed))
+    monkeypatch.setattr(gpu_release, "_used", lambda gpu_id: next(used))
+    assert gpu_release.Baseline.take(["0"]).wait_free({77}) is None
+    assert list(listed) == []  # listed once, then too much memory twice, then free
+
+
+def test_the_probe_runs_in_a_child() -> None:
+    machine = probe(messages.Probe("cpu")).machine
+    assert machine.device == "cpu"
+    assert machine.memory_bytes > 0
+    assert "torch" in machine.fingerprint
+
+
+def test_probing_for_a_missing_gpu_is_an_error() -> None:
+    with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
+        probe(messages.Probe("cuda"), gpus="")
+
+
+def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
+    kept = str(tmp_path / "store" / "r" / "0000" / "1" / "rank0.json")
+    wait = f"while not os.path.exists({kept!r}): time.sleep(0.01)\ntime.sleep(1)"  # its record follows
+    updates = measure(f"import time\nbeat.keep('rank0.json', '{{}}')\n{wait}\nbeat.keep('rank0.json', 'late')")
+    places = [place for place, update in enumerate(updates) if isinstance(update, ArtifactRecord)]
+    (end,) = [place for place, update in enumerate(updates) if isinstance(update, Ended)]
+    assert places[0] < end
+    assert updates[places[0]].artifact.content == "{}"
+    assert updates[end].files == {"rank0.json": "{}", "rank0-2.json": "late"}
+
+
+def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(measure, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tempfile.gettempdir()}/nsa-point-ab12cd34")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    [_, end] = measure("pass")
+    assert end.outcome.state is PointState.LOST  # so that a retry, or the next resume, measures it
+    assert end.outcome.reason.startswith(
+        f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
+    )
+
+
+def test_a_host_without_any_temporary_folder_loses_the_point_and_blames_no_interpreter(measure, monkeypatch) -> None:
+    def none(*_: object, **__: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    [_, end] = measure("pass")
+    assert end.outcome.state is PointState.LOST
+    assert end.outcome.reason == (
+        "the host has no room for the point's process (No usable temporary directory found in ['/tmp']); make room"
+    )
+
+
+def test_the_compilers_cache_is_where_no_other_user_can_write(measure, monkeypatch, tmp_path) -> None:
+    """Its code runs in the point; PyTorch's own place below /tmp can be made by anyone first."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code = "import os; files = {'cache.txt': os.environ['TORCHINDUCTOR_CACHE_DIR']}"
+    cache = tmp_path / "cache" / "nsa-bench" / "torchinductor"
+    assert ended(measure(code))[0].files["cache.txt"] == str(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be made there
+    assert "/nsa-point-" in ended(measure(code))[0].files["cache.txt"]
