@@ -43,11 +43,11 @@ def _quiet(*_: Any) -> None:
     ("code", "end", "reason"),
     [
         ("6 * 7", End.OK, ""),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", End.CRASH, "was killed by SIGSEGV (last in phase 'begun')"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", End.CRASH, "killed by SIGSEGV (last in phase 'begun')"),
         ("os._exit(3)", End.CRASH, "exited with code 3 and no result (last in phase 'begun')"),
         ("time.sleep(60)", End.HANG, "no progress for 1.5 s (last in phase 'begun')"),
         ("1 / 0", End.ERROR, "ZeroDivisionError: division by zero"),
-        ("bytearray(2**62)", End.OOM, "MemoryError: "),
+        ("bytearray(2**62)", End.OOM, "MemoryError"),
     ],
 )
 def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: str) -> None:
