@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from dashboard import data, parts
 from jobs.schema.quantities import LIVE, Quantities, written_unit
-from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
 from orchestrator.report.series import BLUE
 from orchestrator.store import Store
@@ -41,8 +40,7 @@ class Expectation(NamedTuple):
 
 def live_series(store: Store, point: Mapping[str, Any]) -> None:
     """Draw the series of a point's attempt that counts, or runs just now: then anew every two seconds."""
-    live = point["latest_state"] == PointState.RUNNING
-    st.fragment(_now, run_every=data.LIVE_SECONDS if live else None)(store, point["point_id"])
+    st.fragment(_now, run_every=data.LIVE_SECONDS if point["running"] else None)(store, point["point_id"])
 
 
 @data.part
@@ -50,8 +48,7 @@ def _now(store: Store, point_id: str) -> None:
     point = data.point(store, point_id)
     if point is None:
         return
-    attempt = point["latest_attempt" if point["latest_state"] == PointState.RUNNING else "attempt"]
-    frame = data.series(store, point_id, attempt=attempt, most=_SHOWN)
+    frame = data.series(store, point_id, attempt=point["running"] or point["attempt"], most=_SHOWN)
     if left := remaining(point):
         st.markdown(f":material/timer: {left}")
     metrics = data.metrics(store, point_id)
@@ -66,7 +63,7 @@ def _now(store: Store, point_id: str) -> None:
 def remaining(point: Mapping[str, Any]) -> str:
     """The rate of a running attempt, and when its phase ends at this rate (Markdown); empty where it is unknown."""
     told = [point[name] for name in ("done", "total", "rate")]
-    if point["latest_state"] != PointState.RUNNING or not all(value and not pd.isna(value) for value in told):
+    if not point["running"] or not all(value and not pd.isna(value) for value in told):
         return ""
     done, total, rate = told
     seconds = max(0.0, total - done) / rate

@@ -46,7 +46,7 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
                 st.page_link("runs.py", label="Follow this run", icon=":material/open_in_full:", query_params=query)
             st.progress(parts.progress(row), text=f"{parts.tally(row)} of {parts.count(row['points'], 'point')}")
             points = data.points(store, row["run_id"])
-            for point in points.loc[points["latest_state"] == PointState.RUNNING].to_dict("records"):
+            for point in points.loc[points["running"] > 0].to_dict("records"):
                 st.caption(parts.doing(point))
 
 

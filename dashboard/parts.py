@@ -208,7 +208,7 @@ def doing(point: Mapping[str, Any]) -> str:
 
 def phase(point: Mapping[str, Any]) -> str:
     """Phase and progress of a running point, also of one that is measured again (`queries.points`); else empty."""
-    if point.get("latest_state", point["state"]) != PointState.RUNNING or not point["phase"]:
+    if not point["running"] or not point["phase"]:
         return ""
     counted = point["total"] and not pd.isna(point["total"])
     return f"{point['phase']} {point['done']:.0f}/{point['total']:.0f}" if counted else point["phase"]

@@ -110,7 +110,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.warning(f"**{run['state']}**: " + "\n\n".join(mistakes), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
-    for point in points.loc[points["latest_state"] == "running"].to_dict("records"):
+    for point in points.loc[points["running"] > 0].to_dict("records"):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
@@ -165,8 +165,8 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
         _link("All runs")
         _link(parts.plain(point["run_name"]), run=run_id)
     st.title(parts.plain(point["label"]))
-    latest = point["latest_state"]
-    live = latest in ("running", "pending")
+    latest = point["again"] or point["state"]
+    live = not PointState(latest).ended
     st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, latest)
     live_series(store, point)
     _measured(store, point)
@@ -196,7 +196,7 @@ def _tabs(names: list[str], first: str) -> Sequence[DeltaGenerator]:
 def _point_now(store: Store, point_id: str, latest: str) -> None:
     """Show the live part of a point: its state, and what its latest attempt does."""
     point = data.point(store, point_id)
-    if point is None or point["latest_state"] != latest:
+    if point is None or (point["again"] or point["state"]) != latest:
         st.rerun()
     assert point is not None
     state = point["state"]

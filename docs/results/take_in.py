@@ -84,7 +84,7 @@ def _public(record: Record, hosts: dict[str, str]) -> Record:
         case StartRecord():
             return record.model_copy(update={"node": record.node and hosts[record.node]})
         case OutcomeRecord():
-            changes = {"environment": _environment(record.environment, hosts), "artifacts": ()}
+            changes = {"environment": _environment(record.environment, hosts)}
             return record.model_copy(update={**changes, "reason": record.reason and _text(record.reason, hosts)})
         case EventRecord():
             return record.model_copy(update={"message": _text(record.message, hosts)})

@@ -43,8 +43,8 @@ FAILED = frozenset(
 
 def again_in_words(point: Mapping[str, Any]) -> str:
     """State and reason of a later attempt at a point (`queries.points`) that keeps its outcome; "" without one."""
-    state, reason = point["latest_state"], point["latest_reason"]
-    if state == point["state"]:
+    state, reason = point["again"], point["again_reason"]
+    if not state:
         return ""
     if not PointState(state).ended:
         return f"measured again: {state}"

@@ -20,7 +20,7 @@ import psutil
 
 from jobs.process import post_mortem
 from jobs.schema.plain_text import for_file, in_a_line
-from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.states import Origin, RunState
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 from orchestrator.terminal import on_a_terminal
@@ -91,7 +91,7 @@ def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str,
     if run["state"] != RunState.RUNNING:
         raise NotLiveError(f"RUN: {run_id!r}: is {run['state']}, not running; `nsa show {run_id}` has its results")
     points = queries.points(store, run_id)
-    live = [int(n) for n in points.loc[points["latest_state"] == PointState.RUNNING.value, "number"]]
+    live = [int(n) for n in points.loc[points["running"] > 0, "number"]]
     if number is not None and number not in live:
         use = f"use {', '.join(map(str, live))}" if live else "wait for one"
         raise NotLiveError(f"--point: {number}: is not running; {use}, `nsa show {run_id}` lists all")
@@ -105,7 +105,7 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     from jobs.diagnosis.advice import Diagnosis, advise, imbalance
     from jobs.diagnosis.text import describe
 
-    attempt = int(row["latest_attempt"])
+    attempt = int(row["running"])
     states = _states(queries.artifacts(store, row["point_id"]), attempt)
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
     found = Diagnosis(
@@ -230,7 +230,7 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
     if row["total"] and not pd.isna(row["total"]):
         phase += f" {row['done']:.0f}/{row['total']:.0f}"
     rate = "" if not row["rate"] or pd.isna(row["rate"]) else f", {row['rate']:.3g} a second"
-    lines = [f"Attempt {int(row['latest_attempt'])} on {row['latest_node'] or 'an unknown node'}: {phase}{rate}."]
+    lines = [f"Attempt {int(row['running'])} on {row['running_on'] or 'an unknown node'}: {phase}{rate}."]
     for name in _SHOWN:
         mine = recent.loc[recent["name"] == name]
         if not mine.empty:

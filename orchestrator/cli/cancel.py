@@ -115,19 +115,11 @@ def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
     outcomes = [
         OutcomeRecord(
             run_id=run_id,
-            point_id=p["point_id"],
-            attempt=_attempt(p),
+            point_id=attempt["point_id"],
+            attempt=attempt["number"],
             state=PointState.CANCELLED,
             reason=_REASON,
-            resumed=run["resumed"],
         )
-        for p in queries.points(store, run_id).to_dict("records")
-        if not PointState(p["latest_state"]).ended
+        for attempt in queries.unended_attempts(store, run_id).to_dict("records")
     ]
     return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_REASON, resumed=run["resumed"])]
-
-
-def _attempt(point: dict[str, Any]) -> int:
-    """The number of the cancelled attempt: the running or the next one; 0 for a point that was never handed out."""
-    before = int(point["latest_attempt"])
-    return before + 1 if before and point["latest_state"] == PointState.PENDING else before

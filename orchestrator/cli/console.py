@@ -176,7 +176,7 @@ def _state(state: str) -> Text:
 
 
 def _progress(p: Mapping[str, Any]) -> str:
-    if p["latest_state"] != "running" or pd.isna(p["phase"]):
+    if not p["running"] or pd.isna(p["phase"]):
         return ""
     return f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
 

@@ -22,7 +22,7 @@ from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator.judge.filters import LENGTH, Row
 from orchestrator.judge.hardware import RANKS
 from orchestrator.store import Store
-from orchestrator.store.models import Environment, Point
+from orchestrator.store.models import Attempt, Environment, Point
 from orchestrator.store.models import Run as StoredRun
 
 Series = tuple[Any, ...]
@@ -106,13 +106,14 @@ def _grouped(run_ids: Sequence[str] | None) -> Select:
     table = Point.__table__.c
     # JSON has no equality on Postgres, and its text has. Equal axes in another order are put together by `_outline`.
     more = cast(Point.more_axes, Text)
-    columns = (Point.run_id, Point.state, Environment.gpu, more, *(table[name] for name in _AXES))
+    columns = (Point.run_id, Attempt.state, Environment.gpu, more, *(table[name] for name in _AXES))
     length = table[LENGTH]
     query = (
         select(*columns, func.count(), func.count(length), func.aggregate_strings(cast(length, Text), ","))
         .select_from(Point)
         .join(StoredRun, StoredRun.id == Point.run_id)
-        .join(Environment, Environment.id == Point.environment_id, isouter=True)
+        .join(Point.outcome)
+        .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
         .where(StoredRun.origin == Origin.MEASURED)
     )
     if run_ids is not None:

@@ -12,7 +12,7 @@ from jobs.schema.axes import AXES, MORE
 from jobs.schema.states import Origin
 from orchestrator.judge.filters import Row
 from orchestrator.store import Store
-from orchestrator.store.models import Environment, Metric, Point, Run
+from orchestrator.store.models import Attempt, Environment, Metric, Point, Run
 from orchestrator.store.views import v_metrics, v_points
 
 _COORDINATES = (*(axis.name for axis in AXES), "gpu")
@@ -37,7 +37,7 @@ class Source:
     def having(self, kind: str, metric: str) -> frozenset[str]:
         """Ids of the runs of a kind of which any point has a metric."""
         if (kind, metric) not in self._known:
-            of_run = select(Point.id).join(Metric, Metric.point_id == Point.id)
+            of_run = select(Point.id).join(Point.metrics)
             measured = exists(of_run.where(Point.run_id == Run.id, Metric.name == metric).correlate(Run))
             query = select(Run.id).where(Run.origin == Origin.MEASURED, Run.kind == kind, measured)
             if self.run_ids is not None:
@@ -65,7 +65,8 @@ class Source:
 
     def texts(self, run_id: str) -> dict[str, str]:
         """Fingerprint of the text that each point of a run was trained on, by id; only of points that have any."""
-        query = select(Point.id, Environment.content).join(Environment, Environment.id == Point.environment_id)
+        query = select(Point.id, Environment.content).join(Point.outcome)
+        query = query.join(Environment, Environment.id == Attempt.environment_id)
         with self.store.session() as session:
             found = session.execute(query.where(Point.run_id == run_id)).all()
         return {point_id: text for point_id, environment in found if (text := _text(environment))}

@@ -196,7 +196,7 @@ class PointHistory:
     def after(self, record: PointRecord | StartRecord | OutcomeRecord) -> PointHistory:
         """The history with a further record."""
         if isinstance(record, PointRecord):
-            attempt = max(self.attempt, record.attempt)  # a rebuilt journal lacks earlier attempts
+            attempt = max(self.attempt, _attempts(record))
             if self.state.settles and record.state is PointState.PENDING:
                 return replace(self, attempt=attempt, again=Remeasured(record.key, record.state))
             return PointHistory(record.key, record.label, record.state, attempt)
@@ -306,22 +306,25 @@ def history(records: Iterable[Record]) -> History | None:
         if isinstance(record, RunRecord):
             found.run = record
         elif isinstance(record, PointRecord):
-            new = PointHistory(record.key, record.label, record.state, record.attempt)
             before = found.points.get(record.point_id)
+            new = PointHistory(record.key, record.label, record.state, _attempts(record))
             found.points[record.point_id] = before.after(record) if before else new
         elif isinstance(record, StartRecord | OutcomeRecord) and record.point_id in found.points:
             # Else the line of its plan is lost; the database may have it.
             found.points[record.point_id] = found.points[record.point_id].after(record)
         if isinstance(record, ArtifactRecord):
             found.files.add(record.artifact.path)
-        elif isinstance(record, OutcomeRecord):  # of version 0.1.0
-            found.files |= {f"{record.run_id}/{file.path}" for file in record.artifacts}
     return found
 
 
 def fails(point: Point, state: PointState) -> bool:
     """Whether a point's end makes its run fail."""
     return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
+
+
+def _attempts(record: PointRecord) -> int:
+    """The number of attempts with a plan: a skipped point is not attempted further."""
+    return record.attempt + (record.state is PointState.SKIPPED)
 
 
 def nothing_left(old: History, *, again: bool) -> bool:

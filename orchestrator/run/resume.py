@@ -103,7 +103,7 @@ def _exchange(store: Store, run_id: str, path: Path, kept: list[Record], tell: C
         if not _complete(kept, history.records(store, run_id)):
             raise
         # The driver went on without a record that was refused: so does its resume.
-        for record, reason in store.apply_each(importer.numbered(kept)):
+        for record, reason in store.apply_each(kept):
             tell(f"warning: {path}: a record of {getattr(record, 'point_id', run_id)} is not stored: {reason}")
     return history.records(store, run_id)
 

@@ -133,9 +133,7 @@ class Storing(threading.Thread):
         Returns:
             Those of `records` that are refused, and of the journal the run's beginning.
         """
-        from orchestrator.store.importer import numbered
-
-        whole = numbered(journal.read(self._backlog.journal.path))
+        whole = journal.read(self._backlog.journal.path)
         refused = self._store.apply_each(chain(whole, records))
         run_id = records[0].run_id
         message = "the database had lost this run; what the journal has of it was stored again"

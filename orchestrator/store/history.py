@@ -1,8 +1,7 @@
 """The records of a run as the database has them: a journal from which the same rows can be stored again.
 
 Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the progress
-of a running point (`phase`, `done`, `total`), which no journal holds either. Of a point's earlier attempts the database
-keeps the artifacts, the series and the events only, so the records begin with the one that counts.
+of a running point (`phase`, `done`, `total`), which no journal holds either.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from jobs.schema.quantities import Quantity
 from jobs.schema.states import PointState, RunState
 from orchestrator.store.models import (
     Artifact,
+    Attempt,
     DeclaredQuantity,
     Environment,
     Event,
     Metric,
     Point,
-    Remeasurement,
     Run,
     Series,
 )
@@ -91,18 +90,15 @@ def _runs(session: Session, run: Run) -> list[RunRecord]:
 
 
 def _points(session: Session, run: Run) -> Iterator[Record]:
-    query = select(Point, Environment.content).join(Environment, isouter=True).where(Point.run_id == run.id)
-    for point, environment in session.execute(query.order_by(Point.number)):
-        yield _planned(run, point)
-        yield from _attempt(session, point, environment or {})
-        if (again := session.get(Remeasurement, point.id)) is not None:
-            yield from _remeasured(point, again)
+    for point in session.scalars(select(Point).where(Point.run_id == run.id).order_by(Point.number)):
+        for number, attempt in sorted(point.attempts.items()):
+            if number == 1 or attempt.resumed > point.attempts[number - 1].resumed:
+                yield _planned(run, point, attempt)
+            yield from _attempt(session, run, attempt)
         files = select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)
         for row in session.scalars(files):
             file = ArtifactData(**{name: getattr(row, name) for name in ArtifactData.model_fields})
-            yield ArtifactRecord(
-                run_id=run.id, at=point.state_at, point_id=point.id, attempt=row.attempt, artifact=file
-            )
+            yield ArtifactRecord(run_id=run.id, at=run.state_at, point_id=point.id, attempt=row.attempt, artifact=file)
         yield from _series(session, point)
 
 
@@ -127,79 +123,55 @@ def _series(session: Session, point: Point) -> Iterator[SeriesRecord]:
             )
 
 
-def _planned(run: Run, point: Point) -> PointRecord:
-    """The plan of a point before the attempt that counts."""
-    waits = point.state is PointState.PENDING or _skipped(point)
+def _planned(run: Run, point: Point, attempt: Attempt) -> PointRecord:
+    skipped = _skipped(attempt)
     return PointRecord(
         run_id=run.id,
-        at=point.state_at if waits else run.created_at,
+        at=attempt.ended_at if skipped and attempt.ended_at else run.created_at,
         point_id=point.id,
         index=point.number,
-        attempt=point.attempt if waits else max(0, point.attempt - 1),
-        key=point.key,
+        attempt=attempt.number - 1,
+        key=attempt.key,
         label=point.label,
         config=point.config,
         axes={**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
         estimate_bytes=point.estimate_bytes,
-        state=point.state if waits else PointState.PENDING,
-        reason=point.reason if waits else None,
-        resumed=point.resumed,
+        state=PointState.SKIPPED if skipped else PointState.PENDING,
+        reason=attempt.reason if skipped else None,
+        resumed=attempt.resumed,
     )
 
 
-def _attempt(session: Session, point: Point, environment: dict) -> Iterator[Record]:
-    """The attempt at a point that counts: its start and its outcome, as far as it came."""
-    if point.state is PointState.PENDING or _skipped(point):
+def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[Record]:
+    """An attempt's start and its outcome, as far as it came."""
+    about = {"run_id": run.id, "point_id": attempt.point_id, "attempt": attempt.number}
+    if attempt.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
+        unheard = attempt.phase is None or attempt.started_at is None
+        started = attempt.heartbeat_at if unheard else attempt.started_at
+        yield StartRecord.model_validate({**about, "at": started, "node": attempt.node})
+    if not attempt.state.ended or _skipped(attempt):
         return
-    yield from _start(point, point)
-    if not point.state.ended:
-        return
-    found = session.scalars(select(Metric).where(Metric.point_id == point.id).order_by(Metric.id))
-    yield OutcomeRecord(
-        run_id=point.run_id,
-        at=point.state_at,
-        point_id=point.id,
-        attempt=point.attempt,
-        state=point.state,
-        reason=point.reason,
-        started_at=point.started_at,
-        metrics=tuple(MetricData(**{name: getattr(row, name) for name in MetricData.model_fields}) for row in found),
-        route=point.route,
-        environment=environment,
-        resumed=None if point.attempt else point.resumed,
+    same = (Metric.point_id == attempt.point_id, Metric.attempt == attempt.number)
+    metrics = session.scalars(select(Metric).where(*same).order_by(Metric.id))
+    environment = session.get(Environment, attempt.environment_id) if attempt.environment_id else None
+    yield OutcomeRecord.model_validate(
+        {
+            **about,
+            "at": attempt.ended_at,
+            "state": attempt.state,
+            "reason": attempt.reason,
+            "started_at": attempt.started_at,
+            "metrics": [{name: getattr(row, name) for name in MetricData.model_fields} for row in metrics],
+            "route": attempt.route,
+            "environment": environment.content if environment else {},
+            "final": attempt.settled or not attempt.state.settles,
+        }
     )
 
 
-def _start(point: Point, row: Point | Remeasurement) -> Iterator[StartRecord]:
-    """The start of an attempt, if it had one."""
-    if row.heartbeat_at is None:  # set by a start only; without a later sign of progress it is the start's time
-        return
-    started = row.heartbeat_at if row.phase is None or row.started_at is None else row.started_at
-    yield StartRecord(run_id=point.run_id, at=started, point_id=point.id, attempt=row.attempt, node=row.node)
-
-
-def _remeasured(point: Point, again: Remeasurement) -> Iterator[Record]:
-    """The plan of measuring a point again, and the latest attempt at that as far as it came."""
-    yield PointRecord.model_validate(again.plan)
-    if again.state is PointState.PENDING:
-        return
-    yield from _start(point, again)
-    if again.state.ended:
-        yield OutcomeRecord(
-            run_id=point.run_id,
-            at=again.state_at,
-            point_id=point.id,
-            attempt=again.attempt,
-            state=again.state,
-            reason=again.reason,
-            started_at=again.started_at,
-            resumed=None if again.attempt else again.resumed,
-        )
-
-
-def _skipped(point: Point) -> bool:
-    """Whether a point was skipped when it was planned, and not by an outcome of an attempt."""
-    return point.state is PointState.SKIPPED and point.environment_id is None and point.started_at is None
+def _skipped(attempt: Attempt) -> bool:
+    """Whether it was skipped when it was planned, and not by an outcome."""
+    return attempt.state is PointState.SKIPPED and attempt.environment_id is None and attempt.started_at is None
 
 
 def _rest(session: Session, run: Run) -> Iterator[Record]:

@@ -17,15 +17,17 @@ from sqlalchemy.orm import Session
 from jobs.schema.plain_text import from_csv_cell, in_a_line, shown
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.store import bulk, journal, reported_layouts, writer
+from orchestrator.store import journal, reported_layouts, writer
 from orchestrator.store.models import Run
-from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord
 from orchestrator.store.reported import Reader, Row
 from orchestrator.store.store import Store
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 TABLE_LIMIT = 256 << 20
 """Bytes of a table, whose rows are all read before the first is stored: at most a tenfold of memory."""
+
+_AT_ONCE = 1_000  # points of a table, with their metrics
 
 
 class ImportFileError(UserError):
@@ -125,7 +127,7 @@ def _store_records(store: Store, path: Path, found: _Contents, records: Iterable
                     f"file: '{path}' is of another run than the {run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
-        writer.apply_all(session, numbered(records))
+        writer.apply(session, records)
 
 
 def _in_turn(session: Session, what: str) -> None:
@@ -134,23 +136,8 @@ def _in_turn(session: Session, what: str) -> None:
         session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
 
 
-def numbered(records: Iterable[Record]) -> Iterator[Record]:
-    """The records of a journal; plans and ends that do not say of which beginning they are get the one before them."""
-    resumed = None
-    for record in records:
-        if isinstance(record, RunRecord):
-            resumed = record.resumed
-        if isinstance(record, PointRecord | OutcomeRecord | RunEndRecord) and record.resumed is None:
-            yield record.model_copy(update={"resumed": resumed})
-        else:
-            yield record
-
-
 def _same_run(stored: Run, first: RunRecord, begun: Set[datetime]) -> bool:
-    """Whether a journal's beginnings can be of the stored run; the first is a resumption where earlier lines are lost.
-
-    Of a resumption on a host whose clock was behind, `created_at` may be the time: 0.1.0 took the earliest.
-    """
+    """Whether a journal's beginnings can be of the stored run; the first is a resumption if earlier lines are lost."""
     same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
     return same and (first.resumed > 0 or stored.created_at in begun)
 
@@ -169,10 +156,11 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
         _in_turn(session, "nsa import of tables")
         changed = [run for run, begin in runs if _begun(session, begin)]
         # Points of many runs before their metrics: with the first metric, Postgres plans how it finds their points.
-        bulk.add_points(session, chain.from_iterable(run.ended() for run in changed))
-        bulk.add_events(session, chain.from_iterable(run.events() for run in changed))
+        ended = chain.from_iterable(run.ended() for run in changed)
+        while some := list(islice(ended, _AT_ONCE)):
+            writer.apply(session, (record for records in zip(*some, strict=True) for record in records))
         for run in changed:
-            writer.apply(session, run.end())
+            writer.apply(session, (*run.events(), run.end()))
     points = [point for run, _ in runs for point in run.points]
     metrics = sum(len(point.metrics) for point in points)
     names = tuple(dict.fromkeys(begin.run_id for _, begin in runs))
@@ -257,5 +245,5 @@ def _begun(session: Session, begin: RunRecord) -> bool:
     if stored is not None:
         session.delete(stored)
         session.flush()
-    writer.apply(session, begin)
+    writer.apply(session, [begin])
     return True

@@ -20,7 +20,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, attribute_keyed_dict, mapped_column, relationship
 from sqlalchemy.types import TypeEngine
 
 from jobs.schema.axes import AXES, Axis
@@ -96,13 +96,50 @@ class Environment(Base):
     content: Mapped[dict[str, Any]]
 
 
-class _Attempt:
-    """Columns of an attempt: its state and progress."""
+class Point(Base):
+    """One measurement of a run: its coordinates and configuration, as they were planned last."""
 
+    __tablename__ = "point"
+    __table_args__ = (UniqueConstraint("run_id", "number"),)
+
+    id: Mapped[str] = mapped_column(String(240), primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
+    number: Mapped[int]  # position in the run, from 0
+    attempt: Mapped[int]  # number of the attempt that counts: the newest with an outcome, else the newest
+    label: Mapped[str] = mapped_column(Text)
+    config: Mapped[dict[str, Any]]
+    estimate_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
+
+    attempts: Mapped[dict[int, Attempt]] = relationship(
+        collection_class=attribute_keyed_dict("number"), lazy="selectin", cascade="all, delete-orphan"
+    )
+    outcome: Mapped[Attempt] = relationship(
+        primaryjoin="and_(Attempt.point_id == Point.id, Attempt.number == Point.attempt)", viewonly=True
+    )
+    metrics: Mapped[list[Metric]] = relationship(
+        primaryjoin="and_(foreign(Metric.point_id) == Point.id, Metric.attempt == Point.attempt)", viewonly=True
+    )
+
+
+for _axis in AXES:
+    setattr(Point, _axis.attribute, mapped_column(_axis.name, _axis_type(_axis), nullable=True))
+
+
+class Attempt(Base):
+    """One attempt at a point, which may be planned only; earlier ones stay as they ended."""
+
+    __tablename__ = "attempt"
+    __table_args__ = (UniqueConstraint("point_id", "number", "state"),)
+
+    point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)  # from 1
     state: Mapped[PointState]
+    settled: Mapped[bool]  # whether it ended with an outcome, which counts until a later attempt has one
     reason: Mapped[str | None] = mapped_column(Text)
-    state_at: Mapped[datetime]
-    attempt: Mapped[int]  # 0 before the first start
+    key: Mapped[str] = mapped_column(String(64), index=True)
+    resumed: Mapped[int]  # the resumption of the run that planned it
+    git_commit: Mapped[str | None] = mapped_column(String(64))
     node: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
@@ -111,43 +148,8 @@ class _Attempt:
     done: Mapped[int | None] = mapped_column(BigInteger)
     total: Mapped[int | None] = mapped_column(BigInteger)
     rate: Mapped[float | None]  # steps of the phase a second
-    resumed: Mapped[int] = mapped_column(server_default="0")  # the resumption of the run that planned it
-
-
-class Point(_Attempt, Base):
-    """One measurement of a run: its place, configuration, and the attempt that counts."""
-
-    __tablename__ = "point"
-    __table_args__ = (UniqueConstraint("run_id", "number"), UniqueConstraint("id", "state"))
-
-    id: Mapped[str] = mapped_column(String(240), primary_key=True)
-    run_id: Mapped[str] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
-    number: Mapped[int]  # position in the run, from 0
-    key: Mapped[str] = mapped_column(String(64), index=True)
-    label: Mapped[str] = mapped_column(Text)
-    config: Mapped[dict[str, Any]]
-    estimate_bytes: Mapped[int | None] = mapped_column(BigInteger)
-
-    more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
-
     route: Mapped[dict[str, Any]]
     environment_id: Mapped[str | None] = mapped_column(ForeignKey("environment.id"))
-
-
-for _axis in AXES:
-    setattr(Point, _axis.attribute, mapped_column(_axis.name, _axis_type(_axis), nullable=True))
-
-
-class Remeasurement(_Attempt, Base):
-    """The latest attempt at a point that had an outcome before: pending, running, lost or cancelled.
-
-    The point keeps that outcome. The next one replaces it, and takes this row's place.
-    """
-
-    __tablename__ = "remeasurement"
-
-    point_id: Mapped[str] = mapped_column(ForeignKey("point.id", ondelete="CASCADE"), primary_key=True)
-    plan: Mapped[dict[str, Any]]  # orchestrator.store.records.PointRecord
 
 
 class DeclaredQuantity(Base):
@@ -167,22 +169,27 @@ class DeclaredQuantity(Base):
 
 
 class Metric(Base):
-    """One metric of a point that ended `ok`.
+    """One metric of an attempt that ended `ok`.
 
-    `point_state` is always "ok" and part of the foreign key: the database rejects metrics for a point in any other
-    state, and rejects moving a point out of "ok" while it has metrics.
+    `state` is always "ok" and part of the foreign key: the database rejects metrics of an attempt in any other state,
+    and rejects moving an attempt out of "ok" while it has metrics.
     """
 
     __tablename__ = "metric"
     __table_args__ = (
-        ForeignKeyConstraint(["point_id", "point_state"], ["point.id", "point.state"], ondelete="CASCADE"),
-        CheckConstraint("point_state = 'ok'", name="ok_points_only"),
-        UniqueConstraint("point_id", "name"),
+        ForeignKeyConstraint(
+            ["point_id", "attempt", "state"],
+            ["attempt.point_id", "attempt.number", "attempt.state"],
+            ondelete="CASCADE",
+        ),
+        CheckConstraint("state = 'ok'", name="ok_attempts_only"),
+        UniqueConstraint("point_id", "attempt", "name"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
     point_id: Mapped[str] = mapped_column(String(240))
-    point_state: Mapped[str] = mapped_column(String(16), server_default="ok")
+    attempt: Mapped[int]
+    state: Mapped[str] = mapped_column(String(16), server_default="ok")
     name: Mapped[str] = mapped_column(String(80))
     unit: Mapped[str] = mapped_column(String(20))
     value: Mapped[float]

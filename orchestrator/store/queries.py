@@ -13,7 +13,8 @@ from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, Subquery, Table, and_, case, func, or_, select
+from sqlalchemy.orm import aliased
 
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity
@@ -21,12 +22,12 @@ from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.store.frames import frame, mappings
 from orchestrator.store.models import (
     Artifact,
+    Attempt,
     DeclaredQuantity,
     Environment,
     Event,
     Metric,
     Point,
-    Remeasurement,
     Run,
     Series,
     Verdict,
@@ -38,24 +39,29 @@ _DECLARATION = TypeAdapter(Quantity)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
 
-
-def _latest(name: str) -> ColumnElement[Any]:
-    """A column of the latest attempt at a point, be it the one that counts or not."""
-    return case((Remeasurement.point_id.is_not(None), Remeasurement.__table__.c[name]), else_=Point.__table__.c[name])
-
-
+_Newest, _Any = aliased(Attempt), aliased(Attempt)
+_OF_NEWEST = and_(
+    _Newest.point_id == Point.id,
+    _Newest.number == select(func.max(_Any.number)).where(_Any.point_id == Point.id).scalar_subquery(),
+)
+_RUNNING = _Newest.state == PointState.RUNNING
+_AGAIN = _Newest.number > Point.attempt
 _POINTS = (
     select(
         *(column for column in v_points.c if column.name not in _PROGRESS),
-        *(_latest(name).label(name) for name in _PROGRESS),
-        *(_latest(name).label(f"latest_{name}") for name in ("state", "reason", "attempt", "node")),
-        Point.route,
+        *(getattr(_Newest, name) for name in _PROGRESS),
+        case((_RUNNING, _Newest.number), else_=0).label("running"),
+        case((_RUNNING, _Newest.node)).label("running_on"),
+        case((_AGAIN, _Newest.state)).label("again"),
+        case((_AGAIN, _Newest.reason)).label("again_reason"),
+        Attempt.route,
     )
     .join(Point, Point.id == v_points.c.point_id)
-    .join(Remeasurement, Remeasurement.point_id == Point.id, isouter=True)
+    .join(Point.outcome)
+    .join(_Newest, _OF_NEWEST)
 )
 _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
-    Environment, Environment.id == Point.environment_id, isouter=True
+    Environment, Environment.id == Attempt.environment_id, isouter=True
 )
 _VALUE = (Metric.name, Metric.unit, Metric.value, Metric.p10, Metric.p90, Metric.ci_low, Metric.ci_high)
 _METRIC = (*_VALUE, Metric.samples, Metric.method)
@@ -104,8 +110,9 @@ def run(store: Store, run_id: str) -> dict[str, Any] | None:
 def points(store: Store, run_id: str) -> pd.DataFrame:
     """The points of a run, by number: state, reason, progress, axes and the route taken.
 
-    A point that is measured again has the state of its earlier outcome, which counts until it has a new one. Progress,
-    `latest_state`, `latest_reason`, `latest_attempt` and `latest_node` are of the latest attempt at each point.
+    A point that is measured again has the state of its earlier outcome, which counts until it has a new one; `again`
+    and `again_reason` are those of the newest attempt then, else None. Progress is of the newest attempt at each point;
+    `running` is its number while it runs, else 0, and `running_on` its node.
     """
     return frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
 
@@ -113,6 +120,13 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
     """One point: the columns of `points`, its config, environment ({} if not recorded); None if the id is unknown."""
     return next(iter(_details(store, _DETAILS.where(v_points.c.point_id == point_id))), None)
+
+
+def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
+    """The attempts at a run's points that are planned or running, by point: `point_id`, `number`."""
+    query = select(Attempt.point_id, Attempt.number).join(Point)
+    query = query.where(Point.run_id == run_id, Attempt.state.in_(_UNENDED))
+    return frame(store, query.order_by(Point.number))
 
 
 def next_points(store: Store, run_id: str, after: int, most: int) -> list[dict[str, Any]]:
@@ -127,12 +141,13 @@ def _details(store: Store, query: Select) -> list[dict[str, Any]]:
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
     """The metrics of a point, with all samples and the method of measurement."""
-    return frame(store, select(*_METRIC).where(Metric.point_id == point_id).order_by(Metric.id))
+    query = select(*_METRIC).select_from(Point).join(Point.metrics).where(Point.id == point_id)
+    return frame(store, query.order_by(Metric.id))
 
 
 def metrics_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
     """The columns of `metrics`, after `point_id`, of the run's points with the numbers from `first` to `last`."""
-    query = select(Metric.point_id, *_METRIC).join(Point, Point.id == Metric.point_id)
+    query = select(Metric.point_id, *_METRIC).select_from(Point).join(Point.metrics)
     return frame(store, _between(query, run_id, first, last).order_by(Point.number, Metric.id))
 
 
@@ -274,10 +289,11 @@ def counts(store: Store) -> dict[str, int]:
     """Numbers of runs, points, metrics and verdicts stored."""
     with store.session() as session:
         by_origin = dict(session.execute(select(Run.origin, func.count()).group_by(Run.origin)).all())
-        by_state = dict(session.execute(select(Point.state, func.count()).group_by(Point.state)).all())
+        states = select(Attempt.state, func.count()).select_from(Point).join(Point.outcome).group_by(Attempt.state)
+        by_state = dict(session.execute(states).all())
         running = session.scalar(select(func.count()).where(Run.state == RunState.RUNNING))
         stored = {
-            "metrics": session.scalar(select(func.count()).select_from(Metric)),
+            "metrics": session.scalar(select(func.count()).select_from(Point).join(Point.metrics)),
             "verdicts": session.scalar(select(func.count()).select_from(Verdict)),
         }
     return {
@@ -327,7 +343,7 @@ def _tally(chosen: Select) -> Subquery:
     """Per chosen run: point counts by state, of those measured `again` just now, the latest heartbeat, the GPU."""
 
     def number(name: str, *counted: PointState) -> ColumnElement[int]:
-        return func.sum(case((Point.state.in_(counted), 1), else_=0)).label(name)
+        return func.sum(case((Attempt.state.in_(counted), 1), else_=0)).label(name)
 
     return (
         select(
@@ -339,12 +355,13 @@ def _tally(chosen: Select) -> Subquery:
             number("running", PointState.RUNNING),
             number("pending", PointState.PENDING),
             number("cancelled", PointState.CANCELLED),
-            func.sum(case((Remeasurement.state.in_(_UNENDED), 1), else_=0)).label("again"),
-            func.max(func.coalesce(Remeasurement.heartbeat_at, Point.heartbeat_at)).label("heartbeat_at"),
+            func.sum(case((and_(_AGAIN, _Newest.state.in_(_UNENDED)), 1), else_=0)).label("again"),
+            func.max(func.coalesce(_Newest.heartbeat_at, Attempt.heartbeat_at)).label("heartbeat_at"),
             func.max(Environment.gpu).label("gpu"),
         )
-        .join(Environment, Environment.id == Point.environment_id, isouter=True)
-        .join(Remeasurement, Remeasurement.point_id == Point.id, isouter=True)
+        .join(Point.outcome)
+        .join(_Newest, _OF_NEWEST)
+        .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
         .where(Point.run_id.in_(chosen))
         .group_by(Point.run_id)
         .subquery()

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from jobs.schema.axes import Axis, check_axes
-from jobs.schema.quantities import Quantity, check_quantities
+from jobs.schema.quantities import SHARED, Quantity, check_quantities
 from jobs.schema.states import Origin, PointState, RunState
 
 STORED_BYTES = 64 << 10
@@ -50,6 +50,7 @@ PointId = Annotated[str, Field(max_length=240)]
 Hash = Annotated[str, Field(max_length=64)]
 Kind = Annotated[str, Field(max_length=40)]
 Small = Annotated[int, Field(ge=0, lt=1 << 31)]
+Number = Annotated[int, Field(ge=1, lt=1 << 31)]  # of an attempt
 Large = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
@@ -104,15 +105,15 @@ class RunRecord(_Record):
     submission_id: Name | None = None  # Ray's id, if run as a Ray job
     host: str | None = None
     artifacts: str | None = None  # folder of the run's journal, on the host that wrote it
-    artifact_store: str | None = None  # URL of the store of the points' files; None: `artifacts` held them
+    artifact_store: str | None = None  # URL of the store of the points' files
     resumed: Small = 0
-    quantities: tuple[Quantity, ...] | None = None  # as the kind declares them; None: written before kinds declared any
+    quantities: tuple[Quantity, ...] = tuple(SHARED)  # as the kind declares them
     axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
 
     @field_validator("quantities", mode="after")
     @classmethod
-    def _can_be_told_apart(cls, quantities: tuple[Quantity, ...] | None) -> tuple[Quantity, ...] | None:
-        check_quantities(quantities or ())
+    def _check_quantities(cls, quantities: tuple[Quantity, ...]) -> tuple[Quantity, ...]:
+        check_quantities(quantities)
         return quantities
 
     @field_validator("axes", mode="after")
@@ -136,7 +137,7 @@ class PointRecord(_Record):
     estimate_bytes: Large | None = None
     state: PointState = PointState.PENDING
     reason: str | None = None
-    resumed: Small | None = None  # of the beginning that plans it; None: written before plans had it
+    resumed: Small = 0  # of the beginning that plans it
 
 
 class StartRecord(_Record):
@@ -144,7 +145,7 @@ class StartRecord(_Record):
 
     type: Literal["start"] = "start"
     point_id: PointId
-    attempt: Small
+    attempt: Number
     node: str | None = None
 
 
@@ -166,7 +167,7 @@ class ArtifactData(_Plain):
     """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
 
     name: str = Field(max_length=200)
-    path: str = Field(max_length=4096)  # relative to the artifact store; in an OutcomeRecord to the run's folder
+    path: str = Field(max_length=4096)  # relative to the artifact store
     size: int = Field(ge=0, lt=1 << 63)  # bytes
     sha256: str = Field(max_length=64)
     content: str | None = None
@@ -178,15 +179,13 @@ class OutcomeRecord(_Record):
 
     type: Literal["outcome"] = "outcome"
     point_id: PointId
-    attempt: Small
+    attempt: Number
     state: PointState
     reason: str | None = None
     started_at: Moment | None = None
     metrics: tuple[MetricData, ...] = ()
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
-    artifacts: tuple[ArtifactData, ...] = ()  # of version 0.1.0 only; since then each has a record of its own
-    resumed: Small | None = None  # before the first attempt: of the beginning whose plan it ends
     final: bool = True  # False: the point is handed out again, and its outcome will be that of a later attempt
 
     @property
@@ -243,7 +242,7 @@ class RunEndRecord(_Record):
     type: Literal["run_end"] = "run_end"
     state: RunState
     reason: str | None = None
-    resumed: Small | None = None  # None: written before ends had it
+    resumed: Small = 0
 
     @field_validator("state", mode="after")
     @classmethod

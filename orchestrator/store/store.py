@@ -51,8 +51,8 @@ class Store:
                 schema.refuse_another(parsed)
         engine = make_engine(parsed, readonly=readonly)
         try:
-            with errors(parsed):
-                schema.check(engine)
+            with errors(parsed), engine.connect() as connection:
+                schema.check(connection)
         except StoreError:
             engine.dispose()
             raise
@@ -89,7 +89,7 @@ class Store:
     def apply_many(self, records: Iterable[Record]) -> None:
         """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            writer.apply_all(session, records)
+            writer.apply(session, records)
 
     def apply_each(self, records: Iterable[Record]) -> list[tuple[Record, str]]:
         """Store journal records in one transaction, without those that are refused.
@@ -105,7 +105,7 @@ class Store:
             for record in records:
                 try:
                     with errors(self.engine.url), session.begin_nested():
-                        writer.apply(session, record)
+                        writer.apply(session, [record])
                 except (StoreUnavailable, BrokenStoreError):
                     raise
                 except Exception as err:  # also of a value that a driver cannot pass on

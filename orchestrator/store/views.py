@@ -6,10 +6,11 @@ from sqlalchemy import Column, Connection, Double, Enum, MetaData, Select, Strin
 from sqlalchemy import literal_column as literal
 
 from jobs.schema.axes import AXES
+from jobs.schema.states import PointState
 from orchestrator.store.models import Base
 
 _tables = Base.metadata.tables
-_run, _point, _environment = _tables["run"], _tables["point"], _tables["environment"]
+_run, _point, _attempt, _environment = (_tables[name] for name in ("run", "point", "attempt", "environment"))
 _metric, _quantity, _series, _verdict = (_tables[name] for name in ("metric", "quantity", "series", "verdict"))
 _metadata = MetaData()  # separate from the models', whose tables alone are compared with the migrations
 _queries: dict[str, Select] = {}
@@ -38,9 +39,13 @@ def drop(connection: Connection) -> None:
 
 _RUN = (_run.c.id.label("run_id"), _run.c.name.label("run_name"), _run.c.origin, _run.c.source)
 _AXES = (*(_point.c[axis.name] for axis in AXES), _environment.c.gpu, _point.c.more_axes)
-_POINTS = _point.join(_run, _run.c.id == _point.c.run_id).outerjoin(
-    _environment, _environment.c.id == _point.c.environment_id
+_OUTCOME = and_(_attempt.c.point_id == _point.c.id, _attempt.c.number == _point.c.attempt)
+_POINTS = (
+    _point.join(_run, _run.c.id == _point.c.run_id)
+    .join(_attempt, _OUTCOME)
+    .outerjoin(_environment, _environment.c.id == _attempt.c.environment_id)
 )
+_UNSTARTED = and_(_attempt.c.started_at.is_(None), _attempt.c.state.in_((PointState.PENDING, PointState.SKIPPED)))
 
 v_points = _view(
     "v_points",
@@ -48,10 +53,15 @@ v_points = _view(
         *_RUN,
         _run.c.kind,
         _point.c.id.label("point_id"),
-        *(_point.c[name] for name in ("number", "label", "state", "reason", "attempt")),
+        _point.c.number,
+        _point.c.label,
+        _attempt.c.state,
+        _attempt.c.reason,
+        case((_UNSTARTED, _attempt.c.number - 1), else_=_attempt.c.number).label("attempt"),
         *_AXES,
-        *(_point.c[name] for name in ("estimate_bytes", "node", "phase", "done", "total", "rate")),
-        *(_point.c[name] for name in ("heartbeat_at", "started_at", "ended_at", "key")),
+        _point.c.estimate_bytes,
+        *(_attempt.c[name] for name in ("node", "phase", "done", "total", "rate")),
+        *(_attempt.c[name] for name in ("heartbeat_at", "started_at", "ended_at", "key")),
     ).select_from(_POINTS),
 )
 
@@ -68,15 +78,17 @@ v_metrics = _view(
         _run.c.kind,
         _point.c.id.label("point_id"),
         _point.c.label,
-        _point.c.state,
+        _attempt.c.state,
         *_AXES,
         _metric.c.name.label("metric"),
         *(_metric.c[name] for name in ("unit", "value", "ci_low", "ci_high")),
         _PER_SEQUENCE.label("per_sequence"),
         *(_metric.c[name] for name in ("p10", "p90", "method")),
         _point.c.estimate_bytes,
-        _point.c.ended_at,
-    ).select_from(_POINTS.join(_metric, _metric.c.point_id == _point.c.id)),
+        _attempt.c.ended_at,
+    ).select_from(
+        _POINTS.join(_metric, and_(_metric.c.point_id == _point.c.id, _metric.c.attempt == _point.c.attempt))
+    ),
 )
 
 _SCALING = [column for column in v_metrics.c if column.name not in ("kind", "p10", "p90", "method", "estimate_bytes")]
@@ -104,13 +116,17 @@ v_series = _view(
         *_RUN[:2],
         _run.c.kind,
         _point.c.id.label("point_id"),
-        *(_point.c[name] for name in ("label", "state", "implementation", "seq_len")),
+        _point.c.label,
+        _attempt.c.state,
+        _point.c.implementation,
+        _point.c.seq_len,
         _series.c.attempt,
         (_series.c.attempt == _point.c.attempt).label("latest"),
         _series.c.name.label("series"),
         *(_series.c[name] for name in ("unit", "rank", "step", "at", "value")),
     )
     .join_from(_series, _point, _point.c.id == _series.c.point_id)
+    .join(_attempt, _OUTCOME)
     .join(_run, _run.c.id == _point.c.run_id),
 )
 

@@ -1,41 +1,41 @@
 """Writes journal records as rows. Replaying a journal, whole or in part, changes nothing.
 
-A record only moves a run or a point forward: its attempt, the number of the run's resumption, its stage and only then
-its time are compared with the stored ones, as clocks step back and differ between hosts. A point that is measured
-again keeps its outcome until it has a new one; meanwhile its records move its remeasurement.
+A record only moves a run or an attempt forward, whatever its time says: clocks step back, and differ between hosts. A
+run is ordered by its resumptions and, within one, pending, running, ended. An attempt is planned, starts and ends once;
+before it starts, a later resumption may plan it anew. A point has the outcome of its newest attempt that has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby, islice
-from typing import Any, cast
+from typing import Any
 
-from sqlalchemy import Table, delete, insert, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from jobs.schema.quantities import SHARED, Quantity
+from jobs.schema.axes import AXES, check_coordinate, check_more
 from jobs.schema.states import PointState, RunState
 from orchestrator.database_url import RunMissingError, StoreError
-from orchestrator.store import rows
 from orchestrator.store.models import (
     Artifact,
+    Attempt,
+    Base,
     DeclaredQuantity,
     Environment,
     Event,
-    Metric,
     Point,
-    Remeasurement,
     Run,
-    Series,
     Verdict,
 )
 from orchestrator.store.records import (
     STORED_BYTES,
-    ArtifactData,
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
@@ -48,63 +48,25 @@ from orchestrator.store.records import (
 )
 
 # Tables of many rows: inserted past the ORM's models, which take longer than the database.
-_METRICS, _QUANTITIES, _SERIES = (cast(Table, model.__table__) for model in (Metric, DeclaredQuantity, Series))
-
-# Stages of an attempt, in order: started, ended, and planned again afterwards.
-_STARTED, _ENDED, _PLANNED = range(3)
-_STORED_CHARACTERS = 2 * STORED_BYTES  # of a text's kept end, in which a NUL is written as two
+_METRICS, _QUANTITIES, _SERIES = (Base.metadata.tables[name] for name in ("metric", "quantity", "series"))
+_UNSTARTED = (PointState.PENDING, PointState.SKIPPED, PointState.CANCELLED)
+_UNENDED = (PointState.PENDING, PointState.RUNNING)
+_STORED_CHARACTERS = 2 * STORED_BYTES
 _MOST = (1 << 63) - 1
-_BATCH = 500  # points, or events
-_PIECES = 50  # records of a live series, with up to 1,000 samples each
-_RUN_STAGES = {RunState.PENDING: 0, RunState.RUNNING: 1}
-_RUN_ENDED = 2
-_STAGES = {PointState.RUNNING: _STARTED, PointState.PENDING: _PLANNED, PointState.SKIPPED: _PLANNED}
 
 
-def apply(session: Session, record: Record) -> None:
-    """Write one record.
+def apply(session: Session, records: Iterable[Record]) -> None:
+    """Write records in their order; those of one type that follow each other are written together.
 
     Raises:
-        StoreError: it is inconsistent (metrics of a failed point), or its point is unknown.
+        StoreError: a record is inconsistent (metrics of a failed point), or its point is unknown.
         RunMissingError: its run is unknown.
     """
-    match record:
-        case RunRecord():
-            _run(session, record)
-        case PointRecord():
-            _points(session, [record])
-        case StartRecord():
-            _start(session, record)
-        case OutcomeRecord():
-            _outcome(session, record)
-        case ArtifactRecord():
-            _existing(session, record)
-            _artifact(session, record.point_id, record.attempt, record.artifact)
-        case SeriesRecord():
-            _series(session, [record])
-        case EventRecord():
-            _events(session, [record])
-        case RunEndRecord():
-            _run_end(session, record)
-    session.flush()
-
-
-def apply_all(session: Session, records: Iterable[Record]) -> None:
-    """Write records in their order; points, events or samples that follow each other at once. Raises as `apply`."""
-    for kind, some in groupby(records, type):
-        if kind is EventRecord:
-            while events := [record for record in islice(some, _BATCH) if isinstance(record, EventRecord)]:
-                _events(session, events)
-        elif kind is SeriesRecord:
-            while pieces := [record for record in islice(some, _PIECES) if isinstance(record, SeriesRecord)]:
-                _series(session, pieces)
-        elif kind is PointRecord:
-            while points := [record for record in islice(some, _BATCH) if isinstance(record, PointRecord)]:
-                _points(session, points)
-                session.flush()
-        else:
-            for record in some:
-                apply(session, record)
+    for kind, same in groupby(records, type):
+        write, most = _WRITERS[kind]
+        while batch := list(islice(same, most)):
+            write(session, batch)
+            session.flush()
 
 
 def beat(
@@ -118,11 +80,10 @@ def beat(
     rate: float | None,
 ) -> None:
     """Store a running point's progress; ignored for a point in another state."""
-    told = {"heartbeat_at": at, "phase": rows.clean(phase), "done": _bounded(done), "total": _bounded(total)}
     of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
-    for table, column in ((Point, Point.id), (Remeasurement, Remeasurement.point_id)):
-        running = update(table).where(column.in_(of_run), table.state == PointState.RUNNING)
-        session.execute(running.values(**told, rate=rate))
+    running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
+    progress = {"phase": _storable(phase), "done": _bounded(done), "total": _bounded(total), "rate": rate}
+    session.execute(running.values(heartbeat_at=at, **progress))
 
 
 def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> None:
@@ -130,231 +91,250 @@ def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> Non
     session.execute(insert(Verdict), [dict(columns) for columns in verdicts])
 
 
-def insert_new(session: Session, table: type[Event] | type[Environment], new: list[dict[str, Any]]) -> None:
-    """Insert the rows whose ids do not exist, even if another writer inserts them concurrently."""
-    stored = set(session.scalars(select(table.id).where(table.id.in_([values["id"] for values in new]))))
-    if missing := [values for values in new if values["id"] not in stored]:
-        # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
-        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), missing)
-
-
-def _run(session: Session, record: RunRecord) -> None:
-    run = session.get(Run, record.run_id, with_for_update=True)
-    if run is not None:
-        if not record.resumed:
-            run.created_at = min(run.created_at, record.at)
-        if not _later(run, record.resumed, record.state, record.at):
-            return
-    else:
-        run = Run(id=record.run_id, created_at=record.at)
-        session.add(run)
-    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}:
-        setattr(run, name, getattr(record, name))
-    run.axes = [asdict(axis) for axis in record.axes]
-    run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
-    session.flush()
-    _quantities(session, record.run_id, SHARED if record.quantities is None else record.quantities)
-
-
-def _quantities(session: Session, run_id: str, declared: Sequence[Quantity]) -> None:
-    session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run_id))
-    values = [{"run_id": run_id, "position": place, **asdict(quantity)} for place, quantity in enumerate(declared)]
-    if values:
-        session.execute(insert(_QUANTITIES), values)
-
-
-def _run_end(session: Session, record: RunEndRecord) -> None:
-    run = session.get(Run, record.run_id, with_for_update=True)
-    if run is None:
-        raise _missing(record.run_id)
-    if record.resumed is None:
-        later = record.at >= run.state_at
-    else:
-        later = _later(run, record.resumed, record.state, record.at)
-    if later:
-        run.state, run.reason = record.state, rows.clean(record.reason)
-        run.state_at = run.ended_at = record.at
-        run.resumed = max(run.resumed, record.resumed or 0)
-
-
-def _later(run: Run, resumed: int, state: RunState, at: datetime) -> bool:
-    """Whether a record's state of a run is later than the row's, comparing resumption, then stage, then time."""
-    stage, stored = (_RUN_STAGES.get(each, _RUN_ENDED) for each in (state, run.state))
-    return (resumed, stage, at) > (run.resumed, stored, run.state_at)
-
-
-def _points(session: Session, records: Sequence[PointRecord]) -> None:
-    """Plan points. Stored ones are locked in a journal's order: else two writers might wait for each other."""
-    named = select(Point).where(Point.id.in_({record.point_id for record in records}))
-    locked = named.order_by(Point.run_id, Point.number).with_for_update()
-    stored = {point.id: point for point in session.scalars(locked)}
-    for run_id in {record.run_id for record in records if record.point_id not in stored}:
-        if session.get(Run, run_id) is None:
-            raise _missing(run_id)
+def _runs(session: Session, records: Sequence[RunRecord]) -> None:
     for record in records:
-        stored[record.point_id] = _point(session, record, stored.get(record.point_id))
+        run = session.get(Run, record.run_id, with_for_update=True)
+        if run is None:
+            run = Run(id=record.run_id, created_at=record.at)
+            session.add(run)
+        else:
+            if not record.resumed:
+                run.created_at = min(run.created_at, record.at)
+            if not _moves(run, record):
+                continue
+        for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}:
+            setattr(run, name, getattr(record, name))
+        run.axes = [asdict(axis) for axis in record.axes]
+        run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
+        session.flush()
+        session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id))
+        declared = [
+            asdict(quantity) | {"run_id": run.id, "position": n} for n, quantity in enumerate(record.quantities)
+        ]
+        if declared:
+            session.execute(insert(_QUANTITIES), declared)
 
 
-def _point(session: Session, record: PointRecord, point: Point | None) -> Point:
-    if point is None:
-        point = Point(id=record.point_id, run_id=record.run_id)
-        rows.reach(point, record)
-        rows.plan(point, record)
-        session.add(point)
-        return point
-    _of_run(point, record.run_id)
-    again = session.get(Remeasurement, point.id)
-    if not _newer(again or point, record.attempt, _PLANNED, record.at, record.resumed or 0):
-        if point.resumed == (record.resumed or 0):  # the plan that it follows
-            rows.plan(point, record)
-        return point
-    if point.state.settles and record.state is PointState.PENDING:
-        again = again or Remeasurement(point_id=point.id)
-        rows.plan_again(again, record)
-        session.add(again)
-        return point
-    _forget(session, point, again)
-    rows.reach(point, record)
-    rows.plan(point, record)
-    return point
+def _run_ends(session: Session, records: Sequence[RunEndRecord]) -> None:
+    for record in records:
+        run = session.get(Run, record.run_id, with_for_update=True)
+        if run is None:
+            raise _missing(record.run_id)
+        if _moves(run, record):
+            run.state, run.reason, run.resumed = record.state, record.reason, record.resumed
+            run.state_at = run.ended_at = record.at
 
 
-def _start(session: Session, record: StartRecord) -> None:
-    point = _existing(session, record)
-    again = session.get(Remeasurement, point.id)
-    if not _newer(again or point, record.attempt, _STARTED, record.at):
-        return
-    if again is None and point.state is PointState.OK:  # no other point has metrics
-        _forget(session, point, again)
-    rows.start(again or point, record)
+def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
+    """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
+
+    def stage(state: RunState) -> int:
+        return 2 if state.ended else int(state is RunState.RUNNING)
+
+    return (record.resumed, stage(record.state), record.at) > (run.resumed, stage(run.state), run.state_at)
 
 
-def _forget(session: Session, point: Point, again: Remeasurement | None) -> None:
-    """Remove the metrics of a point's earlier attempts, and the one after them."""
-    session.execute(delete(Metric).where(Metric.point_id == point.id))
-    if again is not None:
-        session.delete(again)
-        session.flush()  # else the next record would find it
-
-
-def _outcome(session: Session, record: OutcomeRecord) -> None:
-    rows.refuse_untrue(record)
-    point = _existing(session, record)
-    again = session.get(Remeasurement, point.id)
-    newer = _newer(again or point, record.attempt, _ENDED, record.at, record.resumed)
-    _artifacts(session, record)
-    if not newer:
-        return
-    if again is not None and not record.settles:
-        rows.end_without_outcome(again, record)
-        return
-    _forget(session, point, again)
-    if again is not None:
-        rows.take_over(point, again)
-    if record.environment:
-        insert_new(session, Environment, [rows.environment(record.environment)])
-    rows.end(point, record)
-    session.flush()
-    if record.metrics:
-        session.execute(insert(_METRICS), rows.metrics(record))
-
-
-def _events(session: Session, records: Sequence[EventRecord]) -> None:
-    for run_id, point_id in {(record.run_id, record.point_id) for record in records}:
-        if session.get(Run, run_id) is None:
+def _plans(session: Session, records: Sequence[PointRecord]) -> None:
+    points = _stored(session, records)
+    commits: dict[str, str | None] = {}
+    for run_id in {record.run_id for record in records}:
+        if (run := session.get(Run, run_id)) is None:
             raise _missing(run_id)
-        if point_id is not None:
-            if (point := session.get(Point, point_id)) is None:
-                raise _unknown(point_id)
-            _of_run(point, run_id)
-    insert_new(session, Event, [rows.event(record) for record in records])
+        commits[run_id] = run.git_commit
+    for record in records:
+        point = points.get(record.point_id)
+        if point is None:
+            point = points[record.point_id] = Point(id=record.point_id, run_id=record.run_id)
+            session.add(point)
+        number = record.attempt + 1
+        attempt = point.attempts.get(number)
+        if attempt is None:
+            attempt = point.attempts[number] = Attempt(number=number)
+        elif attempt.state not in _UNSTARTED or record.resumed <= attempt.resumed:
+            continue
+        attempt.state, attempt.reason, attempt.resumed = record.state, record.reason, record.resumed
+        attempt.settled, attempt.ended_at = record.state.settles, record.at if record.state.ended else None
+        attempt.key, attempt.git_commit = record.key, commits[record.run_id]
+        attempt.route = {}
+        if number == max(point.attempts):
+            point.number, point.label, point.config = record.index, record.label, record.config
+            point.estimate_bytes = record.estimate_bytes
+            _set_axes(point, record)
+        _choose_attempt(point)
 
 
-def _artifacts(session: Session, record: OutcomeRecord) -> None:
-    """Store the files that an outcome of version 0.1.0 carries; their paths begin in the run's folder."""
-    for file in record.artifacts:
-        below = file.model_copy(update={"path": f"{record.run_id}/{file.path}"})
-        _artifact(session, record.point_id, record.attempt, below)
+def _set_axes(point: Point, record: PointRecord) -> None:
+    """Set the point's axes. A length or batch of 0 is refused: the views divide by the batch, and fits take logs."""
+    more = dict(record.axes)
+    try:
+        for axis in AXES:
+            value = more.pop(axis.attribute, more.pop(axis.name, None))
+            check_coordinate(axis, value)
+            setattr(point, axis.attribute, value)
+        check_more(more)
+    except ValueError as err:
+        raise StoreError(f"point {record.point_id!r}: {err}") from None
+    point.more_axes = more
 
 
-def _artifact(session: Session, point_id: str, attempt: int, file: ArtifactData) -> None:
-    """Store a file of an attempt unless it is stored; files of other attempts stay."""
-    file = file.model_copy(update={"name": rows.clean(file.name)})
-    same = (Artifact.point_id == point_id, Artifact.attempt == attempt, Artifact.name == file.name)
-    if session.scalar(select(Artifact.id).where(*same)) is not None:
-        return
-    values: dict[str, Any] = {**file.model_dump(), "point_id": point_id, "attempt": attempt}
-    values |= {column: rows.clean(getattr(file, column)) for column in ("path", "sha256", "content")}
-    if (content := values["content"] or "")[:-_STORED_CHARACTERS]:  # of an imported journal
-        values |= {"content": content[-_STORED_CHARACTERS:], "truncated": True}
-    session.execute(insert(Artifact), [values])
+def _starts(session: Session, records: Sequence[StartRecord]) -> None:
+    points = _existing(session, records)
+    for record in records:
+        point = points[record.point_id]
+        attempt = _attempt(point, record.attempt)
+        if attempt.state is PointState.PENDING:
+            attempt.state, attempt.node = PointState.RUNNING, record.node
+            attempt.started_at = attempt.heartbeat_at = record.at
+            _choose_attempt(point)
+
+
+def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
+    points = _existing(session, records)
+    environments = {_digest(record.environment): record.environment for record in records if record.environment}
+    _insert_new(session, Environment, [_environment(key, content) for key, content in environments.items()])
+    ended: list[OutcomeRecord] = []
+    for record in records:
+        _check_outcome(record)
+        point = points[record.point_id]
+        attempt = _attempt(point, record.attempt)
+        if attempt.state in _UNENDED:
+            attempt.state, attempt.reason, attempt.settled = record.state, record.reason, record.settles
+            attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
+            attempt.route = dict(record.route)
+            attempt.environment_id = _digest(record.environment) if record.environment else None
+            _choose_attempt(point)
+            ended.append(record)
+    session.flush()
+    metrics = [
+        {**metric.model_dump(), "samples": list(metric.samples), "point_id": record.point_id, "attempt": record.attempt}
+        for record in ended
+        for metric in record.metrics
+    ]
+    if metrics:  # with RETURNING, as in `_insert_new`
+        session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
+
+
+def _check_outcome(record: OutcomeRecord) -> None:
+    """Raise StoreError for numbers of a failed point, numbers that are not finite, and a state that is no end."""
+    if record.metrics and record.state is not PointState.OK:
+        raise StoreError(
+            f"metrics: point {record.point_id!r} ended {record.state.value!r} with numbers; only 'ok' may carry metrics"
+        )
+    if not record.state.ended:
+        raise StoreError(f"state: {record.state.value!r} of point {record.point_id!r} is no end; send a start instead")
+    for metric in record.metrics:
+        if not all(math.isfinite(number) for number in (metric.value, *metric.samples)):
+            raise StoreError(
+                f"metrics: {metric.name!r} of point {record.point_id!r} is not finite; end the point 'error' instead"
+            )
+
+
+def _environment(key: str, content: dict[str, Any]) -> dict[str, Any]:
+    gpu = content.get("gpu")
+    gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
+    return {"id": key, "gpu": None if gpu is None else _storable(str(gpu)), "content": content}
+
+
+def _attempt(point: Point, number: int) -> Attempt:
+    """The attempt at a point. A retry within a run has no plan of its own, but that of the attempt before it."""
+    if number not in point.attempts:
+        before = point.attempts[max(point.attempts)]
+        same = {"key": before.key, "resumed": before.resumed, "git_commit": before.git_commit}
+        point.attempts[number] = Attempt(number=number, state=PointState.PENDING, settled=False, route={}, **same)
+    return point.attempts[number]
+
+
+def _choose_attempt(point: Point) -> None:
+    """Let the newest attempt with an outcome count; without any, the newest."""
+    settled = [number for number, attempt in point.attempts.items() if attempt.settled]
+    point.attempt = max(settled or point.attempts)
+
+
+def _artifacts(session: Session, records: Sequence[ArtifactRecord]) -> None:
+    """Store files of attempts that are not stored yet."""
+    _existing(session, records)
+    for record in records:
+        file = record.artifact
+        same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt, Artifact.name == file.name)
+        if session.scalar(select(Artifact.id).where(*same)) is None:
+            values: dict[str, Any] = {**file.model_dump(), "point_id": record.point_id, "attempt": record.attempt}
+            if len(file.content or "") > _STORED_CHARACTERS:  # of an imported journal
+                values |= {"content": (file.content or "")[-_STORED_CHARACTERS:], "truncated": True}
+            session.execute(insert(Artifact), [values])
 
 
 def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
     """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
-    for record in {(record.run_id, record.point_id): record for record in records}.values():
-        _existing(session, record)
+    _existing(session, records)
     if samples := [sample for record in records for sample in _samples(record)]:
         insertion = _dialect(session).insert(_SERIES)
-        told = insertion.excluded
+        new = insertion.excluded
         session.execute(
             insertion.on_conflict_do_update(
-                index_elements=_SERIES.primary_key,
-                set_={"at": told.at, "value": told.value},
-                where=told.at > _SERIES.c.at,
+                index_elements=_SERIES.primary_key, set_={"at": new.at, "value": new.value}, where=new.at > _SERIES.c.at
             ),
             samples,
         )
 
 
 def _samples(record: SeriesRecord) -> Iterator[dict[str, Any]]:
-    same = {"point_id": record.point_id, "attempt": record.attempt, "rank": record.rank}
-    same |= {"name": rows.clean(record.name), "unit": rows.clean(record.unit)}
+    same = {name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}
     for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
         yield {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
 
 
-def _newer(row: Point | Remeasurement, attempt: int, stage: int, at: datetime, resumed: int | None = None) -> bool:
-    """Whether a record is newer than the row; `resumed`: of the beginning that it is of, None where it does not say."""
-    stored = _STAGES.get(row.state, _ENDED)
-    number = row.resumed if resumed is None else resumed
-    return _place(attempt, stage, number, at) > _place(row.attempt, stored, row.resumed, row.state_at)
+def _events(session: Session, records: Sequence[EventRecord]) -> None:
+    for run_id in {record.run_id for record in records}:
+        if session.get(Run, run_id) is None:
+            raise _missing(run_id)
+    _existing(session, [record for record in records if record.point_id is not None])
+    names = ("run_id", "point_id", "at", "level", "message")
+    rows = [{name: getattr(record, name) for name in names} for record in records]
+    ids = [_digest(record.model_dump(mode="json")) for record in records]
+    _insert_new(session, Event, [{"id": key, **row} for key, row in zip(ids, rows, strict=True)])
 
 
-def _place(attempt: int, stage: int, resumed: int, at: datetime) -> tuple[int, int, int, datetime]:
-    """The place in a point's life: by attempt, then by stage, plans by resumption, and only then by time.
-
-    Before the first attempt each resumption has a plan, and may have an end (cancelled) after it.
-    """
-    if not attempt:
-        return attempt, resumed, int(stage == _ENDED), at
-    return attempt, stage, resumed if stage == _PLANNED else 0, at
+def _insert_new(session: Session, table: type[Event] | type[Environment], rows: list[dict[str, Any]]) -> None:
+    """Insert the rows whose ids do not exist, even if another writer inserts them concurrently."""
+    stored = set(session.scalars(select(table.id).where(table.id.in_([row["id"] for row in rows]))))
+    if missing := [row for row in rows if row["id"] not in stored]:
+        # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
+        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), missing)
 
 
-def _existing(session: Session, record: StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord) -> Point:
-    """The point of a record, locked. Raises StoreError if it is unknown, or another run's, RunMissingError."""
-    point = session.get(Point, record.point_id, with_for_update=True)
-    if point is None and session.get(Run, record.run_id) is None:
-        raise _missing(record.run_id)
-    if point is None:
-        raise _unknown(record.point_id)
-    _of_run(point, record.run_id)
-    return point
+_OfPoint = PointRecord | StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord | EventRecord
 
 
-def _of_run(point: Point, run_id: str) -> None:
-    if point.run_id != run_id:
-        raise StoreError(
-            f"run_id: {run_id!r}: the point {point.id!r} is of the run {point.run_id!r}; nothing is stored"
-        )
+def _stored(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]:
+    """The points of records that are stored, by id, locked in a journal's order: else two writers might wait for each
+    other. Raises StoreError if one is another run's."""
+    named = select(Point).where(Point.id.in_({record.point_id for record in records}))
+    locked = named.order_by(Point.run_id, Point.number).with_for_update()
+    points = {point.id: point for point in session.scalars(locked)}
+    for record in records:
+        point = points.get(record.point_id or "")
+        if point is not None and point.run_id != record.run_id:
+            raise StoreError(
+                f"run_id: {record.run_id!r}: the point {point.id!r} is of the run {point.run_id!r}; nothing is stored"
+            )
+    return points
+
+
+def _existing(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]:
+    """The points of records, locked. Raises StoreError if one is unknown or another run's, RunMissingError."""
+    points = _stored(session, records)
+    for record in records:
+        if record.point_id not in points:
+            if session.get(Run, record.run_id) is None:
+                raise _missing(record.run_id)
+            raise StoreError(
+                f"point: {record.point_id!r} is not in the database; import the whole journal with `nsa import`"
+            )
+    return points
 
 
 def _missing(run_id: str) -> RunMissingError:
     return RunMissingError(f"run: {run_id!r} is not in the database; import the whole journal with `nsa import`")
-
-
-def _unknown(point_id: str) -> StoreError:
-    return StoreError(f"point: {point_id!r} is not in the database; import the whole journal with `nsa import`")
 
 
 def _dialect(session: Session) -> Any:
@@ -362,6 +342,28 @@ def _dialect(session: Session) -> Any:
     return postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
 
 
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _storable(text: str) -> str:
+    """The text without characters that a database rejects: what a child reports may hold NULs and lone surrogates."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
 def _bounded(count: int | None) -> int | None:
     """The count, within what a column holds."""
     return None if count is None else max(-_MOST, min(count, _MOST))
+
+
+# Records of a type that are written at once: of a series each has up to 1,000 samples.
+_WRITERS: dict[type, tuple[Callable[[Session, list[Any]], None], int]] = {
+    RunRecord: (_runs, 500),
+    PointRecord: (_plans, 500),
+    StartRecord: (_starts, 500),
+    OutcomeRecord: (_outcomes, 500),
+    ArtifactRecord: (_artifacts, 500),
+    SeriesRecord: (_series, 50),
+    EventRecord: (_events, 500),
+    RunEndRecord: (_run_ends, 500),
+}

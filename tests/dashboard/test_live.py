@@ -156,11 +156,9 @@ def test_a_point_without_series_has_no_such_part(half_finished: str) -> None:
     assert "Series" not in said
 
 
-@pytest.mark.parametrize(
-    "changes", [{"rate": None}, {"rate": 0.0}, {"total": 0}, {"latest_state": "ok"}, {"rate": 1e-300}]
-)
+@pytest.mark.parametrize("changes", [{"rate": None}, {"rate": 0.0}, {"total": 0}, {"running": 0}, {"rate": 1e-300}])
 def test_an_end_that_is_unknown_is_not_told(changes: dict) -> None:
-    point = {"latest_state": "running", "phase": "train", "done": 300, "total": 900, "rate": 2.0}
+    point = {"running": 1, "phase": "train", "done": 300, "total": 900, "rate": 2.0}
     assert live.remaining(point)
     assert live.remaining(point | changes) == ""
 

@@ -21,6 +21,7 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 from orchestrator.store.records import (
     ArtifactData,
+    ArtifactRecord,
     EventRecord,
     MetricData,
     OutcomeRecord,
@@ -33,7 +34,6 @@ from orchestrator.store.records import (
 
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
 KINDS = Path(__file__).parent / "kinds"
-_STDOUT = ArtifactData(name="stdout.txt", path="stdout.txt", size=3, sha256="0", content="hi\n")
 
 
 @pytest.fixture
@@ -240,9 +240,13 @@ def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> 
             metrics=metrics,
             route={"cmp": implementation, "slc": implementation, "win": implementation},
             environment={"torch": "2.13", "host": "bench1", "gpu": {"name": gpu, "driver": "580", "uuid": "GPU-1"}},
-            artifacts=(_STDOUT,),
         ),
+        ArtifactRecord(run_id=run_id, at=at(start + 5), point_id=point_id, attempt=1, artifact=_stdout(run_id)),
     ]
+
+
+def _stdout(run_id: str) -> ArtifactData:
+    return ArtifactData(name="stdout.txt", path=f"{run_id}/stdout.txt", size=3, sha256="0", content="hi\n")
 
 
 def _failed_point(run_id, number, state, reason) -> list[Record]:

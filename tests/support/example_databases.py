@@ -162,8 +162,9 @@ def _ok(
         rec.OutcomeRecord(
             run_id=run_id, at=start + timedelta(seconds=1.4), point_id=point_id, attempt=1, state=PointState.OK,
             started_at=start, metrics=metrics, route=dict.fromkeys(("cmp", "slc", "win"), implementation),
-            environment=environment, artifacts=(stdout,),
+            environment=environment,
         ),
+        _file(point_id, start + timedelta(seconds=1.4), stdout),
     ]  # fmt: skip
 
 
@@ -177,6 +178,12 @@ def _failed(run_id: str, number: int, state: PointState, reason: str) -> list[re
         rec.StartRecord(run_id=run_id, at=start, point_id=point_id, attempt=1, node="bench1"),
         rec.OutcomeRecord(
             run_id=run_id, at=start + timedelta(seconds=5), point_id=point_id, attempt=1, state=state, reason=reason,
-            artifacts=(stderr,),
         ),
+        _file(point_id, start + timedelta(seconds=5), stderr),
     ]  # fmt: skip
+
+
+def _file(point_id: str, at: datetime, file: rec.ArtifactData) -> rec.ArtifactRecord:
+    run_id = point_id.rpartition("/")[0]
+    stored = file.model_copy(update={"path": f"{run_id}/{file.path}"})
+    return rec.ArtifactRecord(run_id=run_id, at=at, point_id=point_id, attempt=1, artifact=stored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import pytest
 from nsa_command import Nsa
 from sqlalchemy import event
 
-from jobs.schema.states import PointState
 from orchestrator.cli import doctor, fetching
 from orchestrator.execute.artifacts import ArtifactStore, Source
 from orchestrator.settings import Settings
 from orchestrator.store import Store
-from orchestrator.store.records import ArtifactData, ArtifactRecord, OutcomeRecord
+from orchestrator.store.records import ArtifactData, ArtifactRecord
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -45,21 +43,6 @@ def test_the_files_of_all_points_are_read_at_once(sqlite_store: Store, sweep: Ca
     assert [(file.point, file.name) for file in found] == [(number, "stdout.txt") for number in range(8)]
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
     assert fetching.files(sqlite_store, RUN, 3) == [found[3]]
-
-
-def test_files_of_a_run_of_version_0_1_0_are_found(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
-    """Its outcomes list their files, which lie in the run's folder beside the journal."""
-    text = "printed then\n"
-    path = home / "artifacts" / RUN / "0001" / "2" / "stdout.txt"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    file = ArtifactData(name="stdout.txt", path="0001/2/stdout.txt", size=len(text), sha256=digest, content=text)
-    about = {"run_id": RUN, "point_id": f"{RUN}/1", "attempt": 2, "state": PointState.ERROR, "artifacts": (file,)}
-    with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
-        opened.apply_many([*sweep(RUN), OutcomeRecord.model_validate(about)])
-    nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
-    assert (home / "copies" / "0001" / "2" / "stdout.txt").read_text() == text
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])

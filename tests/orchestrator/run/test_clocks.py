@@ -48,16 +48,10 @@ def of(store: Store) -> Run:
 
 def rows(store: Store) -> list[str]:
     with store.session() as session:
-        tables = (Base.metadata.tables[name] for name in ("run", "point", "remeasurement"))
+        tables = (Base.metadata.tables[name] for name in ("run", "point", "attempt"))
         return [
             repr(row) for table in tables for row in session.execute(select(table).order_by(*table.primary_key)).all()
         ]
-
-
-def older(records: list[Record]) -> list[Record]:
-    """The records as they were before plans and ends said of which beginning they are."""
-    numbered = PointRecord | OutcomeRecord | RunEndRecord
-    return [r.model_copy(update={"resumed": None}) if isinstance(r, numbered) else r for r in records]
 
 
 def test_a_run_ends_although_the_clock_has_stepped_back(store: Store, sweep) -> None:
@@ -74,15 +68,14 @@ def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Sto
         store.apply_many(lived[:-1])
         run = of(store)
         assert (run.state, run.resumed, run.host, run.ended_at) == (RunState.RUNNING, 1, "bench2", None)
-        importer.store_journal(store, Path("journal.jsonl"), older(lived[:count]))
+        importer.store_journal(store, Path("journal.jsonl"), lived[:count])
     store.apply(lived[-1])
     store.apply_many(lived[:-1])
     assert (of(store).state, of(store).created_at) == (RunState.DONE, lived[0].at)
 
 
-@pytest.mark.parametrize("written", [list, older])
-def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived, written) -> None:
-    path, records = Path("journal.jsonl"), written(lived)
+def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived) -> None:
+    path, records = Path("journal.jsonl"), lived
     importer.store_journal(store, path, records)
     before = rows(store)
     assert (of(store).state, of(store).resumed, of(store).created_at) == (RunState.DONE, 1, lived[0].at)
@@ -149,10 +142,12 @@ class TestAPointWithoutAnAttempt:
             state = PointState.SKIPPED if resumed in (2, 4) else PointState.PENDING
             plans = {"state": state, "attempt": attempt, "key": f"key {resumed}"}
             found += [first.model_copy(update=behind), planned.model_copy(update=behind | plans)]
+            attempt += state is PointState.SKIPPED
             if resumed == 3:
                 behind["at"] -= HOUR
-                attempt *= 2  # as `nsa cancel` counts
-                found.append(OutcomeRecord(**of_it, **behind, attempt=attempt, state=PointState.CANCELLED))
+                attempt += 1
+                cancelled = {"at": behind["at"], "attempt": attempt, "state": PointState.CANCELLED}
+                found.append(OutcomeRecord.model_validate(of_it | cancelled))
                 found.append(end.model_copy(update=behind | {"state": RunState.CANCELLED}))
         return found
 
@@ -164,17 +159,16 @@ class TestAPointWithoutAnAttempt:
                 continue
             [point] = known.points.values()
             [row] = queries.points(store, RUN).to_dict("records")
-            assert (row["state"], row["latest_state"]) == (point.state, point.latest), record
-            assert (row["latest_attempt"], row["key"]) == (point.attempt, point.key), record
+            assert (row["state"], row["again"] or row["state"]) == (point.state, point.latest), record
+            assert row["key"] == point.key, record
 
-    @pytest.mark.parametrize("written", [list, older])
-    def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived, written) -> None:
-        path, records = Path("journal.jsonl"), written(lived)
-        for count in range(2, len(records) + 1):
-            importer.store_journal(store, path, records[:count])
+    def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived) -> None:
+        path = Path("journal.jsonl")
+        for count in range(2, len(lived) + 1):
+            importer.store_journal(store, path, lived[:count])
             before = rows(store)
             for part in range(1, count + 1):
-                importer.store_journal(store, path, records[:part])
+                importer.store_journal(store, path, lived[:part])
                 assert rows(store) == before, (count, part)
 
     def test_its_journal_is_rebuilt(self, store: Store, other: Store, lived) -> None:

@@ -108,7 +108,7 @@ def points(url: str) -> list[tuple]:
         rows = queries.points(store, run_id).to_dict("records")
         found = queries.measurements(store, run_ids=[run_id])
     values = dict(zip(found["point_id"], found["value"], strict=True))
-    return [(row["state"], row["attempt"], values.get(row["point_id"]), row["latest_state"]) for row in rows]
+    return [(row["state"], row["attempt"], values.get(row["point_id"]), row["again"] or row["state"]) for row in rows]
 
 
 def same_elsewhere(at: Path, url: str, new_database: Callable[[], str]) -> None:

@@ -110,6 +110,7 @@ class Life:
             "reason": "needs 93 GiB" if skipped else None,
         }
         self.skipped = skipped
+        self.attempts[point.point_id] += skipped
         self.records.append(point.model_copy(update={**self.later(), **changes}))
 
     def live(self, point: PointRecord) -> None:
@@ -140,9 +141,9 @@ class Life:
             event = EventRecord(**self.later(), point_id=point.point_id, level="warning", message="tried \0 again")
             self.records.append(event)
         if self.attempts[point.point_id] == 0 and self.random.random() < 0.3:  # as `nsa cancel` ends a waiting point
-            where["attempt"] = 0
-            asked = {"state": PointState.CANCELLED, "reason": "asked to", "resumed": self.resumed}
-            self.records.append(OutcomeRecord(**self.later(), **where, **asked))
+            self.attempts[point.point_id] = 1
+            asked = {"attempt": 1, "state": PointState.CANCELLED, "reason": "asked to"}
+            self.records.append(OutcomeRecord.model_validate({**self.later(), **where, **asked}))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -176,7 +177,7 @@ def test_lives_have_every_state(sweep):
         assert found is not None
         ends |= {(p.state, min(p.attempt, 2)) for p in found.points.values()}
     assert {state for state, _ in ends} >= {*ENDS, PointState.PENDING, PointState.RUNNING, PointState.SKIPPED}
-    assert {(PointState.OK, 2), (PointState.PENDING, 1), (PointState.CANCELLED, 0), (PointState.RUNNING, 2)} <= ends
+    assert {(PointState.OK, 2), (PointState.PENDING, 0), (PointState.CANCELLED, 1), (PointState.RUNNING, 2)} <= ends
 
 
 def test_an_older_state_of_a_run_is_brought_up_to_date(store: Store, other: Store, sweep):
@@ -187,7 +188,7 @@ def test_an_older_state_of_a_run_is_brought_up_to_date(store: Store, other: Stor
         records[0].model_copy(update={"at": late, "resumed": 1, "host": "bench2"}),
         StartRecord(run_id=RUN, at=late, point_id=point_id, attempt=2),
         OutcomeRecord(run_id=RUN, at=late, point_id=point_id, attempt=2, state=PointState.OK),
-        RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.DONE),
+        RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.DONE, resumed=1),
     ]
     store.apply_many([*records, *again])
     other.apply_many(records)

@@ -21,7 +21,7 @@ from statements import counted
 import orchestrator
 from jobs.schema.states import PointState
 from orchestrator.errors import UserError
-from orchestrator.store import Store, bulk, journal, queries, writer
+from orchestrator.store import Store, journal, queries, writer
 from orchestrator.store.exporter import export
 from orchestrator.store.importer import ImportFileError, import_file
 from orchestrator.store.records import RECORD, STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord, Record
@@ -135,19 +135,19 @@ def test_a_table_that_was_cut_off_replaces_nothing(sqlite_store: Store, tmp_path
     assert dump(sqlite_store) == before
 
 
-@pytest.mark.parametrize(("step", "where"), [("add_events", bulk), ("apply_all", writer)])
+@pytest.mark.parametrize("table", [True, False], ids=["table", "journal"])
 def test_a_file_may_be_imported_twice_at_once(
-    store: Store, sweep, tmp_path: Path, step: str, where: object, monkeypatch: pytest.MonkeyPatch
+    store: Store, sweep, tmp_path: Path, table: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    path = DATA / "peers_h200.csv" if where is bulk else written(tmp_path / "journal.jsonl", sweep())
-    stored, other_asks, real = threading.Event(), threading.Event(), getattr(where, step)
+    path = DATA / "peers_h200.csv" if table else written(tmp_path / "journal.jsonl", sweep())
+    stored, other_asks, real = threading.Event(), threading.Event(), writer.apply
 
     def slow(*args: object) -> None:
         real(*args)
         stored.set()
         other_asks.wait(10)
 
-    monkeypatch.setattr(where, step, slow)
+    monkeypatch.setattr(writer, "apply", slow)
     with ThreadPoolExecutor() as beside:
         first = beside.submit(import_file, store, path)
         assert stored.wait(10)
@@ -213,7 +213,7 @@ def test_a_journal_with_another_runs_records_steals_no_point(store: Store, sweep
     """Behind a beginning of its own it ends a point of a run that the database has."""
     store.apply_many(sweep())
     before = dump(store)
-    own, theirs = sweep("thief")[0], sweep()[-3]
+    own, theirs = sweep("thief")[0], sweep()[-4]
     path = written(tmp_path / "journal.jsonl", [own, theirs.model_copy(update={"at": datetime.now(UTC), "attempt": 9})])
     with pytest.raises(UserError, match=f"line 2 is of the run '{RUN}', in the journal of 'thief'"):
         import_file(store, path)

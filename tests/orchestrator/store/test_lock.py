@@ -50,11 +50,11 @@ def test_an_end_from_before_a_resumption_that_is_being_stored_does_not_undo_it(s
     assert isinstance(run, RunRecord)
     assert isinstance(end, RunEndRecord)
     store.apply(run)
-    resumed = run.model_copy(update={"at": end.at + timedelta(hours=1)})
+    resumed = run.model_copy(update={"at": end.at + timedelta(hours=1), "resumed": 1})
     own = store.engine.execution_options(isolation_level="AUTOCOMMIT")  # a transaction sees one moment's activity
     with ThreadPoolExecutor() as beside, own.connect() as look:
         with store.session(writes=True) as session:
-            writer.apply(session, resumed)
+            writer.apply(session, [resumed])
             late = beside.submit(store.apply, end)
             wait_for(lambda: look.scalar(text(WAITING)) == 1, 20)
         late.result()

@@ -76,9 +76,9 @@ def test_a_later_attempt_has_series_of_its_own(failed: Store) -> None:
     failed.apply_many(
         [piece(0, 2), StartRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2), piece(0, 4, attempt=2)]
     )
-    assert [(row[1], bool(row[2])) for row in rows(failed)] == [(1, False)] * 2 + [(2, True)] * 4
     ended = OutcomeRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2, state=PointState.OK)
     failed.apply(ended)
+    assert [(row[1], bool(row[2])) for row in rows(failed)] == [(1, False)] * 2 + [(2, True)] * 4
     assert len(queries.series(failed, FAILED)) == 6
     assert list(queries.series(failed, FAILED, attempt=2)["step"]) == [0, 1, 2, 3]
 

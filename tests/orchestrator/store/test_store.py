@@ -9,6 +9,7 @@ from contextlib import closing
 from datetime import UTC, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -21,22 +22,11 @@ from statements import counted
 from jobs.schema.states import PointState, RunState
 from orchestrator.settings import Settings
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
-from orchestrator.store.models import Base, Event, Metric, Point, Run
+from orchestrator.store.models import Attempt, Base, Event, Metric, Point, Run
 from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, RunEndRecord, StartRecord
 
 RUN = "20261120-120000-demo-abcd"
-TABLES = {
-    "run",
-    "point",
-    "quantity",
-    "metric",
-    "environment",
-    "artifact",
-    "event",
-    "verdict",
-    "series",
-    "remeasurement",
-}
+TABLES = {"run", "quantity", "point", "attempt", "metric", "series", "environment", "artifact", "event", "verdict"}
 VIEWS = {"v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics", "v_series"}
 
 
@@ -48,15 +38,20 @@ def contents(store: Store) -> dict[str, list[tuple]]:
         }
 
 
-def point_of(store: Store, number: int = 0) -> Point:
+def point_of(store: Store, number: int = 0) -> dict[str, Any]:
+    return queries.points(store, RUN).to_dict("records")[number]
+
+
+def attempts_of(store: Store, number: int = 0) -> list[tuple[int, PointState]]:
     with store.session() as session:
-        return session.get_one(Point, f"{RUN}/{number}")
+        point = session.get_one(Point, f"{RUN}/{number}")
+        return [(each.number, each.state) for each in sorted(point.attempts.values(), key=lambda each: each.number)]
 
 
 def metrics_of(store: Store, number: int = 0) -> dict[str, float]:
-    with store.session() as session:
-        rows = session.scalars(select(Metric).where(Metric.point_id == f"{RUN}/{number}"))
-        return {row.name: row.value for row in rows}
+    """The metrics of the attempt that counts."""
+    frame = queries.metrics(store, f"{RUN}/{number}")
+    return dict(zip(frame["name"], frame["value"], strict=True))
 
 
 def outcome(at, attempt=1, state=PointState.OK, time=None, **more) -> OutcomeRecord:
@@ -122,9 +117,11 @@ def test_a_run_is_stored_with_times_in_utc(store: Store, sweep):
         assert (run.state, run.ended_at) == (RunState.DONE, records[-1].at)
         assert list(run.spec) == ["kind", "name"]
         assert run.created_at.tzinfo is UTC
-        states = session.scalars(select(Point.state).order_by(Point.number)).all()
+        states = session.scalars(
+            select(Attempt.state).select_from(Point).join(Point.outcome).order_by(Point.number)
+        ).all()
     assert states == [PointState.OK] * 8 + [PointState.HANG, PointState.SKIPPED]
-    assert point_of(store).pass_ == "forward+backward"
+    assert point_of(store)["pass"] == "forward+backward"
     assert metrics_of(store)["peak_extra_memory"] == 3.0
 
 
@@ -142,17 +139,17 @@ def test_replaying_a_journal_gives_the_same_rows(store: Store, sweep):
     assert contents(store) == before
 
 
-def test_records_of_a_later_attempt_replace_the_earlier_ones(store: Store, sweep):
+def test_a_later_attempt_counts_once_it_has_an_outcome(store: Store, sweep):
     records = sweep()
     store.apply_many(records)
-    late = records[-1].at
+    before, late = metrics_of(store), records[-1].at
     store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
-    assert point_of(store).state is PointState.RUNNING
-    assert metrics_of(store) == {}
+    assert (point_of(store)["state"], point_of(store)["again"], metrics_of(store)) == ("ok", "running", before)
     store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
     store.apply_many(records)
     assert metrics_of(store) == {"time": 7.0}
-    assert point_of(store).attempt == 2
+    assert (point_of(store)["attempt"], point_of(store)["again"]) == (2, None)
+    assert attempts_of(store) == [(1, PointState.OK), (2, PointState.OK)]
 
 
 def test_a_stale_start_does_not_undo_an_end(store: Store, sweep):
@@ -173,7 +170,7 @@ def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
     with store.session() as session:
         run = session.get_one(Run, RUN)
         assert (run.state, run.resumed, run.created_at, run.ended_at) == (RunState.RUNNING, 1, records[0].at, None)
-    store.apply(RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, reason="asked to"))
+    store.apply(RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, resumed=1))
     with store.session() as session:
         assert session.get_one(Run, RUN).state is RunState.CANCELLED
 
@@ -184,38 +181,48 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
     store.apply_many(records)
     late = records[-1].at + timedelta(hours=1)
     again = [
-        records[0].model_copy(update={"at": late, "resumed": 1}),
+        records[0].model_copy(update={"at": late, "resumed": 1, "git_commit": "d" * 40}),
         records[1].model_copy(update={"at": late, "attempt": 1, "resumed": 1, "key": "other code"}),
     ]
     store.apply_many(again)
     old = metrics_of(store)
     assert old
-    for latest, record in [
-        (("pending", 1), again[1]),
+    for newest, record in [
+        (("pending", 0), again[1]),
         (("running", 2), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2, node="node-2")),
-        (("lost", 2), outcome(late, attempt=2, state=PointState.LOST, reason="node gone")),
+        (("lost", 0), outcome(late, attempt=2, state=PointState.LOST, reason="node gone")),
         (("running", 3), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=3, node="node-2")),
-        (("crash", 3), outcome(late, attempt=3, state=PointState.CRASH).model_copy(update={"final": False})),
+        (("crash", 0), outcome(late, attempt=3, state=PointState.CRASH, final=False)),
         (("running", 4), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=4, node="node-3")),
     ]:
         store.apply(record)
         point = point_of(store)
-        assert (point.state, point.key, point.attempt) == (PointState.OK, records[1].key, 1)
-        assert (point.environment_id is None, point.route, metrics_of(store)) == (False, records[3].route, old)
-        [row, *_] = queries.points(store, RUN).to_dict("records")
-        assert (row["state"], row["latest_state"], row["latest_attempt"]) == ("ok", *latest)
+        assert (point["state"], point["key"], point["attempt"]) == ("ok", records[1].key, 1)
+        assert (point["node"], point["route"], metrics_of(store)) == ("bench1", records[3].route, old)
+        assert (point["again"], point["running"]) == newest
         before = contents(store)
         store.apply_many([*records[2:], *again])  # replaying changes nothing
         assert contents(store) == before
     store.beat(RUN, f"{RUN}/0", late, "time", 3, 10)
-    [row, *_] = queries.points(store, RUN).to_dict("records")
-    assert (row["state"], row["phase"], row["done"], row["latest_node"]) == ("ok", "time", 3, "node-3")
+    point = point_of(store)
+    assert (point["state"], point["phase"], point["done"], point["running_on"]) == ("ok", "time", 3, "node-3")
     store.apply(outcome(late + timedelta(seconds=9), attempt=4, time=7.0))
     store.apply_many([*records, *again])
     point = point_of(store)
-    assert (point.state, point.key, point.attempt, point.node) == (PointState.OK, "other code", 4, "node-3")
-    assert (metrics_of(store), point.resumed) == ({"time": 7.0}, 1)
-    assert contents(store)["remeasurement"] == []
+    assert (point["state"], point["key"], point["attempt"], point["node"]) == ("ok", "other code", 4, "node-3")
+    assert (metrics_of(store), point["again"]) == ({"time": 7.0}, None)
+    with store.session() as session:
+        commits = select(Attempt.git_commit).where(Attempt.point_id == f"{RUN}/0").order_by(Attempt.number)
+        assert [str(commit)[0] for commit in session.scalars(commits)] == ["c", "d", "d", "d"]
+
+
+def test_a_restart_that_follows_an_end_is_the_points_state(store: Store, sweep):
+    """An end that is not final is no outcome: the point is running again, not a crash that is measured again."""
+    run, planned, start, *_ = sweep()
+    store.apply_many([run, planned, start, outcome(start.at, state=PointState.CRASH, final=False)])
+    assert point_of(store)["state"] == "crash"
+    store.apply(start.model_copy(update={"attempt": 2}))
+    assert (point_of(store)["state"], point_of(store)["attempt"], point_of(store)["again"]) == ("running", 2, None)
 
 
 def test_a_point_that_is_skipped_when_it_is_planned_again_has_no_numbers(store: Store, sweep):
@@ -223,16 +230,17 @@ def test_a_point_that_is_skipped_when_it_is_planned_again_has_no_numbers(store: 
     late = {"at": records[-1].at, "attempt": 1, "resumed": 1, "key": "other code"}
     store.apply_many([*records, records[1].model_copy(update=late)])
     store.apply(records[1].model_copy(update=late | {"resumed": 2, "state": PointState.SKIPPED, "reason": "no room"}))
-    assert (point_of(store).state, point_of(store).key, metrics_of(store)) == (PointState.SKIPPED, "other code", {})
-    assert contents(store)["remeasurement"] == []
+    point = point_of(store)
+    assert (point["state"], point["key"], point["attempt"], metrics_of(store)) == ("skipped", "other code", 1, {})
+    assert attempts_of(store) == [(1, PointState.OK), (2, PointState.SKIPPED)]
 
 
 def test_a_point_cancelled_before_it_started_stays_so(store: Store, sweep):
     records = sweep()
     store.apply_many(records[:2])
-    store.apply(outcome(records[-1].at, attempt=0, state=PointState.CANCELLED, reason="run cancelled"))
+    store.apply(outcome(records[-1].at, state=PointState.CANCELLED, reason="run cancelled"))
     store.apply_many(records[:2])
-    assert point_of(store).state is PointState.CANCELLED
+    assert point_of(store)["state"] == "cancelled"
 
 
 def test_a_failed_point_cannot_carry_numbers(store: Store, sweep):
@@ -248,16 +256,24 @@ def test_a_failed_point_cannot_carry_numbers(store: Store, sweep):
 def test_the_database_itself_refuses_numbers_of_a_failed_point(store: Store, sweep):
     records = sweep(failures={PointState.OOM: "out of memory"})
     store.apply_many(records)
-    row = {"point_id": f"{RUN}/8", "name": "time", "unit": "ms", "value": 0.0, "samples": [], "method": ""}
+    row = {
+        "point_id": f"{RUN}/8",
+        "attempt": 1,
+        "name": "time",
+        "unit": "ms",
+        "value": 0.0,
+        "samples": [],
+        "method": "",
+    }
     with store.engine.connect() as connection:
         with pytest.raises(IntegrityError):
             connection.execute(insert(Metric).values(row))
         connection.rollback()
         with pytest.raises(IntegrityError):
-            connection.execute(insert(Metric).values(**row, point_state="oom"))
+            connection.execute(insert(Metric).values(**row, state="oom"))
         connection.rollback()
         with pytest.raises(IntegrityError):
-            connection.execute(update(Point).where(Point.id == f"{RUN}/0").values(state=PointState.HANG))
+            connection.execute(update(Attempt).where(Attempt.point_id == f"{RUN}/0").values(state=PointState.HANG))
 
 
 def test_one_wrong_record_rolls_back_its_batch(store: Store, sweep):
@@ -273,17 +289,17 @@ def test_beats_show_progress_of_a_running_point_only(store: Store, sweep):
     late = records[-1].at
     store.beat(RUN, f"{RUN}/0", late, "timing", 3, 20)
     point = point_of(store)
-    assert (point.phase, point.done, point.total, point.heartbeat_at) == ("timing", 3, 20, late)
+    assert (point["phase"], point["done"], point["total"], point["heartbeat_at"]) == ("timing", 3, 20, late)
     store.apply(records[3])
     store.beat(RUN, f"{RUN}/0", late + timedelta(1), "too late", 4, 20)
-    assert point_of(store).phase == "timing"
+    assert point_of(store)["phase"] == "timing"
 
 
 def test_captured_output_may_hold_any_character(store: Store, sweep):
     records = sweep()
     store.apply_many(records[:3])
     store.apply(outcome(records[-1].at, state=PointState.CRASH, reason="died\x00 \ud83d"))
-    assert point_of(store).reason == "died\N{REPLACEMENT CHARACTER} \\ud83d"
+    assert point_of(store)["reason"] == "died\N{REPLACEMENT CHARACTER} \\ud83d"
 
 
 def test_events_are_stored_once(store: Store, sweep):
@@ -296,9 +312,9 @@ def test_events_are_stored_once(store: Store, sweep):
 def test_a_reader_sees_the_last_commit_while_a_writer_writes(store: Store, database_url: str, sweep):
     store.apply_many(sweep())
     with Store.open(database_url, readonly=True) as reader, store.session(writes=True) as session:
-        session.execute(update(Point).values(reason="in the middle"))
+        session.execute(update(Attempt).values(reason="in the middle"))
         with reader.session() as other:
-            assert set(other.scalars(select(Point.reason))) == {None}
+            assert set(other.scalars(select(Attempt.reason))) == {None}
 
 
 def test_a_writer_commits_while_a_reader_reads(store: Store, database_url: str, sweep, monkeypatch):
@@ -352,15 +368,18 @@ def test_postgres_is_migrated_only_when_asked(postgres_url: str):
 
 
 @pytest.mark.parametrize(
-    ("revision", "message"),
+    ("change", "message"),
     [
-        ("0010", "0010 of a version before 0.2.0, .* bring the journals into it: nsa import JOURNAL...$"),
-        ("9999", "9999 of a newer version; update nsa-bench here$"),
+        (
+            "ALTER TABLE attempt RENAME TO remeasurement",
+            "0001 of a version before 0.2.0, .* into it: nsa import JOURNAL...$",
+        ),
+        ("UPDATE alembic_version SET version_num = '9999'", "9999 of a newer version; update nsa-bench here$"),
     ],
 )
-def test_other_schema_versions_are_refused_in_a_line(store: Store, database_url: str, revision: str, message: str):
+def test_other_schema_versions_are_refused_in_a_line(store: Store, database_url: str, change: str, message: str):
     with store.session(writes=True) as session:
-        session.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
+        session.execute(text(change))
     for attempt in (upgrade, Store.open, partial(Store.open, create=False)):
         with pytest.raises(StoreError, match=message) as caught:
             attempt(database_url)
@@ -498,12 +517,11 @@ def test_a_record_of_another_run_changes_no_point(store: Store, sweep):
     store.apply_many([*sweep(), *sweep(run_id="other")])
     before = point_of(store)
     about = {"run_id": "other", "point_id": f"{RUN}/0"}
-    planned = sweep()[1].model_copy(update={**about, "at": before.state_at + timedelta(1), "attempt": 9})
+    planned = sweep()[1].model_copy(update={**about, "at": before["ended_at"] + timedelta(1), "attempt": 9})
     for record in (StartRecord(**about, attempt=9), EventRecord(**about, message="stolen"), planned):
         with pytest.raises(StoreError, match=f"run_id: 'other': the point '{RUN}/0' is of the run '{RUN}'; nothing is"):
             store.apply(record)
-    after = point_of(store)
-    assert (after.run_id, after.state, after.attempt) == (RUN, before.state, before.attempt)
+    assert str(point_of(store)) == str(before)
 
 
 @pytest.mark.parametrize("heads", [[], ["1a2b", "3c4d"]], ids=["no version", "two versions"])
