@@ -116,7 +116,6 @@ def test_a_path_longer_than_any_is_told_in_a_line(nsa: Nsa, home: Path, stored) 
 BELOW = """
 import os, sys
 from pathlib import Path
-from orchestrator import journal
 from orchestrator.cli import cancel
 from orchestrator.store.journal import Journal, JournalError
 from orchestrator.run import resume
