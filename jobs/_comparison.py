@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.measure.stats import summarize
+from jobs.hardware.stats import summarize
 from jobs.process.trial import Toolchain
 from jobs.schema.point import Metric
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME, Better, Quantity, Role

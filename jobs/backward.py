@@ -17,14 +17,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from jobs.hardware.environment import environment
+from jobs.hardware.stats import summarize
 from jobs.measure.backward_pass import BackwardPass, branch_trace, check_route, failure_folder
 from jobs.measure.bisection import BISECTION, Bisection, Size, UntriedSize
+from jobs.measure.call import TimingSpec
 from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.layers import Watched
 from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
 from jobs.measure.model_pass import agree, model_axes, predicted
 from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
@@ -36,7 +37,6 @@ from jobs.specs.fields import (
     Layers,
     Length,
     Lengths,
-    TimingSpec,
     Unique,
     computes,
     implementation_names,
@@ -232,7 +232,7 @@ class Spec(JobSpec):
         return Point(
             kind=point.kind,
             label=point.config["search"],
-            config=config,
+            case=config,
             axes=replace(point.axes, seq_len=None, layers=None),
             conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
         )
@@ -267,7 +267,7 @@ class Spec(JobSpec):
         return Point(
             kind="backward",
             label=f"{name} {_label(case.preset, *variant, *size)}",
-            config=config,
+            case=config,
             axes=model_axes(config, model, more=more),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, advice),

@@ -7,17 +7,15 @@ because a process that has profiled may launch more slowly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jobs.hardware.environment import environment
-from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, agree, attention_call, measure_operator
-from jobs.measure.route import route_of
+from jobs.measure.call import FunctionCall, measure_call
+from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.measure.stages import measure_stages
-from jobs.measure.sweep import LayoutsSpec, in_a_case
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import STAGE, TELEMETRY
 from jobs.specs.fields import Implementations
@@ -26,6 +24,12 @@ from jobs.specs.nsa_effect import refuse_idle
 QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)
 
 _STAGED = "triton"  # the backend whose launches name their stage
+
+
+class Case(OperatorCase):
+    """One point; `profiles` calls are profiled for its stages, None: it is timed."""
+
+    profiles: int | None = None
 
 
 class Spec(LayoutsSpec):
@@ -38,7 +42,7 @@ class Spec(LayoutsSpec):
     )
 
     @model_validator(mode="after")
-    def _each_field_acts(self) -> Self:
+    def _check_effect(self) -> Self:
         refuse_idle(self, self.nsa, self.implementations, self.dtype)
         return self
 
@@ -48,40 +52,38 @@ class Spec(LayoutsSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        sweeps = [sweep.points([length], self.passes, self.implementations) for length, sweep in self.sweeps(machine)]
-        timed = [in_a_case(point) for sweep in sweeps for point in sweep]
+        sweeps = [
+            sweep.points([length], self.passes, self.implementations) for length, sweep in self.sweeps(machine, Case)
+        ]
+        timed = [point for points in sweeps for point in points]
         if machine.device != "cuda" or self.profiles == 0:
             return timed
         fullest = max(self.passes, key=len)
-        return timed + [
-            _staged(point, self.profiles)
-            for point in timed
-            if (point.axes.implementation, point.axes.pass_) == (_STAGED, fullest)
-        ]
+        staged = []
+        for point in timed:
+            case = point.case
+            assert isinstance(case, Case)
+            if (case.implementation, case.pass_) == (_STAGED, fullest):
+                profiled = case.model_copy(update={"profiles": self.profiles})
+                staged.append(replace(point, label=f"{point.label} stages", case=profiled))
+        return timed + staged
 
 
-def _staged(point: Point, profiles: int) -> Point:
-    return replace(point, label=f"{point.label} stages", config={**point.config, "profiles": profiles})
-
-
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check the operator and measure its time and memory; or, with `profiles`, check it and measure its time by stage.
+def measure(case: Case, beat: Beat) -> Measurement:
+    """Check the operator and measure its time and memory; or, with `profiles`, its time by stage.
 
     Raises:
-        WrongResult: the implementation disagrees with the oracle.
         ProfileError: the profiler does not see the project's kernels.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        And as measure_call.
     """
-    case = OperatorCase.from_config(config["case"])
-    if "profiles" not in config:
+    profiles = case.profiles
+    if profiles is None:
         return measure_operator(case, beat)
-    device = case.start()
-    beat("check")
-    agreement = agree(case)
-    beat("inputs")
-    call, _ = attention_call(case, device)
-    beat("first run")
-    route = route_of(call)
-    stages = measure_stages(call, device, config["profiles"], beat)
-    metrics = (*stages.metrics, *agreement.metrics())
-    return Measurement(metrics, route, environment(device), {"kernels.txt": stages.text})
+
+    def staged(call: FunctionCall, measured: Measurement) -> Measurement:
+        stages = measure_stages(call.run, case.torch_device, profiles, beat)
+        return replace(
+            measured, metrics=(*stages.metrics, *measured.metrics), files={**measured.files, "kernels.txt": stages.text}
+        )
+
+    return measure_call(case, case.check, case.call, beat, memory=False, then=staged)

@@ -6,23 +6,17 @@ A point is one branch, backend, pass and length. A forced branch is traced first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from jobs.hardware.environment import environment
-from jobs.measure.case import PointCase, bare_model
-from jobs.measure.check import Agreement, HeadShape, attend, check_attention, make_inputs
-from jobs.measure.clock import measure_time
+from jobs.measure.call import TimingSpec, bare_model, measure_call
+from jobs.measure.check import Agreement
 from jobs.measure.isolation import trace_branch
-from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
+from jobs.measure.operator import OperatorCase, Sweep
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
@@ -34,21 +28,31 @@ from jobs.specs.fields import (
     HeadsSpec,
     Lengths,
     Passes,
-    TimingSpec,
     Unique,
     computes,
     implementation_names,
     torch_dtype,
 )
-from jobs.specs.fit import backend_reasons, threads, window_reasons
+from jobs.specs.fit import backend_reasons, refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
-from jobs.specs.spec import JobSpec, SpecError
+from jobs.specs.spec import JobSpec
+from nsa_core import NSAConfig
 from nsa_core.backends import Heads
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
 QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (Axis("branch", "text", "branch"),)
+
+
+class Case(OperatorCase):
+    """One branch, "cmp", "slc" or "win", or "all" of them."""
+
+    branch: str
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return tuple(branch for branch in BRANCHES if self.branch in (ALL, branch))
 
 
 class Spec(JobSpec):
@@ -68,7 +72,7 @@ class Spec(JobSpec):
     timing: TimingSpec = TimingSpec()
 
     @model_validator(mode="after")
-    def _each_has_work(self) -> Spec:
+    def _check_effect(self) -> Spec:
         for name in self.backends:
             if not any(computes(name, branch) for branch in self.branches):
                 raise ValueError(f"backends: {name!r}: computes the window alone; add win to branches, or leave it out")
@@ -81,113 +85,36 @@ class Spec(JobSpec):
         Raises:
             SpecError: a backend cannot run on this machine.
         """
-        dtype, shape = torch_dtype(self.dtype), self.shape
-        heads = Heads(shape.head_dim, shape.query_heads // shape.kv_heads)
-        reasons = backend_reasons(machine, dtype, heads) | window_reasons(machine, dtype)
-        for name in self.backends:
-            if (reason := reasons[name]) is not None:
-                usable = [other for other, against in reasons.items() if against is None]
-                raise SpecError(f"backends: {name!r}: {reason}; use {', '.join(usable)}")
-        grid = product(sorted(self.lengths), self.branches, self.passes, self.backends)
-        return [self._point(machine, *place) for place in grid if computes(place[3], place[1])]
-
-    def _point(self, machine: Machine, seq_len: int, branch: str, pass_: str, backend: str) -> Point:
-        heads = self.shape
-        model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim)
-        case = BranchCase(
-            workload="attention",
-            implementation=backend,
-            branch=branch,
-            backward=pass_ == "forward+backward",
-            seq_len=seq_len,
-            batch=self.batch,
-            dtype=self.dtype,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
-            model=model if self.nsa is None else replace(model, nsa=self.nsa),
-            timing=self.timing.plan,
-        )
-        return Point(
-            kind="branches",
-            label=f"{backend} {branch} {pass_} S={seq_len}",
-            config=case.to_config(),
-            axes=case.axes(pass_, more={"branch": branch}),
-        )
+        heads, dtype = self.shape, torch_dtype(self.dtype)
+        width = Heads(heads.head_dim, heads.query_heads // heads.kv_heads)
+        reasons = backend_reasons(machine, dtype, width) | window_reasons(machine, dtype)
+        refuse_unusable(self.backends, reasons, "backends")
+        model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
+        sweep = Sweep(self, machine, Case, "attention", model, self.batch, self.dtype, self.timing.plan)
+        points = []
+        for seq_len, branch, pass_, backend in product(sorted(self.lengths), self.branches, self.passes, self.backends):
+            if computes(backend, branch):
+                case = sweep.case_of(seq_len, pass_, backend, branch=branch)
+                label = f"{backend} {branch} {pass_} S={seq_len}"
+                points.append(Point("branches", label, case, case.axes(more={"branch": branch})))
+        return points
 
 
-@dataclass(frozen=True)
-class BranchCase(PointCase):
-    """A point's configuration: one branch or all of them, by one backend, one pass, one length.
-
-    Attributes:
-        branch: "cmp", "slc", "win" or "all".
-        backward: whether gradients are computed too.
-    """
-
-    branch: str
-    backward: bool
-
-    @property
-    def branches(self) -> tuple[Branch, ...]:
-        return tuple(branch for branch in BRANCHES if self.branch in (ALL, branch))
-
-    @property
-    def shape(self) -> HeadShape:
-        return HeadShape.of(self.model)
-
-    def _used(self) -> tuple[str, ...]:
-        return ("heads", "kv_heads", "head_dim", "nsa")
-
-
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Trace a branch, compare it with the oracle, and measure its time and memory.
 
     Raises:
         WrongResult: it disagrees with the oracle, or ran something of another branch.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        And as measure_call.
     """
-    case = BranchCase.from_config(config)
-    device = case.start()
-    beat("check")
-    agreement, files = _agree(case, device), {}
-    if case.branch != ALL:
-        settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
-        files["trace.txt"] = trace_branch(case.branches[0], *settings, backward=case.backward)
-    beat("inputs")
-    call, tensors = _call(case, device)
-    beat("first run")
-    route = route_of(call)
-    timing = measure_time(call, device, case.timing, beat)
-    beat("memory")
-    peak = measure_peak(call, device, tensor_bytes(tensors))
-    tokens = case.batch * case.seq_len
-    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
-    metrics = (
-        summarize(TIME, timing.samples_ms, timing.method),
-        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
-        *peak.metrics(),
-        *agreement.metrics(),
-    )
-    return Measurement(metrics, route, environment(device), peak.files | files)
+    files = {}
 
+    def check() -> Agreement:
+        agreement = case.check()
+        if case.branch != ALL:
+            settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, case.torch_device
+            files["trace.txt"] = trace_branch(case.branches[0], *settings, backward=case.backward)
+        return agreement
 
-def _agree(case: BranchCase, device: torch.device) -> Agreement:
-    settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
-    return check_attention(*settings, backward=case.backward, seed=case.seed, branches=case.branches)
-
-
-def _call(case: BranchCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """A call of the branch, and the tensors that stay allocated between calls."""
-    inputs = make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
-    settings = case.model.nsa, case.implementation, case.branches
-    if not case.backward:
-        return torch.no_grad()(lambda: attend(inputs, *settings)), [*inputs.values()]
-    generator = torch.Generator(device).manual_seed(case.seed + 1)
-    towards = torch.randn(inputs["q"].shape, generator=generator, dtype=case.torch_dtype, device=device)
-
-    def call() -> object:
-        out = attend(inputs, *settings)
-        return out, torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=True)
-
-    return call, [*inputs.values(), towards]
+    measured = measure_call(case, check, case.call, beat, timing=case.timing)
+    return replace(measured, files={**measured.files, **files})

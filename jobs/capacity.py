@@ -17,11 +17,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from jobs.hardware.environment import environment
+from jobs.hardware.stats import summarize
 from jobs.measure.clock import synchronize
 from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.model_pass import Implementations, ModelPass, agree, model_axes, model_of, model_of_preset, predicted
+from jobs.measure.model_pass import (
+    Implementations,
+    ModelPass,
+    agree,
+    model_axes,
+    model_of,
+    model_of_preset,
+    pass_case,
+    predicted,
+)
 from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
@@ -193,7 +202,7 @@ class Spec(JobSpec):
         kept = "on" if model.checkpointing else "off"
         label = f"{config['implementation']} batch {config['batch']}, checkpointing {kept}{ending}"
         axes = model_axes(config, model, more={"checkpointing": kept})
-        return Point(kind="capacity", label=label, config=config, axes=axes, **fields)
+        return Point(kind="capacity", label=label, case=config, axes=axes, **fields)
 
 
 class _UntriedLength(Exception):  # noqa: N818 - control flow of a search
@@ -219,7 +228,7 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     beat("check")
     agreement = agree(config)
     beat("steps")
-    trial = ModelPass(config)
+    trial = ModelPass(pass_case(config))
     route = route_of(trial.run)
     trial.clear()
     peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))

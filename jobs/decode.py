@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from jobs._decode_steps import DENSE, DecodeCase, attention_step, check_steps, model_step
-from jobs.hardware.environment import environment
-from jobs.measure.case import bare_model
-from jobs.measure.clock import measure_time
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
+from jobs.measure import check
+from jobs.measure.call import FunctionCall, ModelCase, TimingSpec, bare_model, measure_call
+from jobs.measure.clock import TimingPlan
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import (
@@ -31,7 +29,6 @@ from jobs.specs.fields import (
     Layers,
     Lengths,
     Preset,
-    TimingSpec,
     Unique,
     implementation_names,
     torch_dtype,
@@ -39,8 +36,15 @@ from jobs.specs.fields import (
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
-from nsa_core.decode import TRITON
-from nsa_core.model import PRESETS, ModelConfig
+from nsa_core import NSAConfig, compress, nsa_attention
+from nsa_core.backends import BACKENDS
+from nsa_core.cache import DenseCache, NSACache, Triple
+from nsa_core.decode import TRITON, dense_step, nsa_step
+from nsa_core.model import PRESETS, LayerCache, ModelConfig, NSATransformer
+from nsa_core.rope import angles, rotate
+
+DENSE = "dense"
+_THETA = 10_000.0  # RoPE's base if attention alone is measured
 
 # A step makes equally many tokens at every context length, so the guides of its rate differ from those of a call.
 STEP_THROUGHPUT = replace(THROUGHPUT, plot=Plot.STEP_RATE)
@@ -48,6 +52,17 @@ BYTES_READ = Quantity(
     "bytes_read", "MiB", "Bytes read by a step's attention", "bytes read", Better.LOWER, Role.HEADLINE
 )
 QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
+
+
+class Case(ModelCase):
+    """One decoding step at one context length; `timing` limits the time measurement."""
+
+    timing: TimingPlan
+
+    @property
+    def tokens(self) -> int:
+        """A step makes one of each sequence."""
+        return self.batch
 
 
 class Spec(JobSpec):
@@ -68,7 +83,7 @@ class Spec(JobSpec):
     timing: TimingSpec = TimingSpec()
 
     @model_validator(mode="after")
-    def _one_shape(self) -> Spec:
+    def _check_shape(self) -> Spec:
         if self.preset is not None and self.shape is not None:
             raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
         if self.preset is None and (self.shape is None or self.workload == "model"):
@@ -97,30 +112,38 @@ class Spec(JobSpec):
         """
         reasons = backend_reasons(machine, torch_dtype(self.dtype), heads_of(self.model))
         refuse_unusable(self.implementations, reasons | {DENSE: None})
-        return [self._point(machine, *axes) for axes in product(sorted(self.lengths), self.implementations)]
-
-    def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
-        attention = {"attention": "dense"} if implementation == DENSE else {"backend": implementation}
-        case = DecodeCase(
-            workload=self.workload,
-            implementation=implementation,
-            seq_len=seq_len,
-            batch=self.batch,
-            dtype=self.dtype,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
-            model=replace(self.model, **attention),
-            timing=self.timing.plan,
-        )
-        needed = held_bytes(case.model, self.batch, seq_len, case.torch_dtype.itemsize)
-        return Point(
-            kind="decode",
-            label=f"{implementation} decode S={seq_len}",
-            config=case.to_config(),
-            axes=replace(case.axes("decode"), layers=case.model.layers),  # steps go through all of them
-            skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers"),
-        )
+        points = []
+        for seq_len, implementation in product(sorted(self.lengths), self.implementations):
+            attention = {"attention": DENSE} if implementation == DENSE else {"backend": implementation}
+            model = replace(self.model, **attention)
+            if self.workload == "attention":
+                nsa = NSAConfig() if implementation == DENSE else model.nsa  # dense attention has none
+                sizes = {"nsa": nsa, "attention": model.attention, "backend": model.backend}
+                model = bare_model(model.heads, model.kv_heads, model.head_dim, model.layers, **sizes)
+            case = Case(
+                workload=self.workload,
+                implementation=implementation,
+                pass_="decode",
+                seq_len=seq_len,
+                batch=self.batch,
+                dtype=self.dtype,
+                device=machine.device,
+                seed=self.seed,
+                threads=threads(self, machine),
+                model=model,
+                timing=self.timing.plan,
+            )
+            needed = held_bytes(model, self.batch, seq_len, case.torch_dtype.itemsize)
+            points.append(
+                Point(
+                    kind="decode",
+                    label=f"{implementation} decode S={seq_len}",
+                    case=case,
+                    axes=case.axes(layers=model.layers),  # steps go through all of them
+                    skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers"),
+                )
+            )
+        return points
 
 
 def held_bytes(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> int:
@@ -155,38 +178,175 @@ def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> f
 
 
 @torch.no_grad()
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Check one point and measure its time.
 
     Raises:
-        WrongResult: a step disagrees with the oracle.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        As measure_call.
     """
-    case = DecodeCase.from_config(config)
-    device = case.start()
-    beat("check")
-    agreement = check_steps(case, device)
-    beat("caches")
-    step = (model_step if case.workload == "model" else attention_step)(case, device, beat)
-    beat("first run")
-    route = route_of(step)
-    on_device = device.type == "cuda" and set(route.values()) == {TRITON}
-    timing = measure_time(_graphed(step) if on_device else step, device, case.timing, beat)
-    how = f"{timing.method}; {'replays of a CUDA graph' if on_device else 'eager'}"
-    per_second = [1000 * case.batch / ms for ms in timing.samples_ms]
-    read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize)
-    metrics = [
-        summarize(TIME, timing.samples_ms, how),
-        summarize(STEP_THROUGHPUT, per_second, f"{case.batch} tokens over each sample of time"),
-        Metric.of(BYTES_READ, read / 2**20, method="counted: what the attention of a step reads of its caches"),
-        *agreement.metrics(),
-    ]
-    return Measurement(tuple(metrics), route, environment(device))
+    measured = measure_call(
+        case,
+        lambda: check_steps(case),
+        lambda: (model_step if case.workload == "model" else attention_step)(case, beat),
+        beat,
+        timing=case.timing,
+        throughput=STEP_THROUGHPUT,
+        graphed=lambda route: case.device == "cuda" and set(route.values()) == {TRITON},
+        memory=False,
+    )
+    read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize) / 2**20
+    counted = Metric.of(BYTES_READ, read, method="counted: what the attention of a step reads of its caches")
+    return replace(measured, metrics=(*measured.metrics, counted))
 
 
-def _graphed(step: Callable[[], object]) -> Callable[[], object]:
-    """A replay of `step`, captured as a CUDA graph; `step` must have run before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def attention_step(case: Case, beat: Beat) -> FunctionCall:
+    """A step of every layer's attention on random tokens; it takes unrotated queries, keys and values."""
+    caches = _filled(case, beat)
+    token = _tokens(case, case.batch, 1, case.seed + 1)
+    rewind = _rewinding(caches, case.seq_len - 1)
+
+    def step() -> list[Tensor]:
+        rewind()
+        return [_step(case, token, cache) for cache in caches]
+
+    return FunctionCall(step, [])
+
+
+def model_step(case: Case, beat: Beat) -> FunctionCall:
+    """A step of the whole model up to the logits, after random keys and values."""
+    torch.manual_seed(case.seed)
+    model = NSATransformer(case.model).to(case.torch_device, case.torch_dtype).eval()
+    caches = _filled(case, beat)
+    token = torch.randint(case.model.vocab_size, (case.batch, 1), device=case.torch_device)
+    rewind = _rewinding(caches, case.seq_len - 1)
+
+    def step() -> Tensor:
+        rewind()
+        return model(token, cache=caches)
+
+    return FunctionCall(step, [])
+
+
+def _step(case: Case, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
+    """Output [B,1,Hq,D] of one layer's attention for a token of `_tokens`."""
+    q, k, v = token["q"], token["k"], token["v"]
+    if isinstance(cache, DenseCache):
+        return dense_step(q, k[:, :, 1], v[:, :, 1], cache, theta=_THETA)
+    means = _means(cache.config)
+    return nsa_step(q, k, v, token["gates"], cache, theta=_THETA, compress=means, backend=case.implementation)
+
+
+def _means(config: NSAConfig) -> Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]:
+    """Mean compression of keys, rotated to the position of their block's first token, and of values."""
+
+    def compressed(k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
+        k = compress(k, config)
+        starts = torch.arange(k.shape[1], device=k.device) * config.cmp_stride + position
+        return rotate(k, *angles(starts, k.shape[-1], _THETA, k.dtype)), compress(v, config)
+
+    return compressed
+
+
+def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]:
+    """q [B,S,Hq,D], k and v [B,S,3,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
+    generator, model = torch.Generator(case.torch_device).manual_seed(seed), case.model
+    one_pair = (3, model.kv_heads, model.head_dim)
+    sizes = {"q": (model.heads, model.head_dim), "k": one_pair, "v": one_pair, "gates": (model.heads, 3)}
+    options = {"generator": generator, "dtype": case.torch_dtype, "device": case.torch_device}
+    return {name: torch.randn(batch, tokens, *size, **options) for name, size in sizes.items()}
+
+
+def _filled(case: Case, beat: Beat) -> list[LayerCache]:
+    """One cache for each layer, full but for one token. The content does not influence the time."""
+    generator, held, model = torch.Generator(case.torch_device).manual_seed(case.seed), case.seq_len - 1, case.model
+    size = (case.batch, held, model.kv_heads, model.head_dim)
+    caches: list[LayerCache] = []
+    for layer in range(model.layers):
+        beat("caches", layer, model.layers)
+        x = torch.randn(size, generator=generator, dtype=case.torch_dtype, device=case.torch_device)
+        if model.attention == DENSE:
+            cache = DenseCache(case.seq_len)
+            cache.take(x, x)
+        else:
+            cache, seen = NSACache(model.nsa, case.seq_len), model.nsa.cmp_tokens(held)
+            cache.take((x, x, x), (x, x, x))
+            cache.add_compressed(x[:, :seen], x[:, :seen])
+        caches.append(cache)
+    return caches
+
+
+def _rewinding(caches: list[LayerCache], held: int) -> Callable[[], None]:
+    """A function that makes all caches hold `held` tokens again, in one operation on the device."""
+    first = caches[0].position
+    assert first is not None
+    positions = first.new_full((len(caches), 4), held)
+    for cache, position in zip(caches, positions, strict=True):
+        cache.position = position[:1]  # four numbers apart: kernels want their pointers aligned
+
+    def rewind() -> None:
+        positions.fill_(held)
+        for cache in caches:
+            cache.note_length(held)
+
+    return rewind
+
+
+def check_steps(case: Case) -> check.Agreement:
+    """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
+
+    The case has at most two kv heads, one block more than a query selects, and enough steps to complete a compressed
+    token. All sides use the same rounded keys. A learned compression needs a layer; the mean replaces it here.
+
+    Raises:
+        WrongResult: the error exceeds the bound of `check.judge`.
+    """
+    model, kv_heads = case.model, min(case.model.kv_heads, 2)
+    config, heads = replace(model.nsa, compress="mean"), kv_heads * (model.heads // model.kv_heads)
+    small = case.model_copy(update={"model": replace(model, heads=heads, kv_heads=kv_heads, nsa=config)})
+    steps = config.cmp_stride + 1
+    seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
+    tokens = _tokens(small, 1, seq_len, case.seed)
+    cache = _prefilled(small, tokens, seq_len - steps)
+    singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
+    got = torch.cat([_step(small, single, cache) for single in singles], 1)
+    truth = _last_rows(small, tokens, steps, "reference", torch.float64)
+    eager = _last_rows(small, tokens, steps, "naive", case.torch_dtype)
+    where = f"{steps} steps to S={seq_len}, {heads}/{kv_heads} heads of {model.head_dim}"
+    outputs = {"output": got}, {"output": eager}, {"output": truth}
+    return check.judge(*outputs, case.torch_dtype, where, case.implementation)
+
+
+def _prefilled(case: Case, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
+    """A cache that holds the first `held` tokens."""
+    _, k, v = _rotated({name: x[:, :held] for name, x in tokens.items()})
+    if case.model.attention == DENSE:
+        cache = DenseCache()
+        cache.take(k[1], v[1])
+        return cache
+    cache = NSACache(case.model.nsa)
+    cache.take(k, v)
+    cache.add_compressed(*_means(case.model.nsa)(k[0], v[0], 0))
+    return cache
+
+
+def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:
+    """Attention [1,rows,Hq,D] of the last rows to all tokens; rotated in the given dtype, then computed in `dtype`."""
+    config = case.model.nsa
+    q, k, v = _rotated(tokens)
+    k_cmp, v_cmp = (x.to(dtype) for x in _means(config)(k[0], v[0], 0))
+    q, gates = q[:, -rows:].to(dtype), torch.sigmoid(tokens["gates"])[:, -rows:].to(dtype)
+    keys, values = (_in_dtype(xs, dtype) for xs in (k, v))
+    if case.model.attention == DENSE:
+        return BACKENDS[backend].window(q, keys[1], values[1], None, keys[1].shape[1], q.shape[-1] ** -0.5)
+    return nsa_attention(q, keys, values, gates, config, k_cmp=k_cmp, v_cmp=v_cmp, backend=backend)
+
+
+def _in_dtype(xs: Triple, dtype: torch.dtype) -> Triple:
+    return xs[0].to(dtype), xs[1].to(dtype), xs[2].to(dtype)
+
+
+def _rotated(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Triple, Triple]:
+    """q, and keys (cmp unrotated) and values of the three branches, rotated from position 0 on."""
+    q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = tokens["q"], tokens["k"].unbind(2), tokens["v"].unbind(2)
+    cos, sin = angles(torch.arange(q.shape[1], device=q.device), q.shape[-1], _THETA, q.dtype)
+    return rotate(q, cos, sin), (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin)), (v_cmp, v_slc, v_win)

@@ -46,7 +46,7 @@ class Spec(train.TrainingSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """As TrainingSpec; the ranks look at their hosts, too."""
-        return [replace(point, config={**point.config, "topology": True}) for point in super().points(machine)]
+        return [replace(point, case={**point.config, "topology": True}) for point in super().points(machine)]
 
 
 def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:

@@ -5,15 +5,22 @@ Only the time of each point is measured; the result is the state in which the po
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema import point
+from jobs.schema.axes import Axes
+from jobs.schema.point import Beat, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import TELEMETRY, Quantity, Role
 from jobs.specs.spec import JobSpec
+
+if TYPE_CHECKING:
+    import torch
 
 ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
 QUANTITIES = (ELAPSED, *TELEMETRY)
@@ -21,6 +28,15 @@ IMPORTS = ("torch",)  # most of a driver's start, which only reads the spec
 
 Behaviour = Literal["ok", "slow", "hang", "timeout", "crash", "exit", "oom", "raise", "skip", "spin", "fill", "assert"]
 _ON_GPU = {"spin", "fill", "assert"}
+
+
+class Case(point.Case):
+    """One behaviour; `number` counts those of the same name, `slow_s` are the seconds of "slow"."""
+
+    behaviour: Behaviour
+    number: int
+    slow_s: float
+    device: Device
 
 
 class Spec(JobSpec):
@@ -35,39 +51,70 @@ class Spec(JobSpec):
         points = []
         for index, behaviour in enumerate(self.behaviours):
             number = self.behaviours[: index + 1].count(behaviour)
+            skip = "skipped on purpose" if behaviour == "skip" else None
+            if behaviour in _ON_GPU and machine.device != "cuda":
+                skip = f"{behaviour} is a failure of a GPU; give device: cuda"
             points.append(
                 Point(
                     kind="drill",
                     label=behaviour if number == 1 else f"{behaviour} {number}",
-                    config={
-                        "behaviour": behaviour,
-                        "number": number,
-                        "slow_s": self.slow_s,
-                        "device": machine.device,
-                    },
+                    case=Case(behaviour=behaviour, number=number, slow_s=self.slow_s, device=machine.device),
                     axes=Axes(implementation=behaviour, workload="drill", device=machine.device),
-                    skip_reason=_skip_reason(behaviour, machine),
+                    skip_reason=skip,
                 )
             )
         return points
 
 
-def _skip_reason(behaviour: Behaviour, machine: Machine) -> str | None:
-    if behaviour in _ON_GPU and machine.device != "cuda":
-        return f"{behaviour} is a failure of a GPU; give device: cuda"
-    return "skipped on purpose" if behaviour == "skip" else None
-
-
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Run the point's behaviour. Only `ok` and `slow` return."""
     import torch
 
-    from jobs._drill_behaviours import BEHAVIOURS
     from jobs.hardware.environment import environment
 
     start = time.perf_counter()
-    device = torch.device(config["device"])
+    device = torch.device(case.device)
     beat("drill")
-    BEHAVIOURS[config["behaviour"]](config, device, beat)
+    _behave(case, device, beat)
     elapsed = Metric.of(ELAPSED, time.perf_counter() - start, method="performance counter")
     return Measurement((elapsed,), environment=environment(device))
+
+
+def _behave(case: Case, device: torch.device, beat: Beat) -> None:
+    import torch
+
+    match case.behaviour:
+        case "ok":
+            torch.ones(8, device=device).sum().item()
+        case "slow":  # slow is not hung: progress is reported
+            steps = max(1, round(case.slow_s / 0.2))
+            for done in range(steps):
+                beat("working slowly", done, steps)
+                time.sleep(case.slow_s / steps)
+        case "hang":
+            while True:
+                time.sleep(3600)
+        case "timeout":  # only the point's own deadline ends it
+            done = 0
+            while True:
+                done += 1
+                beat("working without end", done)
+                time.sleep(0.2)
+        case "crash":  # as under the kernel's out-of-memory killer
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":  # exit code 0 without a result is no success
+            os._exit(0)
+        case "oom":  # 1 PiB: PyTorch's own error, without harm to the host
+            torch.empty(2**50, dtype=torch.int8, device=device)
+        case "raise":
+            raise RuntimeError("raised on purpose")
+        case "spin":  # a kernel of years: the process is stuck in the driver, and the GPU is busy
+            torch.cuda._sleep(2**62)  # pyright: ignore[reportPrivateUsage] - clock cycles
+            torch.cuda.synchronize(device)
+        case "fill":  # the card's memory, a GiB at a time
+            taken: list[torch.Tensor] = []
+            while True:
+                taken.append(torch.zeros(2**30, dtype=torch.int8, device=device))
+        case "assert":  # the assertion in the kernel leaves a CUDA context that runs nothing any more
+            torch.zeros(1, device=device)[torch.ones(1, dtype=torch.int64, device=device)]
+            torch.cuda.synchronize(device)

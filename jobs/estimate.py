@@ -7,20 +7,19 @@ error: the gates judge it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
-from jobs.hardware.environment import environment
-from jobs.measure.memory import Peak, measure_peak, tensor_bytes
-from jobs.measure.model_pass import ModelPass, PassSpec, agree, predicted
-from jobs.measure.parts import Parts, measure_parts
-from jobs.measure.route import route_of
-from jobs.schema.point import Beat, Measurement, Metric
-from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
-from nsa_core.memory import MemoryEstimate, predicts
+from jobs.measure.call import measure_call
+from jobs.measure.memory import tensor_bytes
+from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
+from jobs.measure.parts import measure_parts
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, Quantity, Role
+from nsa_core.memory import predicts
 
 PREDICTED = Quantity("predicted_*", "MiB", "Predicted")
 ALLOCATED = Quantity("allocated_*", "MiB", "Allocated")
@@ -29,6 +28,8 @@ QUANTITIES = (ERROR, *MEMORY, PREDICTED, ALLOCATED, *AGREEMENT, *TELEMETRY)
 
 _MIB = 2**20
 
+Case = PassCase
+
 
 class Spec(PassSpec):
     """Lengths x passes x implementations of one model, each predicted and measured."""
@@ -36,47 +37,42 @@ class Spec(PassSpec):
     kind: Literal["estimate"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
     @model_validator(mode="after")
-    def _predicted(self) -> Spec:
+    def _check_predicted(self) -> Spec:
         for name in self.implementations:
             if name != "triton" and not predicts(name):  # Triton may be on the GPU host alone
                 raise ValueError(f"implementations: {name!r}: its memory is not predicted; leave it out")
         return self
 
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """As PassSpec.pass_points."""
+        return self.pass_points(machine, Case)
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+
+def measure(case: Case, beat: Beat) -> Measurement:
     """Check the model, measure the parts of its memory, and compare them with the prediction.
 
     Raises:
-        WrongResult: the attention disagrees with the oracle.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        As measure_call.
     """
-    beat("check")
-    agreement = agree(config)
-    beat("inputs")
-    trial = ModelPass(config)
-    beat("first run")
-    route = route_of(trial.run)
-    trial.clear()
-    beat("memory")
-    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
-    trial.clear()
-    beat("parts")
-    parts = measure_parts(trial.forward, trial.backward, trial.gradients, trial.device)
-    metrics = [*_compared(predicted(config), peak, parts, trial), *peak.metrics(), *agreement.metrics()]
-    return Measurement(tuple(metrics), route, environment(trial.device), peak.files)
 
+    def compared(call: ModelPass, measured: Measurement) -> Measurement:
+        """With each part as predicted and as allocated, and the error of all that the pass adds."""
+        beat("parts")
+        call.clear()
+        parts = measure_parts(call.forward, call.backward, call.gradients, call.device)
+        allocated = {
+            "parameters": tensor_bytes([*call.parameters]),
+            "optimizer": tensor_bytes(call.state),
+            "inputs": tensor_bytes([*call.inputs]),
+            **asdict(parts),
+        }
+        estimate = case.estimate()
+        extra = next(metric.value for metric in measured.metrics if metric.name == PEAK_EXTRA_MEMORY.name) * _MIB
+        error = 100 * (estimate.extra - extra) / extra
+        metrics = [Metric.of(ERROR, error, method="(predicted - measured) / measured, of peak_extra_memory")]
+        by_hand, by_events = "nsa_core.memory", "sizes of tensors; beyond them the allocator's events, by the profiler"
+        for family, sizes, method in ((PREDICTED, asdict(estimate), by_hand), (ALLOCATED, allocated, by_events)):
+            metrics += [Metric.of(family.named(name), size / _MIB, method=method) for name, size in sizes.items()]
+        return replace(measured, metrics=(*metrics, *measured.metrics))
 
-def _compared(estimate: MemoryEstimate, peak: Peak, parts: Parts, trial: ModelPass) -> list[Metric]:
-    """Each part as predicted and as allocated, and the error of all that the pass adds."""
-    allocated = {
-        "parameters": tensor_bytes([*trial.parameters]),
-        "optimizer": tensor_bytes(trial.state),
-        "inputs": tensor_bytes([*trial.inputs]),
-        **asdict(parts),
-    }
-    error = 100 * (estimate.extra - peak.extra) / peak.extra
-    found = [Metric.of(ERROR, error, method="(predicted - measured) / measured, of peak_extra_memory")]
-    by_hand, by_events = "nsa_core.memory", "sizes of tensors; beyond them the allocator's events, by the profiler"
-    for family, sizes, method in ((PREDICTED, asdict(estimate), by_hand), (ALLOCATED, allocated, by_events)):
-        found += [Metric.of(family.named(name), size / _MIB, method=method) for name, size in sizes.items()]
-    return found
+    return measure_call(case, case.check, lambda: ModelPass(case), beat, then=compared)

@@ -18,11 +18,11 @@ from pydantic import Field, model_validator
 
 from jobs.diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs.hardware.environment import environment
+from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.check import HeadShape, check_attention
 from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import Implementations, model_axes, model_of_preset
-from jobs.measure.stats import summarize
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.specs.fields import NSA, Count, Layers, Preset, Unique, torch_dtype
@@ -135,7 +135,7 @@ class Spec(JobSpec):
         return Point(
             kind="needle",
             label=f"{implementation} {self.preset} S={seq_len}",
-            config=config,
+            case=config,
             axes=model_axes({"pass": "train", **config}, model),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),

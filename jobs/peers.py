@@ -6,11 +6,11 @@ with the oracle of the semantics that it claims before it is timed. One that can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Annotated, Literal, Self
 
-import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
@@ -18,14 +18,13 @@ from jobs.adapters import Peer, PeerProblem, find_peer, in_words, load_peer, pee
 from jobs.adapters.check import check_peer
 from jobs.adapters.shared import TORCH_FIXED
 from jobs.adapters.tuning import forget_tuned_choices
-from jobs.measure.case import PointCase
-from jobs.measure.check import DENSE_KERNELS, HeadShape, make_inputs
-from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, differentiated, measure_call, measure_operator
-from jobs.measure.sweep import LayoutsSpec, Sweep, in_a_case
+from jobs.measure.call import FunctionCall, measure_call
+from jobs.measure.check import DENSE_KERNELS, Agreement
+from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import Unique, implementation_names, torch_dtype
-from jobs.specs.fit import dense_reasons, threads
+from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig
@@ -46,7 +45,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _known(names: list[str]) -> list[str]:
+def _check_names(names: list[str]) -> list[str]:
     known = peer_names()
     for name in names:
         if name not in known:
@@ -63,11 +62,23 @@ def _as_implementation(name: str, nsa: NSAConfig | None) -> str:
     return "dense" if dense else "reference"
 
 
+class Case(OperatorCase):
+    """One peer, or one implementation of this project.
+
+    Attributes:
+        window_kernel: flash kernel of the window, for peers without one; None: the fastest.
+        error_factor: multiple of an eager run's error against the oracle that the peer may have; None: it is no peer.
+    """
+
+    window_kernel: str | None = None
+    error_factor: float | None = None
+
+
 class Spec(LayoutsSpec):
     """Head layouts x lengths x passes x peers, and implementations of this project beside them."""
 
     kind: Literal["peers"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    peers: Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_known)]
+    peers: Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_check_names)]
     implementations: Annotated[list[str], Unique, implementation_names(*DENSE_KERNELS)] = Field(
         default=[], description="of this project, measured beside them as in kind bench"
     )
@@ -81,7 +92,7 @@ class Spec(LayoutsSpec):
     )
 
     @model_validator(mode="after")
-    def _told_apart(self) -> Self:
+    def _check_effect(self) -> Self:
         for name in self.peers:
             if name in self.implementations:
                 raise ValueError(f"implementations: {name!r}: is among the peers, too; name it once")
@@ -98,36 +109,18 @@ class Spec(LayoutsSpec):
         Raises:
             SpecError: an implementation, or the window's kernel, cannot run on this machine.
         """
-        found: list[Point] = []
-        for length, sweep in self.sweeps(machine):
-            found += [self._point(sweep, length, pass_, name) for pass_ in self.passes for name in self.peers]
-            found += sweep.points([length], self.passes, self.implementations) if self.implementations else []
-        return [in_a_case(point) for point in found]
-
-    def _point(self, sweep: Sweep, length: int, pass_: str, name: str) -> Point:
-        machine, model = sweep.machine, sweep.model
-        case = PeerCase(
-            workload=sweep.workload,
-            implementation=name,
-            seq_len=length,
-            batch=sweep.batch,
-            dtype=sweep.dtype,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
-            model=model,
-            timing=sweep.timing,
-            backward=pass_ == "forward+backward",
-            window_kernel=self._window_kernel(machine, model.head_dim),
-            error_factor=self.error_factor,
-        )
-        return Point(
-            kind="peers",
-            label=f"{name} {pass_} S={length}",
-            config=case.to_config(),
-            axes=case.axes(pass_),
-            skip_reason=_reason_against(case, machine),
-        )
+        points: list[Point] = []
+        for length, sweep in self.sweeps(machine, Case):
+            own = {
+                "window_kernel": self._window_kernel(machine, sweep.model.head_dim),
+                "error_factor": self.error_factor,
+            }
+            for pass_, name in product(self.passes, self.peers):
+                case = sweep.case_of(length, pass_, name, **own)
+                points.append(sweep.point(case, skip_reason=_reason_against(case, machine)))
+            if self.implementations:
+                points += sweep.points([length], self.passes, self.implementations)
+        return points
 
     def _window_kernel(self, machine: Machine, head_dim: int) -> str | None:
         """Name of the kernel; None for the fastest. Raises SpecError if the machine cannot run it."""
@@ -140,7 +133,7 @@ class Spec(LayoutsSpec):
         return self.window_kernel
 
 
-def _reason_against(case: PeerCase, machine: Machine) -> str | None:
+def _reason_against(case: Case, machine: Machine) -> str | None:
     """Why a peer cannot run there, its package missing or the operands not its; None if it can, as far as is known."""
     try:
         peer = find_peer(case.implementation)
@@ -155,65 +148,41 @@ def _reason_against(case: PeerCase, machine: Machine) -> str | None:
     return None if reason is None else str(reason)
 
 
-@dataclass(frozen=True)
-class PeerCase(PointCase):
-    """A point's configuration: one peer, pass and length.
-
-    Attributes:
-        backward: whether gradients are computed too.
-        window_kernel: flash kernel of the window, for peers without one; None: the fastest.
-        error_factor: multiple of an eager run's error against the oracle that the peer may have.
-    """
-
-    backward: bool
-    window_kernel: str | None
-    error_factor: float
-
-    @property
-    def shape(self) -> HeadShape:
-        return HeadShape.of(self.model)
-
-    def _used(self) -> tuple[str, ...]:
-        return ("heads", "kv_heads", "head_dim", "nsa")
-
-
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Compare a peer, or an implementation of this project, with the oracle, and measure its time and memory.
 
     Raises:
         PeerProblem: the peer cannot be used here.
-        WrongResult: it disagrees with the oracle.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        And as measure_call.
     """
-    if "error_factor" not in config["case"]:
-        return measure_operator(OperatorCase.from_config(config["case"]), beat)
-    case = PeerCase.from_config(config["case"])
-    name, device = case.implementation, case.start()
+    factor, nsa = case.error_factor, case.model.nsa
+    if factor is None:
+        return measure_operator(case, beat)
     beat("import")
-    peer, version = load_peer(name)
-    beat("check")
-    agreement = check_peer(
-        name, peer, case.model.nsa, case.shape, case.torch_dtype, device,
-        backward=case.backward, seed=case.seed, window_kernel=case.window_kernel, factor=case.error_factor,
-    )  # fmt: skip
-    forget_tuned_choices()
-    beat("inputs")
-    measured = measure_call(case, agreement, *_call(case, peer, device), beat)
-    claimed = peer.semantics(case.model.nsa)
+    peer, version = load_peer(case.implementation)
+
+    def check() -> Agreement:
+        agreement = check_peer(
+            case.implementation, peer, nsa, case.shape, case.torch_dtype, case.torch_device,
+            backward=case.backward, seed=case.seed, window_kernel=case.window_kernel, factor=factor,
+        )  # fmt: skip
+        forget_tuned_choices()
+        return agreement
+
+    measured = measure_call(case, check, lambda: _call(case, peer), beat, timing=case.timing)
+    claimed = peer.semantics(nsa)
     what = "dense causal attention" if claimed is None else asdict(claimed)
-    told = {"name": name, "version": version, "computes": what}
-    return replace(measured, environment={**measured.environment, "peer": told})
+    about = {"name": case.implementation, "version": version, "computes": what}
+    return replace(measured, environment={**measured.environment, "peer": about})
 
 
-def _call(case: PeerCase, peer: Peer, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """A call of the peer, and the tensors that stay allocated between calls; inputs as in kind bench."""
-    inputs = make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
+def _call(case: Case, peer: Peer) -> FunctionCall:
+    """A call of the peer, on inputs as in kind bench."""
+    inputs = case.inputs()
     if peer.semantics(case.model.nsa) is None:
         del inputs["gates"]
 
     def attend() -> Tensor:
         return peer.attend(inputs, case.model.nsa, case.window_kernel)
 
-    if not case.backward:
-        return torch.no_grad()(attend), [*inputs.values()]
-    return differentiated(attend, inputs, case.seed)
+    return case.differentiated(attend, inputs)

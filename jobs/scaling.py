@@ -6,34 +6,26 @@ measured and compared with the prediction. Points predicted not to fit are skipp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
+from jobs.measure.call import TimingSpec, bare_model
 from jobs.measure.check import DENSE_KERNELS
-from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, measure_operator
-from jobs.measure.sweep import Sweep
-from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, measure_operator
+from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import (
-    NSA,
-    Count,
-    DType,
-    HeadsSpec,
-    Implementations,
-    Layers,
-    Lengths,
-    Passes,
-    Preset,
-    TimingSpec,
-)
+from jobs.specs.fields import NSA, Count, DType, HeadsSpec, Implementations, Layers, Lengths, Passes, Preset
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
 from nsa_core.model import PRESETS, ModelConfig
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
+
+Case = OperatorCase
+measure = measure_operator
 
 
 class ShapeSpec(HeadsSpec):
@@ -61,13 +53,17 @@ class Spec(JobSpec):
     timing: TimingSpec = TimingSpec()
 
     @model_validator(mode="after")
-    def _one_shape(self) -> Spec:
+    def _check_shape(self) -> Spec:
         if self.preset is not None and self.shape is not None:
             raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
         if self.preset is None and self.shape is None:
             raise ValueError(f"shape: missing; give shape or preset (one of {', '.join(PRESETS)})")
-        if self.shape is not None:
-            _check_shape(self.shape, self.workload)
+        for name in ("layers", "ffn_dim", "vocab_size", "dim") if self.shape is not None else ():
+            value = getattr(self.shape, name)
+            if self.workload == "attention" and value is not None:
+                raise ValueError(f"shape.{name}: {value}: has no meaning for workload attention; remove it")
+            if self.workload == "model" and value is None and name != "dim":
+                raise ValueError(f"shape.{name}: missing; workload model needs it")
         if self.workload == "model" and (
             forced := [name for name in self.implementations if DENSE_KERNELS.get(name, "auto") != "auto"]
         ):
@@ -85,8 +81,11 @@ class Spec(JobSpec):
         if self.preset is not None:
             base = PRESETS[self.preset]
         else:
-            assert self.shape is not None
-            base = _model_of(self.shape)
+            shape = self.shape
+            assert shape is not None
+            base = bare_model(shape.query_heads, shape.kv_heads, shape.head_dim, shape.layers or 1)
+            sizes = {name: getattr(shape, name) for name in ("dim", "ffn_dim", "vocab_size")}
+            base = replace(base, **{name: size for name, size in sizes.items() if size is not None})
         return base if self.nsa is None else replace(base, nsa=self.nsa)
 
     def points(self, machine: Machine) -> Sequence[Point]:
@@ -95,37 +94,5 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        sweep = Sweep(self, machine, self.workload, self.model, self.batch, self.dtype, self.timing.plan)
+        sweep = Sweep(self, machine, Case, self.workload, self.model, self.batch, self.dtype, self.timing.plan)
         return sweep.points(self.lengths, self.passes, self.implementations)
-
-
-def _check_shape(shape: ShapeSpec, workload: str) -> None:
-    rest = {"layers": shape.layers, "ffn_dim": shape.ffn_dim, "vocab_size": shape.vocab_size}
-    for name, value in (rest | {"dim": shape.dim}).items():
-        if workload == "attention" and value is not None:
-            raise ValueError(f"shape.{name}: {value}: has no meaning for workload attention; remove it")
-        if workload == "model" and value is None and name in rest:
-            raise ValueError(f"shape.{name}: missing; workload model needs it")
-
-
-def _model_of(shape: ShapeSpec) -> ModelConfig:
-    dim = shape.dim or shape.query_heads * shape.head_dim
-    return ModelConfig(
-        vocab_size=shape.vocab_size or 1,
-        dim=dim,
-        layers=shape.layers or 1,
-        heads=shape.query_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn_dim=shape.ffn_dim or 1,
-    )
-
-
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Check one point and measure its time and memory.
-
-    Raises:
-        WrongResult: the implementation disagrees with the oracle.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
-    """
-    return measure_operator(OperatorCase.from_config(config), beat)

@@ -84,7 +84,7 @@ class Spec(train.TrainingSpec):
             replace(
                 point,
                 label=f"{point.label} {self.minutes:g} min",
-                config={**point.config, "soak": asdict(plan)},
+                case={**point.config, "soak": asdict(plan)},
                 axes=replace(point.axes, more={**point.axes.more, "minutes": int(self.minutes)}),
             )
             for point in super().points(machine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -31,15 +31,16 @@ from jobs._comparison import (
 )
 from jobs.hardware.environment import environment
 from jobs.hardware.variables import effective
+from jobs.measure.call import TimingSpec
 from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.model_pass import ModelPass, PassSpec, agree, model_of
+from jobs.measure.model_pass import ModelPass, PassCase, PassSpec, agree, model_of, pass_case
 from jobs.measure.route import route_of
 from jobs.process.trial import Limits, Toolchain, own_gpu_share, run_trial
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
-from jobs.specs.fields import TimingSpec, torch_dtype
+from jobs.specs.fields import torch_dtype
 from jobs.specs.spec import Strict
 from nsa_core.model import NSATransformer
 
@@ -92,8 +93,13 @@ class Spec(PassSpec):
                     "toolchains": [asdict(first), asdict(other)],
                     "versions": dict(machines[other.python].fingerprint),  # a part of the key: the first's is already
                 }
-                found.append(replace(point, config=config, env={}, python=first.python))
+                found.append(replace(point, case=config, env={}, python=first.python))
         return found
+
+    def points(self, machine: Machine) -> Sequence[Point]:
+        """As PassSpec.pass_points."""
+        points = self.pass_points(machine, PassCase)
+        return [replace(point, case={**point.config, **self._own()}) for point in points]
 
     def _own(self) -> dict[str, Any]:
         tolerance = self.tolerance.model_dump(mode="json")
@@ -194,7 +200,7 @@ def try_pass(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     beat("check")
     agreement = agree(config)
     beat("inputs")
-    trial = ModelPass(config)
+    trial = ModelPass(pass_case(config))
     given = _load(Path(config["inputs"]))
     trial.model.load_state_dict(given["weights"])
     tokens = given["tokens"].to(trial.device)

@@ -237,7 +237,7 @@ class TrainingSpec(JobSpec):
         return Point(
             kind=self.kind,
             label=f"{attention} {self.preset} S={self.seq_len}{self._ending()}",
-            config=config,
+            case=config,
             axes=model_axes(named, model, more={"ranks": self.ranks} if self.ranks > 1 else {}),
             estimate_bytes=needed,
             skip_reason=self._does_not_fit(needed, machine),

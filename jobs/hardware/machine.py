@@ -17,9 +17,8 @@ from typing import Any, Literal
 import psutil
 
 from jobs.hardware import nvml
-from jobs.schema.point import Machine
+from jobs.schema.point import TRITON_PROBLEM, Machine
 
-TRITON_PROBLEM = "triton-problem"  # in a fingerprint: why the kernels do not load with the host's Triton
 _FLASH = ("flash-attn", "flash-attn-4")
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the reclaimable part of the usage

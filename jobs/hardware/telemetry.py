@@ -14,7 +14,7 @@ import pynvml
 
 from jobs.hardware import nvml
 from jobs.hardware.gpu_samples import MOST, GpuSampler, Sample, bounded, mean_over, merged
-from jobs.measure.stats import summarize
+from jobs.hardware.stats import summarize
 from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import (
     GPU_ENERGY,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
-from jobs.measure.model_pass import ModelPass, model_of
+from jobs.measure.model_pass import ModelPass, model_of, pass_case
 from jobs.schema.point import FAILURE_FILES, Beat
 from jobs.specs.fields import torch_dtype
 from nsa_core.functional import BRANCHES
@@ -24,7 +24,7 @@ class BackwardPass(ModelPass):
     """A model's forward and backward pass, with repeated attention and in anomaly mode if the configuration says so."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
+        super().__init__(pass_case(config))
         self._anomaly = config["anomaly"]
         self._layers = list(self.model.blocks)
         drill = config["drill"]

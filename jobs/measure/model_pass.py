@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
@@ -12,19 +12,43 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
-from jobs.schema.point import Axes, Machine, Point
+from jobs.schema.axes import Axes
+from jobs.schema.point import Machine, Point
 from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, implementation_names, torch_dtype
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
-from jobs.training.optimizer import OptimizerSpec, new_optimizer
 from nsa_core import NSAConfig
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]
 Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names("dense")]
+
+
+class PassCase(ModelCase):
+    """A pass of a model with float32 weights; a `dtype` of bfloat16 means autocast."""
+
+    def estimate(self) -> MemoryEstimate:
+        """Memory that nsa_core.memory predicts. Raises InputError if it cannot."""
+        return estimate_model(
+            self.model,
+            implementation=self.implementation,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            dtype=torch.float32,
+            backward=self.backward,
+            optimizer="adamw" if self.pass_ == "train" else None,
+            device=self.torch_device,
+            autocast=None if self.dtype == "float32" else self.torch_dtype,
+        )
+
+    def check(self) -> Agreement:
+        """Compare a small form of the model with the oracle. Raises WrongResult."""
+        settings = self.torch_dtype, self.torch_device
+        return check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
 
 
 class PassSpec(JobSpec):
@@ -42,7 +66,7 @@ class PassSpec(JobSpec):
     nsa: NSA | None = Field(default=None, description="None: the preset's")
 
     @model_validator(mode="after")
-    def _each_field_acts(self) -> Self:
+    def _check_effect(self) -> Self:
         refuse_idle(self, self.nsa, self.implementations, self.precision)
         if self.checkpointing and set(self.passes) == {"forward"}:
             raise ValueError(
@@ -51,46 +75,39 @@ class PassSpec(JobSpec):
             )
         return self
 
-    def points(self, machine: Machine) -> Sequence[Point]:
+    def pass_points(self, machine: Machine, case_type: type[PassCase], **own: Any) -> Sequence[Point]:
         """Points of the whole grid, shortest lengths first.
+
+        Args:
+            case_type: the kind's Case; `own` are fields that it adds.
 
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
         reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
         refuse_unusable(self.implementations, reasons | {"dense": None})
-        grid = product(sorted(self.lengths), self.passes, self.implementations)
-        return [self._point(machine, *coordinates) for coordinates in grid]
-
-    def _point(self, machine: Machine, seq_len: int, pass_: Pass, implementation: str) -> Point:
-        model = replace(model_of_preset(self.preset, self.nsa, implementation), checkpointing=self.checkpointing)
-        config = {
-            "model": asdict(model),
-            "implementation": implementation,
-            "pass": pass_,
-            "seq_len": seq_len,
-            "batch": self.batch,
-            "precision": self.precision,
-            "device": machine.device,
-            "seed": self.seed,
-            "threads": threads(self, machine),
-            **self._own(),
-        }
-        needed = predicted(config).total if predicts(implementation) else None
-        saves = pass_ != "forward" and not self.checkpointing
-        advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
-        return Point(
-            kind=self.kind,
-            label=f"{implementation} {pass_} S={seq_len}",
-            config=config,
-            axes=model_axes(config, model),
-            estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, advice),
-        )
-
-    def _own(self) -> dict[str, Any]:
-        """Configuration of a point beyond the pass itself."""
-        return {}
+        points = []
+        for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
+            model = model_of_preset(self.preset, self.nsa, implementation)
+            case = case_type(
+                implementation=implementation,
+                pass_=pass_,
+                seq_len=seq_len,
+                batch=self.batch,
+                dtype=self.precision,
+                device=machine.device,
+                seed=self.seed,
+                threads=threads(self, machine),
+                model=replace(model, checkpointing=self.checkpointing),
+                **own,
+            )
+            needed = case.estimate().total if predicts(implementation) else None
+            saves = case.backward and not self.checkpointing
+            advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
+            skip = does_not_fit(needed, self, machine, advice)
+            label = f"{implementation} {pass_} S={seq_len}"
+            points.append(Point(self.kind, label, case, case.axes(), needed, skip))
+        return points
 
 
 def model_of_preset(preset: str, nsa: NSAConfig | None, implementation: str) -> ModelConfig:
@@ -101,71 +118,20 @@ def model_of_preset(preset: str, nsa: NSAConfig | None, implementation: str) -> 
     return replace(base, attention="nsa", backend=implementation)
 
 
-def model_axes(config: Mapping[str, Any], model: ModelConfig, **own: Any) -> Axes:
-    """Axes of a point that measures a model, from its configuration; `own` adds some or replaces them."""
-    known = {
-        "implementation": config["implementation"],
-        "workload": "model",
-        "pass_": config["pass"],
-        "seq_len": config.get("seq_len"),
-        "batch": config["batch"],
-        "query_heads": model.heads,
-        "kv_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "layers": model.layers,
-        "dtype": config["precision"],
-        "device": config["device"],
-    }
-    return Axes(**known | own)
-
-
-def predicted(config: Mapping[str, Any]) -> MemoryEstimate:
-    """Memory that nsa_core.memory predicts for a point's configuration. Raises InputError if it cannot."""
-    autocast = None if config["precision"] == "float32" else torch_dtype(config["precision"])
-    return estimate_model(
-        model_of(config),
-        implementation=config["implementation"],
-        batch=config["batch"],
-        seq_len=config["seq_len"],
-        dtype=torch.float32,
-        backward=config["pass"] != "forward",
-        optimizer="adamw" if config["pass"] == "train" else None,
-        device=torch.device(config["device"]),
-        autocast=autocast,
-    )
-
-
-def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """The model of a point's configuration."""
-    given = dict(config["model"])
-    given["nsa"] = NSAConfig(**given["nsa"])
-    return ModelConfig(**given)
-
-
-def agree(config: Mapping[str, Any]) -> Agreement:
-    """Compare a small form of a point's model with the oracle. Raises WrongResult."""
-    backward = config["pass"] != "forward"
-    dtype, device = torch_dtype(config["precision"]), torch.device(config["device"])
-    return check_model(
-        config["implementation"], model_of(config), dtype, device, backward=backward, seed=config["seed"]
-    )
-
-
 class ModelPass:
     """A model on random tokens, and one pass of it."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        if config["threads"] is not None:
-            torch.set_num_threads(config["threads"])
-        torch.manual_seed(config["seed"])
-        self.device = torch.device(config["device"])
-        self._pass, self._half = config["pass"], config["precision"] == "bfloat16"
-        self.model = NSATransformer(model_of(config)).to(self.device).train(self._pass != "forward")
-        size = config["batch"], config["seq_len"] + 1
-        tokens = torch.randint(self.model.config.vocab_size, size, device=self.device)
+    def __init__(self, case: PassCase) -> None:
+        torch.manual_seed(case.seed)
+        self.device = case.torch_device
+        self._pass, self._half = case.pass_, case.dtype == "bfloat16"
+        self.model = NSATransformer(case.model).to(self.device).train(case.backward)
+        tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=self.device)
         self.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         self.parameters = list(self.model.parameters())
-        self._optimizer = new_optimizer(self.model, OptimizerSpec(), self.device) if self._pass == "train" else None
+        # Its work and its memory matter here, its numbers do not.
+        fused = self.device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(self.parameters, fused=fused) if case.pass_ == "train" else None
 
     @property
     def state(self) -> list[Tensor]:
@@ -186,11 +152,13 @@ class ModelPass:
 
     def forward(self) -> Tensor:
         """Loss of the tokens."""
-        with torch.set_grad_enabled(self._pass != "forward"), self._precision():
+        precision = torch.autocast(self.device.type, torch.bfloat16) if self._half else nullcontext()
+        with torch.set_grad_enabled(self._pass != "forward"), precision:
             return self.model(*self.inputs)
 
     def run(self) -> Tensor:
-        """The whole pass; its gradients stay."""
+        """The whole pass, without the gradients of an earlier one; its own stay."""
+        self.clear()
         loss = self.forward()
         if self.backward is not None:
             self.backward(loss)
@@ -209,5 +177,27 @@ class ModelPass:
         if self._optimizer is not None:
             self._optimizer.step()
 
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self._half else nullcontext()
+
+# For kinds whose cases are not typed yet.
+
+
+def pass_case(config: Mapping[str, Any]) -> PassCase:
+    renamed = {{"pass": "pass_", "precision": "dtype"}.get(name, name): value for name, value in config.items()}
+    return PassCase.model_validate({name: value for name, value in renamed.items() if name in PassCase.model_fields})
+
+
+def model_axes(config: Mapping[str, Any], model: ModelConfig, **own: Any) -> Axes:
+    case = pass_case({"pass": "train", **config, "seq_len": config.get("seq_len") or 0, "model": model})
+    return case.axes(**{"seq_len": config.get("seq_len")} | own)
+
+
+def predicted(config: Mapping[str, Any]) -> MemoryEstimate:
+    return pass_case(config).estimate()
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    return pass_case({**config, "seq_len": config.get("seq_len") or 0}).model
+
+
+def agree(config: Mapping[str, Any]) -> Agreement:
+    return pass_case(config).check()

@@ -1,89 +1,132 @@
-"""Measurement of the operator, or of a model around it: the case, the check against the oracle, the timed call."""
+"""The operator, or a model around it, as a case to measure: forward, or forward and backward, at one length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs.hardware.environment import environment
 from jobs.measure import check
-from jobs.measure.case import PointCase
+from jobs.measure.call import FunctionCall, ModelCase, TimingSpec, bare_model, measure_call
 from jobs.measure.check import DENSE_KERNELS
-from jobs.measure.clock import measure_time
-from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.route import route_of
-from jobs.measure.stats import summarize
-from jobs.schema.point import Beat, Measurement, Metric
+from jobs.measure.clock import TimingPlan
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
+from jobs.specs.fields import MOST, BareNSA, DType, HeadsSpec, Large, Lengths, Passes, Unique, torch_dtype
+from jobs.specs.fit import backend_reasons, dense_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.spec import JobSpec
+from nsa_core import NSAConfig
+from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
-from nsa_core.model import NSATransformer
+from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.routes import Branch
 
 # Quantities of `measure_operator`.
 OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
 
 
-@dataclass(frozen=True)
-class OperatorCase(PointCase):
-    """A point's configuration: the operator or a whole model, one pass, one length.
+class OperatorCase(ModelCase):
+    """The operator or a whole model; `timing` limits the time measurement."""
 
-    Attributes:
-        backward: whether gradients are computed too.
-    """
-
-    backward: bool
-
-    def _used(self) -> tuple[str, ...]:
-        return ("heads", "kv_heads", "head_dim") + (() if self.implementation in DENSE_KERNELS else ("nsa",))
+    timing: TimingPlan
 
     @property
-    def shape(self) -> check.HeadShape:
-        return check.HeadShape.of(self.model)
+    def branches(self) -> tuple[Branch, ...]:
+        """Branches of the operator that are computed."""
+        return BRANCHES
 
     def estimate(self) -> MemoryEstimate | None:
         """Memory predicted by nsa_core.memory; None if it has no prediction for the implementation."""
         if not predicts(self.implementation):
             return None
+        common: dict[str, Any] = {
+            "implementation": self.implementation,
+            "batch": self.batch,
+            "seq_len": self.seq_len,
+            "dtype": self.torch_dtype,
+            "backward": self.backward,
+            "device": self.torch_device,
+        }
         if self.workload == "model":
-            return estimate_model(
-                self.model,
-                implementation=self.implementation,
-                batch=self.batch,
-                seq_len=self.seq_len,
-                dtype=self.torch_dtype,
-                backward=self.backward,
-                optimizer=None,
-                device=torch.device(self.device),
-            )
-        return estimate_attention(
-            self.model.nsa,
-            implementation=self.implementation,
-            batch=self.batch,
-            seq_len=self.seq_len,
-            query_heads=self.model.heads,
-            kv_heads=self.model.kv_heads,
-            head_dim=self.model.head_dim,
-            dtype=self.torch_dtype,
-            backward=self.backward,
-            device=torch.device(self.device),
+            return estimate_model(self.model, optimizer=None, **common)
+        heads = {"query_heads": self.model.heads, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
+        return estimate_attention(self.model.nsa, **heads, **common)
+
+    def check(self) -> check.Agreement:
+        """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
+        settings = self.torch_dtype, self.torch_device
+        how = {"backward": self.backward, "seed": self.seed}
+        attention = check.check_attention(
+            self.implementation, self.model.nsa, self.shape, *settings, **how, branches=self.branches
         )
+        if self.workload == "attention":
+            return attention
+        model = check.check_model(self.implementation, self.model, *settings, **how)
+        return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+
+    def call(self) -> FunctionCall:
+        """The call to measure, on random inputs."""
+        return self._model_call() if self.workload == "model" else self._attention_call()
+
+    def inputs(self) -> dict[str, Tensor]:
+        """q, k, v and gate logits, as `check.make_inputs` makes them."""
+        settings = self.batch, self.seq_len, self.torch_dtype, self.torch_device, self.seed, self.backward
+        return check.make_inputs(self.shape, *settings)
+
+    def _attention_call(self) -> FunctionCall:
+        inputs = self.inputs()
+        if self.implementation in DENSE_KERNELS:
+            del inputs["gates"]
+
+        def attend() -> Tensor:
+            return check.attend(inputs, self.model.nsa, self.implementation, self.branches)
+
+        return self.differentiated(attend, inputs)
+
+    def differentiated(self, attend: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> FunctionCall:
+        """A call of `attend` and, if the case is backward, of its gradients towards the inputs."""
+        if not self.backward:
+            return FunctionCall(torch.no_grad()(attend), [*inputs.values()])
+        q, unused = inputs["q"], self.branches != BRANCHES  # a branch alone reads not all of them
+        generator = torch.Generator(q.device).manual_seed(self.seed + 1)
+        towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
+
+        def run() -> object:
+            out = attend()
+            return out, torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=unused)
+
+        return FunctionCall(run, [*inputs.values(), towards])
+
+    def _model_call(self) -> FunctionCall:
+        """The loss on random tokens, and its gradients."""
+        torch.manual_seed(self.seed)
+        model = NSATransformer(self.model).to(self.torch_device, self.torch_dtype).train(self.backward)
+        tokens = torch.randint(self.model.vocab_size, (self.batch, self.seq_len + 1), device=self.torch_device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        parameters = list(model.parameters())
+        resident = [*parameters, *model.buffers(), inputs, targets]
+        if not self.backward:
+            return FunctionCall(torch.no_grad()(lambda: model(inputs, targets)), resident)
+
+        def run() -> object:
+            loss = model(inputs, targets)
+            return loss, torch.autograd.grad(loss, parameters)
+
+        return FunctionCall(run, resident)
 
 
 def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
-    """Check one case and measure its time and memory.
+    """Check one case, measure its time and memory, and compare the memory with the prediction.
 
     Raises:
-        WrongResult: the implementation disagrees with the oracle.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        As measure_call.
     """
-    device = case.start()
-    beat("check")
-    agreement = agree(case)
-    beat("inputs")
-    call, tensors = (_model_call if case.workload == "model" else attention_call)(case, device)
-    measured = measure_call(case, agreement, call, tensors, beat)
+    measured = measure_call(case, case.check, case.call, beat, timing=case.timing)
     if (estimate := case.estimate()) is None:
         return measured
     extra = next(metric.value for metric in measured.metrics if metric.name == PEAK_EXTRA_MEMORY.name) * 2**20
@@ -92,91 +135,110 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     return replace(measured, metrics=(*measured.metrics, compared))
 
 
-def measure_call(
-    case: PointCase, agreement: check.Agreement, call: Callable[[], object], tensors: list[Tensor], beat: Beat
-) -> Measurement:
-    """Time and peak memory of a call that agrees with the oracle.
+CaseT = TypeVar("CaseT", bound=OperatorCase)
 
-    Args:
-        tensors: those that stay allocated between calls.
+
+@dataclass(frozen=True)
+class Sweep(Generic[CaseT]):
+    """Coordinates that all points of a sweep share.
+
+    Attributes:
+        spec: the job, for its kind, seed, resources and memory limit.
+        machine: the device to measure on.
+        case: the kind's Case.
+        workload: "attention" alone, or the whole "model".
+        model: the model, or the model whose attention is measured.
+        batch: sequences in a call.
+        dtype: name of the dtype.
+        timing: limits of the time measurement.
+        layout: beginning of the labels.
     """
-    device = torch.device(case.device)
-    beat("first run")
-    route = route_of(call)
-    timing = measure_time(call, device, case.timing, beat)
-    beat("memory")
-    peak = measure_peak(call, device, tensor_bytes(tensors))
-    time = summarize(TIME, timing.samples_ms, timing.method)
-    tokens = case.batch * case.seq_len
-    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
-    metrics = (
-        time,
-        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
-        *peak.metrics(),
-        *agreement.metrics(),
-    )
-    return Measurement(metrics, route, environment(device), peak.files)
+
+    spec: JobSpec
+    machine: Machine
+    case: type[CaseT]
+    workload: Literal["attention", "model"]
+    model: ModelConfig
+    batch: int
+    dtype: str
+    timing: TimingPlan
+    layout: str = ""
+
+    def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
+        """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length.
+
+        Raises:
+            SpecError: an implementation cannot run on the machine.
+        """
+        dtype, heads = torch_dtype(self.dtype), heads_of(self.model)
+        reasons = backend_reasons(self.machine, dtype, heads) | dense_reasons(self.machine, dtype, heads.width)
+        refuse_unusable(implementations, reasons)
+        points = []
+        for coordinates in product(sorted(lengths), passes, implementations):
+            case = self.case_of(*coordinates)
+            estimate = case.estimate()
+            needed = None if estimate is None else estimate.total
+            skip = does_not_fit(needed, self.spec, self.machine, "shorten lengths or use chunked")
+            points.append(self.point(case, estimate_bytes=needed, skip_reason=skip))
+        return points
+
+    def point(self, case: CaseT, **fields: Any) -> Point:
+        """A point of the sweep."""
+        label = f"{self.layout}{case.implementation} {case.pass_} S={case.seq_len}"
+        return Point(self.spec.kind, label, case, case.axes(), **fields)
+
+    def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> CaseT:
+        """The case at these coordinates; `own` are fields of the kind's."""
+        model, dense = self.model, implementation in DENSE_KERNELS
+        if self.workload == "attention":
+            nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
+            model = bare_model(model.heads, model.kv_heads, model.head_dim, nsa=nsa)
+        elif dense:
+            model = replace(model, attention="dense", backend="auto")
+        else:
+            model = replace(model, attention="nsa", backend=implementation)
+        return self.case(
+            workload=self.workload,
+            implementation=implementation,
+            pass_=pass_,
+            seq_len=seq_len,
+            batch=self.batch,
+            dtype=self.dtype,
+            device=self.machine.device,
+            seed=self.spec.seed,
+            threads=threads(self.spec, self.machine),
+            model=model,
+            timing=self.timing,
+            **own,
+        )
 
 
-def agree(case: OperatorCase) -> check.Agreement:
-    """Compare a case's operator and, for workload model, its loss with the oracle. Raises WrongResult."""
-    device = torch.device(case.device)
-    attention = check.check_attention(
-        case.implementation,
-        case.model.nsa,
-        case.shape,
-        case.torch_dtype,
-        device,
-        backward=case.backward,
-        seed=case.seed,
-    )
-    if case.workload == "attention":
-        return attention
-    model = check.check_model(
-        case.implementation, case.model, case.torch_dtype, device, backward=case.backward, seed=case.seed
-    )
-    return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+class LayoutsSpec(JobSpec):
+    """Head layouts x lengths x passes of the operator, at a fixed number of tokens."""
 
+    shapes: Annotated[list[HeadsSpec], Field(min_length=1), Unique]
+    lengths: Lengths
+    tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
+    passes: Passes = Field(default=["forward", "forward+backward"])
+    dtype: DType = "bfloat16"
+    nsa: BareNSA | None = Field(default=None, description="None: the defaults")
+    timing: TimingSpec = TimingSpec()
 
-def attention_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """A call of the operator, gate logits included, and the tensors that stay allocated between calls."""
-    inputs = check.make_inputs(case.shape, case.batch, case.seq_len, case.torch_dtype, device, case.seed, case.backward)
-    if case.implementation in DENSE_KERNELS:
-        del inputs["gates"]
-    if not case.backward:
-        return torch.no_grad()(lambda: check.attend(inputs, case.model.nsa, case.implementation)), [*inputs.values()]
-    return differentiated(lambda: check.attend(inputs, case.model.nsa, case.implementation), inputs, case.seed)
+    @model_validator(mode="after")
+    def _check_whole_batches(self) -> Self:
+        for length in self.lengths:
+            if length < self.tokens and self.tokens % length:
+                raise ValueError(f"lengths: {length}: use a divisor of tokens = {self.tokens}, or a length beyond it")
+            if self.tokens // length > MOST:
+                raise ValueError(f"tokens: {self.tokens}: use at most {MOST * length}, {MOST:,} sequences of {length}")
+        return self
 
-
-def differentiated(
-    attend: Callable[[], Tensor], inputs: Mapping[str, Tensor], seed: int
-) -> tuple[Callable[[], object], list[Tensor]]:
-    """A call of `attend` and of its gradients towards the inputs, and the tensors that stay allocated between calls."""
-    q = inputs["q"]
-    generator = torch.Generator(q.device).manual_seed(seed + 1)
-    towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
-
-    def call() -> object:
-        out = attend()
-        return out, torch.autograd.grad(out, list(inputs.values()), towards)
-
-    return call, [*inputs.values(), towards]
-
-
-def _model_call(case: OperatorCase, device: torch.device) -> tuple[Callable[[], object], list[Tensor]]:
-    """A call for the loss on random tokens (and its gradients), and the tensors that stay allocated between calls."""
-    torch.manual_seed(case.seed)
-    model = NSATransformer(case.model).to(device, case.torch_dtype).train(case.backward)
-    tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=device)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    del tokens
-    parameters = list(model.parameters())
-    resident = [*parameters, *model.buffers(), inputs, targets]
-    if not case.backward:
-        return torch.no_grad()(lambda: model(inputs, targets)), resident
-
-    def call() -> object:
-        loss = model(inputs, targets)
-        return loss, torch.autograd.grad(loss, parameters)
-
-    return call, resident
+    def sweeps(self, machine: Machine, case: type[CaseT]) -> list[tuple[int, Sweep[CaseT]]]:
+        """Each length with its sweep for each head layout, shortest lengths first."""
+        sweeps = []
+        for length, heads in product(sorted(self.lengths), self.shapes):
+            model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
+            batch, layout = max(1, self.tokens // length), f"{heads.query_heads}/{heads.kv_heads} d{heads.head_dim} "
+            settings = model, batch, self.dtype, self.timing.plan, layout
+            sweeps.append((length, Sweep(self, machine, case, "attention", *settings)))
+        return sweeps

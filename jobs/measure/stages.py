@@ -17,8 +17,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from jobs.hardware.stats import summarize
 from jobs.measure.clock import l2_filler
-from jobs.measure.stats import summarize
 from jobs.schema.point import Beat, Metric
 from jobs.schema.quantities import STAGE
 from nsa_core.kernels.runtime.launch import Started, observe

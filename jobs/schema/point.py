@@ -1,16 +1,18 @@
 """Points, their measurements, and the machine that they run on.
 
-Plain data that survives JSON: points are sent to other hosts, results are stored in journals.
+All of it survives JSON: points are sent to other hosts, results are stored in journals.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
 
 from jobs.schema.axes import Axes
 from jobs.schema.launcher import Launcher
@@ -28,6 +30,8 @@ STARTING = "start"
 FAILURE_FILES = "failure-files"
 """Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long."""
 
+TRITON_PROBLEM = "triton-problem"
+"""In a machine's fingerprint: why the kernels do not load with its Triton."""
 
 SHORT = 1600
 """Characters of a text that is kept while its point runs: a rank may send it in one write to a pipe."""
@@ -50,6 +54,15 @@ class Machine:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
+class Case(BaseModel):
+    """Everything that determines one measurement. A kind's module has its own subclass, named `Case`.
+
+    A spec's `points` builds it, and `measure` gets an equal one. Its JSON is stored, and hashed for the point's key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
 @dataclass(frozen=True)
 class Point:
     """One measurement to take.
@@ -57,7 +70,7 @@ class Point:
     Attributes:
         kind: the job kind that measures it.
         label: display name, unique within the run.
-        config: everything that determines the measurement, JSON-able.
+        case: what to measure; its JSON form (a mapping) in a point that was sent to another process.
         axes: coordinates for comparison.
         estimate_bytes: predicted peak memory; None without a prediction.
         skip_reason: reason not to run it, e.g. that it will not fit; None to run it.
@@ -69,7 +82,7 @@ class Point:
 
     kind: str
     label: str
-    config: Mapping[str, Any]
+    case: Case | Mapping[str, Any]
     axes: Axes = field(default_factory=Axes)
     estimate_bytes: int | None = None
     skip_reason: str | None = None
@@ -77,6 +90,15 @@ class Point:
     python: str | None = None
     answers: frozenset[PointState] = frozenset()
     conclusion: Conclusion | None = None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The case in its JSON form."""
+        return self.case.model_dump(mode="json") if isinstance(self.case, Case) else self.case
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the JSON form: a process that supervises points on another host imports no kind, and no PyTorch."""
+        return {**self.__dict__, "case": self.config}
 
     def key(self, code_hash: str, machine: Machine) -> str:
         """Key for resuming, 16 hex digits; equal for the same configuration, code and environment."""
@@ -264,6 +286,3 @@ class _Unsampled:
 
     def ranks(self, pids: Sequence[int]) -> None:
         """Drop the processes."""
-
-
-Measure = Callable[[Mapping[str, Any], Beat], Measurement]

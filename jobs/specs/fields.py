@@ -9,11 +9,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from jobs.measure.check import DENSE_KERNELS
-from jobs.measure.clock import TimingPlan
 from jobs.specs.spec import Strict
 from nsa_core import NSAConfig
-from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names
+from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names, dense
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -57,6 +55,9 @@ def _unique(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
+DENSE = ("dense", *(f"dense-{kernel}" for kernel in dense.KERNELS))
+"""Implementations that are dense attention: by the fastest kernel, or by one (jobs.measure.check.DENSE_KERNELS)."""
+
 WINDOW_ALONE = tuple(name for name in WINDOW_BACKENDS if name not in BACKENDS)
 """Backends that compute the window branch and no other."""
 
@@ -93,7 +94,7 @@ Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
-Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE)]
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 
@@ -112,24 +113,3 @@ class HeadsSpec(Strict):
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
         return self
-
-
-class TimingSpec(Strict):
-    """Limits of a time measurement. Every sample taken is kept."""
-
-    repeats: Count = Field(default=10, description="samples to take at least")
-    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
-    max_s: float = Field(
-        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
-    )
-    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> TimingSpec:
-        if self.min_s > self.max_s:
-            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
-        return self
-
-    @property
-    def plan(self) -> TimingPlan:
-        return TimingPlan(self.repeats, self.min_s, self.max_s, self.warmup)

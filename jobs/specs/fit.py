@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from jobs.hardware.machine import TRITON_PROBLEM
-from jobs.measure.check import DENSE_KERNELS
-from jobs.schema.point import Machine
+from jobs.schema.point import TRITON_PROBLEM, Machine
 from jobs.schema.quantities import readable_bytes
-from jobs.specs.fields import WINDOW_ALONE
+from jobs.specs.fields import DENSE, WINDOW_ALONE
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import Heads, untested
@@ -65,19 +63,18 @@ def _host(machine: Machine) -> Host | None:
 
 def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
     """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
-    host = _host(machine)
-    if host is None:
-        return dict.fromkeys(DENSE_KERNELS)
-    kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
-    return dict.fromkeys(DENSE_KERNELS) | {name: unusable(kernel, host, dtype, dim) for name, kernel in kernels.items()}
+    reasons: dict[str, str | None] = dict.fromkeys(DENSE)
+    if (host := _host(machine)) is not None:
+        reasons |= {name: unusable(name.removeprefix("dense-"), host, dtype, dim) for name in DENSE[1:]}
+    return reasons
 
 
-def refuse_unusable(implementations: Sequence[str], reasons: Mapping[str, str | None]) -> None:
-    """Raise SpecError for the first implementation with a reason why it cannot run."""
-    for name in implementations:
+def refuse_unusable(names: Sequence[str], reasons: Mapping[str, str | None], field: str = "implementations") -> None:
+    """Raise SpecError for the first name of a spec's field with a reason why it cannot run."""
+    for name in names:
         if (reason := reasons[name]) is not None:
             usable = [other for other, against in reasons.items() if against is None]
-            raise SpecError(f"implementations: {name!r}: {reason}; use {', '.join(usable)}")
+            raise SpecError(f"{field}: {name!r}: {reason}; use {', '.join(usable)}")
 
 
 def threads(spec: JobSpec, machine: Machine, ranks: int = 1) -> int | None:

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import get_args
 
 import jobs
-from jobs.process.garbage import uncollected
 from jobs.schema.axes import Axis, check_axes
 from jobs.schema.plain_text import shown
 from jobs.schema.quantities import check_quantities
@@ -115,8 +114,7 @@ def _own_modules() -> list[str]:
 
 
 def _own_kind(name: str) -> ModuleType | None:
-    with uncollected():
-        module = importlib.import_module(f"jobs.{name}")
+    module = importlib.import_module(f"jobs.{name}")
     return None if _missing(module) else module
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from jobs.measure.check import DENSE_KERNELS
-from jobs.specs.fields import computes
+from jobs.specs.fields import DENSE, computes
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS
@@ -53,7 +52,7 @@ def refuse_idle(
     """Refuse a field of a spec's section `nsa` that would change none of its points.
 
     Args:
-        implementations: all that are measured; dense ones by a name of DENSE_KERNELS.
+        implementations: all that are measured; dense ones by a name of DENSE.
         dtype: of the points; None if nothing of them has slots, as in decoding.
         branches: measured each by itself; "all": the whole operator.
 
@@ -91,7 +90,7 @@ class _Measured:
     @classmethod
     def of(cls, implementations: Iterable[str], branches: Iterable[str]) -> _Measured:
         chosen = [*branches]
-        pairs = {(x, y) for x in implementations if x not in DENSE_KERNELS for y in chosen if computes(x, y)}
+        pairs = {(x, y) for x in implementations if x not in DENSE for y in chosen if computes(x, y)}
         alone = {branch for _, branch in pairs}
         return cls(frozenset(pairs), frozenset(BRANCHES if ALL in alone else alone))
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from jobs.hardware.energy import Energy
-from jobs.measure.stats import summarize
+from jobs.hardware.stats import summarize
 from jobs.schema.point import Measurement, Metric
 from jobs.schema.quantities import (
     AGREEMENT,

@@ -15,7 +15,7 @@ BACKWARD = {"compress_backward", "compressed_backward_kv", "window_forced_backwa
 
 
 def values(point):
-    result = measure(point.config, lambda phase, done=0, total=0: None)
+    result = measure(point.case, lambda phase, done=0, total=0: None)
     return {metric.name: metric.value for metric in result.metrics}, result.files
 
 

@@ -30,7 +30,7 @@ def test_replays_are_timed(implementation, workload):
         }
     )
     point = spec.points(Machine("cuda", torch.cuda.get_device_name(), 2**36))[0]
-    result = measure(point.config, lambda *_: None)
+    result = measure(point.case, lambda *_: None)
     assert set(result.route.values()) == {"decode-triton"}
     assert "replays of a CUDA graph" in result.metrics[0].method
     assert result.metrics[0].value > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C._autograd import DeviceType
+from travelling import travelled
 
 from jobs.bench import Spec, measure
 from jobs.measure import stages
@@ -40,7 +40,7 @@ def _quiet(phase: str, done: int = 0, total: int = 0) -> None:
 
 
 def _measure(point: Point) -> Measurement:
-    return measure(json.loads(json.dumps(point.config)), _quiet)  # as it travels to a worker
+    return measure(travelled(point), _quiet)  # as it travels to a worker
 
 
 def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_tokens() -> None:
@@ -55,7 +55,7 @@ def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_to
 
 def test_the_ready_spec_is_the_table_of_the_design_with_stages_last() -> None:
     points = load_spec(BENCH).points(H200)
-    timed = [point for point in points if "profiles" not in point.config]
+    timed = [point for point in points if point.config["profiles"] is None]
     assert points[: len(timed)] == timed
     assert {p.axes.seq_len for p in points} == {2048, 8192, 16384, 32768, 65536, 131072}
     assert {p.axes.batch for p in points if p.axes.seq_len == 8192} == {4}
@@ -152,7 +152,7 @@ def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(stages, "l2_filler", lambda device: torch.empty(1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     point = Spec.model_validate({**SMALL, "implementations": ["chunked"]}).points(CPU)[1]
-    result = measure({**point.config, "profiles": 3}, _quiet)
+    result = measure(point.case.model_copy(update={"profiles": 3}), _quiet)
     found = {metric.name: metric.value for metric in result.metrics}
     assert found["stage_merge"] == 2.0
     assert found["oracle_error"] <= found["oracle_error_bound"]

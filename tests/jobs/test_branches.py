@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from travelling import travelled
 
 from jobs.branches import Spec, measure
 from jobs.measure import isolation
@@ -45,7 +45,7 @@ def _spec(**changes: Any) -> Spec:
 
 
 def _measure(point: Point) -> Measurement:
-    return measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    return measure(travelled(point), lambda *_: None)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win", "all"])

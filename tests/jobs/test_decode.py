@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
+from travelling import travelled
 
-import jobs._decode_steps as steps
+from jobs import decode
 from jobs.decode import Spec, bytes_read, held_bytes, measure
 from jobs.measure.check import WrongResult
 from jobs.schema.point import Machine, Measurement, Point
@@ -38,7 +38,7 @@ def _spec(**changes: Any) -> Spec:
 
 
 def _measure(point: Point) -> Measurement:
-    return measure(json.loads(json.dumps(point.config)), lambda *_: None)  # as it travels to a worker
+    return measure(travelled(point), lambda *_: None)  # as it travels to a worker
 
 
 def _values(result: Measurement) -> dict[str, float]:
@@ -55,8 +55,8 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 @pytest.mark.parametrize("changes", [{}, {"workload": "model", "preset": "tiny", "shape": None, "layers": 3}])
 def test_a_configuration_holds_all_settings_of_the_measurement(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
-        case = steps.DecodeCase.from_config(json.loads(json.dumps(point.config)))
-        assert json.dumps(case.to_config()) == json.dumps(point.config)
+        case = travelled(point)
+        assert case == point.case
         given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.layers)
         assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.model.layers) == given
         assert (case.model.attention == "dense") == (point.axes.implementation == "dense")
@@ -83,14 +83,14 @@ def test_a_point_brings_time_bytes_agreement_and_its_route(implementation: str, 
 def test_every_step_sees_the_same_context(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The context stays the point's, however many steps are timed."""
     held: list[int] = []
-    step = steps._step
+    step = decode._step
 
     def watched(case: Any, token: Any, cache: Any) -> torch.Tensor:
         out = step(case, token, cache)
         held.append(cache.length)
         return out
 
-    monkeypatch.setattr(steps, "_step", watched)
+    monkeypatch.setattr(decode, "_step", watched)
     timing = {"repeats": 20, "min_s": 0, "max_s": 2, "warmup": 1}
     _measure(_spec(implementations=[implementation], lengths=[77], timing=timing).points(CPU)[0])
     assert held.count(77) >= 20 * 3  # beside the few steps of the check
@@ -152,12 +152,12 @@ def test_a_wrong_step_is_never_timed(implementation: str, monkeypatch: pytest.Mo
     def forgetful(case: Any, token: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
         return right(case, token | {"v": token["v"] * 0.9}, cache)
 
-    right = steps._step
-    monkeypatch.setattr(steps, "_step", forgetful)
+    right = decode._step
+    monkeypatch.setattr(decode, "_step", forgetful)
     phases: list[str] = []
     point = _spec(implementations=[implementation]).points(CPU)[0]
     with pytest.raises(WrongResult, match=rf"{implementation}: output is off by"):
-        measure(point.config, lambda phase, done=0, total=0: phases.append(phase))
+        measure(point.case, lambda phase, done=0, total=0: phases.append(phase))
     assert phases == ["check"]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.drill import Spec, measure
+from jobs.drill import Behaviour, Case, Spec, measure
 from jobs.schema.point import Machine
 
 CPU = Machine("cpu", "test processor", 2**30)
 
 
-def _config(behaviour: str) -> dict[str, object]:
-    return {"behaviour": behaviour, "number": 1, "slow_s": 0.4, "device": "cpu"}
+def _case(behaviour: Behaviour) -> Case:
+    return Case(behaviour=behaviour, number=1, slow_s=0.4, device="cpu")
 
 
 def test_points_come_in_order_with_unique_labels_and_a_skipped_one_has_its_reason() -> None:
@@ -23,19 +23,19 @@ def test_points_come_in_order_with_unique_labels_and_a_skipped_one_has_its_reaso
 
 def test_slow_shows_progress_and_ends_well() -> None:
     beats: list[str] = []
-    result = measure(_config("slow"), lambda phase, done=0, total=0: beats.append(phase))
+    result = measure(_case("slow"), lambda phase, done=0, total=0: beats.append(phase))
     assert result.metrics[0].value >= 0.4
     assert beats.count("working slowly") == 2
 
 
 def test_out_of_memory_is_pytorchs_own_error() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
-        measure(_config("oom"), lambda *_: None)
+        measure(_case("oom"), lambda *_: None)
 
 
 def test_raise_raises() -> None:
     with pytest.raises(RuntimeError, match="raised on purpose"):
-        measure(_config("raise"), lambda *_: None)
+        measure(_case("raise"), lambda *_: None)
 
 
 def test_failures_of_a_gpu_are_skipped_without_one() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
+from travelling import travelled
 
 from jobs.estimate import Spec, measure
 from jobs.measure.model_pass import ModelPass
@@ -62,7 +62,7 @@ def test_parts_of_a_known_pass() -> None:
 )
 def test_predicted_and_allocated_parts_agree(implementation: str, changes: dict[str, Any]) -> None:
     (point,) = _spec(implementations=[implementation], lengths=[512], **changes).points(CPU)
-    result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    result = measure(travelled(point), lambda *_: None)
     found = {metric.name: metric.value for metric in result.metrics}
     assert abs(found["estimate_error"]) < 10
     for part in ("parameters", "optimizer", "inputs"):
@@ -82,7 +82,7 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 def test_the_optimizers_state_counts_on_a_device_without_an_index() -> None:
     """As on a GPU, a tensor's device is not equal to the one that it was put on: "cpu:0" gives "cpu"."""
     (point,) = _spec(passes=["train"]).points(CPU)
-    trial = ModelPass({**point.config, "device": "cpu:0"})
+    trial = ModelPass(point.case.model_copy(update={"device": "cpu:0"}))
     trial.run()
     moments = sum(x.numel() for x in trial.state if x.dim())
     assert moments == 2 * sum(p.numel() for p in trial.parameters)

@@ -12,11 +12,11 @@ import torch
 from jobs.hardware import machine
 from jobs.hardware.environment import environment
 from jobs.hardware.machine import probe
+from jobs.hardware.stats import summarize
 from jobs.measure import clock
 from jobs.measure.clock import TimingPlan, measure_time
 from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
-from jobs.measure.stats import summarize
 from jobs.schema.quantities import TIME
 from nsa_core import NSAConfig
 from nsa_core.backends import triton_version

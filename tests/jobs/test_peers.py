@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from travelling import travelled
 
 from jobs import peers
 from jobs.adapters import PEERS, offered_peers
@@ -146,7 +146,7 @@ def _here() -> Machine:
 
 
 def _measure(point: Point) -> Measurement:
-    return measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    return measure(travelled(point), lambda *_: None)
 
 
 def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it(toys: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
+from travelling import travelled
 
 from jobs import profile
 from jobs.measure import profiler
-from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.point import Machine, Measurement
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -29,10 +30,6 @@ def _values(result: Measurement) -> dict[str, float]:
     return {metric.name: metric.value for metric in result.metrics}
 
 
-def _travelled(point: Point) -> dict[str, Any]:
-    return json.loads(json.dumps(point.config))
-
-
 def _profile(implementation: str = "chunked") -> Measurement:
     timing = {"repeats": 1, "min_s": 0, "max_s": 2, "warmup": 1}
     data: dict[str, Any] = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": [implementation]}
@@ -40,7 +37,7 @@ def _profile(implementation: str = "chunked") -> Measurement:
         data | {"passes": ["forward+backward"], "lengths": [64], "timing": timing},
     )
     (point,) = spec.points(CPU)
-    return profile.measure(_travelled(point), _quiet)
+    return profile.measure(travelled(point), _quiet)
 
 
 def _column(table: str, title: str) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from travelling import travelled
 
 from jobs.measure import check
 from jobs.measure.check import WrongResult
-from jobs.measure.operator import OperatorCase
 from jobs.scaling import Spec, measure
 from jobs.schema.point import Machine, Measurement, Point
 from nsa_core.backends import BACKENDS, chunked
@@ -46,7 +45,7 @@ def _quiet(phase: str, done: int = 0, total: int = 0) -> None:
 
 
 def _measure(point: Point) -> Measurement:
-    return measure(json.loads(json.dumps(point.config)), _quiet)  # as it travels to a worker
+    return measure(travelled(point), _quiet)  # as it travels to a worker
 
 
 def _values(result: Measurement) -> dict[str, float]:
@@ -74,8 +73,8 @@ def test_points_are_the_whole_grid_shortest_first() -> None:
 )
 def test_a_configuration_holds_all_settings_of_the_measurement(changes: dict[str, Any]) -> None:
     for point in _spec(**changes).points(CPU):
-        case = OperatorCase.from_config(json.loads(json.dumps(point.config)))
-        assert json.dumps(case.to_config()) == json.dumps(point.config)
+        case = travelled(point)
+        assert case == point.case
         given = (point.axes.query_heads, point.axes.kv_heads, point.axes.head_dim, point.axes.seq_len)
         assert (case.model.heads, case.model.kv_heads, case.model.head_dim, case.seq_len) == given
         assert case.implementation.startswith("dense") or case.model.nsa.slc_block == NSA["slc_block"]
@@ -184,7 +183,7 @@ def test_a_wrong_implementation_is_never_timed(monkeypatch: pytest.MonkeyPatch) 
     phases: list[str] = []
     point = _spec(implementations=["chunked"], passes=["forward"]).points(CPU)[0]
     with pytest.raises(WrongResult, match=r"chunked: output is off by .* of the oracle's largest value"):
-        measure(point.config, lambda phase, done=0, total=0: phases.append(phase))
+        measure(point.case, lambda phase, done=0, total=0: phases.append(phase))
     assert phases == ["check"]
 
 
@@ -196,9 +195,9 @@ def test_a_wrong_gradient_is_found_though_the_output_is_right(monkeypatch: pytes
 
     monkeypatch.setattr(chunked, "window", detached)
     forward, both = _spec(implementations=["chunked"]).points(CPU)
-    measure(forward.config, _quiet)
+    measure(forward.case, _quiet)
     with pytest.raises(WrongResult, match="gradient of k"):
-        measure(both.config, _quiet)
+        measure(both.case, _quiet)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -221,7 +220,7 @@ def test_a_wrong_selection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "select", shuffled)
     point = _spec(implementations=["chunked"], passes=["forward"]).points(CPU)[0]
     with pytest.raises(WrongResult, match="selects other blocks than the oracle"):
-        measure(point.config, _quiet)
+        measure(point.case, _quiet)
 
 
 def test_a_selection_that_is_wrong_far_into_the_sequence_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +234,7 @@ def test_a_selection_that_is_wrong_far_into_the_sequence_alone_is_found(monkeypa
     monkeypatch.setattr(chunked, "select", last_seen)
     point = _spec(implementations=["chunked"], passes=["forward"]).points(CPU)[0]
     with pytest.raises(WrongResult, match="selects other blocks than the oracle"):
-        measure(point.config, _quiet)
+        measure(point.case, _quiet)
 
 
 def test_a_model_with_a_learned_compression_is_measured() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from jobs.hardware.environment import environment
-from jobs.measure.stats import summarize
+from jobs.hardware.stats import summarize
 from jobs.schema.axes import Axis
 from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import TIME, Better, Plot, Quantity, Role

@@ -196,15 +196,26 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
 @torch.no_grad()
 def test_a_step_can_be_measured_again_and_again():
     """Steps as in jobs/decode.py: each first removes the token of the previous one."""
-    from jobs._decode_steps import DecodeCase, attention_step, check_steps
-    from jobs.measure.case import bare_model
+    from jobs.decode import Case, attention_step, check_steps
+    from jobs.measure.call import bare_model
     from jobs.measure.clock import TimingPlan
 
-    model = replace(bare_model(4, 2, 16, layers=2), nsa=replace(SMALL, slc_count=3), backend="triton")
-    case = DecodeCase("attention", "triton", 30, 1, "float32", "cpu", 0, None, model, TimingPlan(1, 0, 1, 1))
-    agreement = check_steps(case, torch.device("cpu"))
+    case = Case(
+        workload="attention",
+        implementation="triton",
+        pass_="decode",
+        seq_len=30,
+        batch=1,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        threads=None,
+        model=bare_model(4, 2, 16, layers=2, nsa=replace(SMALL, slc_count=3), backend="triton"),
+        timing=TimingPlan(1, 0, 1, 1),
+    )
+    agreement = check_steps(case)
     assert agreement.error <= agreement.bound < 1e-4
-    step = attention_step(case, torch.device("cpu"), lambda *_: None)
+    step = attention_step(case, lambda *_: None).run
     with capture() as runs:
         first, again = step(), step()
     assert {run.kernel for run in runs} == {"decode-triton"}

@@ -1,0 +1,209 @@
+"""The one way to measure a call: check it against the oracle, run it for its route, its time and its peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from jobs.hardware.environment import environment
+from jobs.hardware.stats import summarize
+from jobs.measure.check import Agreement, HeadShape
+from jobs.measure.clock import TimingPlan, measure_time
+from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.route import route_of
+from jobs.schema.axes import Axes
+from jobs.schema.point import Beat, Case, Device, Measurement, Metric
+from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
+from jobs.specs.fields import Count
+from jobs.specs.spec import Strict
+from nsa_core.model import ModelConfig
+
+
+class ModelCase(Case):
+    """One pass over a batch of sequences, of a model or of attention alone.
+
+    Attributes:
+        workload: "attention" alone, or the whole "model".
+        implementation: a backend of the sparse operator, or a kind of dense attention.
+        pass_: "forward", "forward+backward", "train" (with the optimizer's step) or "decode".
+        seq_len, batch: tokens in a sequence; number of sequences.
+        dtype: name of the dtype; of a `ModelPass` that of autocast, as its weights stay float32.
+        threads: PyTorch's CPU threads; None: PyTorch's default.
+        model: the model; for workload attention a bare one (`bare_model`), so that the key has only what is measured.
+    """
+
+    workload: Literal["attention", "model"] = "model"
+    implementation: str
+    pass_: str
+    seq_len: int
+    batch: int
+    dtype: str
+    device: Device
+    seed: int
+    threads: int | None
+    model: ModelConfig
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.pass_ not in ("forward", "decode")
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape.of(self.model)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a call."""
+        return self.batch * self.seq_len
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    def axes(self, **own: Any) -> Axes:
+        """Axes of the point; `own` adds some or replaces them."""
+        common = {
+            "implementation": self.implementation,
+            "workload": self.workload,
+            "pass_": self.pass_,
+            "seq_len": self.seq_len,
+            "batch": self.batch,
+            "query_heads": self.model.heads,
+            "kv_heads": self.model.kv_heads,
+            "head_dim": self.model.head_dim,
+            "layers": self.model.layers if self.workload == "model" else None,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        return Axes(**common | own)
+
+
+def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **sizes: Any) -> ModelConfig:
+    """A model for measuring its attention alone: everything else has size 1, unless `sizes` has it."""
+    return replace(ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1), **sizes)
+
+
+class TimingSpec(Strict):
+    """Limits of a time measurement. Every sample taken is kept."""
+
+    repeats: Count = Field(default=10, description="samples to take at least")
+    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
+    max_s: float = Field(
+        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
+    )
+    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> TimingSpec:
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
+        return self
+
+    @property
+    def plan(self) -> TimingPlan:
+        return TimingPlan(self.repeats, self.min_s, self.max_s, self.warmup)
+
+
+class Call(Protocol):
+    """Something to measure."""
+
+    def run(self) -> object:
+        """Do the same work each time; what an earlier run has left is freed first."""
+        ...
+
+    def clear(self) -> None:
+        """Free what a run has left."""
+        ...
+
+    @property
+    def resident(self) -> list[Tensor]:
+        """Tensors that stay allocated between runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function that leaves nothing but its result."""
+
+    run: Callable[[], object]
+    resident: list[Tensor]
+
+    def clear(self) -> None:
+        """There is nothing."""
+
+
+C = TypeVar("C", bound=Call)
+
+
+def measure_call(
+    case: ModelCase,
+    check: Callable[[], Agreement],
+    inputs: Callable[[], C],
+    beat: Beat,
+    *,
+    timing: TimingPlan | None = None,
+    throughput: Quantity | None = THROUGHPUT,
+    graphed: Callable[[Mapping[str, str]], bool] | None = None,
+    memory: bool = True,
+    then: Callable[[C, Measurement], Measurement] | None = None,
+) -> Measurement:
+    """Check a case, then measure its call: the route, the time, the peak of memory.
+
+    Args:
+        check: compares the implementation with the oracle; raises WrongResult.
+        inputs: makes the call, once the check has passed.
+        timing: limits of the time measurement; None: it is not timed.
+        throughput: quantity of the tokens per second of a timed call; None: none.
+        graphed: whether a route is timed by replays of a CUDA graph; None: all are called eagerly.
+        memory: whether to measure the peak of memory.
+        then: adds what is measured last, such as a profile, which may slow down what follows it.
+
+    Raises:
+        WrongResult: the implementation disagrees with the oracle, so that nothing is timed.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+    device = case.torch_device
+    beat("check")
+    agreement = check()
+    beat("inputs")
+    call = inputs()
+    beat("first run")
+    route = route_of(call.run)
+    metrics: list[Metric] = []
+    files: dict[str, Any] = {}
+    if timing is not None:
+        replayed = graphed is not None and graphed(route)
+        timed = measure_time(_captured(call.run) if replayed else call.run, device, timing, beat)
+        how = "" if graphed is None else "; replays of a CUDA graph" if replayed else "; eager"
+        metrics.append(summarize(TIME, timed.samples_ms, timed.method + how))
+        if throughput is not None:
+            per_second = [1000 * case.tokens / ms for ms in timed.samples_ms]
+            metrics.append(summarize(throughput, per_second, f"{case.tokens} tokens over each sample of time"))
+    if memory:
+        beat("memory")
+        call.clear()
+        peak = measure_peak(call.run, device, tensor_bytes(call.resident))
+        metrics += peak.metrics()
+        files |= peak.files
+    measured = Measurement((*metrics, *agreement.metrics()), route, environment(device), files)
+    return measured if then is None else then(call, measured)
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], object]:
+    """A replay of a call that has run before, captured as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
