@@ -54,7 +54,8 @@ def measure_point(command: MeasurePoint, channel: Channel) -> Measured:
             block.callback(beat.close)
         if asked.is_set():
             raise Interrupted("SIGTERM came before the measurement had begun: nsa submit SPEC --resume RUN")
-        measurement: Measurement = kind.measure(command.config, beat)
+        case = kind.Case.model_validate(command.config) if hasattr(kind, "Case") else command.config
+        measurement: Measurement = kind.measure(case, beat)
     if launcher is not None:
         measurement = launcher.with_gpu_metrics(measurement)
     _check(measurement, declared)
