@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from jobs.process.garbage import uncollected
 from orchestrator.interruption import AtOnce, end_at_once
 
 if __name__ == "__main__":
-    with AtOnce(), uncollected():
+    with AtOnce():
         from orchestrator import terminal
         from orchestrator.aside import leave
         from orchestrator.run.driver import CANCELLED, main

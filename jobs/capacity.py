@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
@@ -77,14 +77,6 @@ class Spec(JobSpec):
     def _each_field_acts(self) -> Self:
         refuse_idle(self, self.nsa, self.implementations, self.precision)
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a plan that there is not: specs from before it existed stay equal."""
-        data = super()._without_defaults(handler)
-        if self.plan is None:
-            data.pop("plan", None)
-        return data
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """The first trial of each implementation, batch and checkpointing: the longest length predicted to fit.

@@ -14,13 +14,14 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from jobs.adapters import Peer, PeerProblem, find_peer, in_words, load_peer, peer_names
+from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.adapters.check import check_peer
 from jobs.adapters.shared import TORCH_FIXED
 from jobs.adapters.tuning import forget_tuned_choices
 from jobs.measure.call import FunctionCall, measure_call
 from jobs.measure.check import DENSE_KERNELS, Agreement
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
+from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import Unique, implementation_names, torch_dtype
@@ -144,7 +145,7 @@ def _reason_against(case: Case, machine: Machine) -> str | None:
     try:
         reason = peer.incompatible(case.shape, case.model.nsa, case.torch_dtype, case.device)
     except (Exception, SystemExit) as err:  # of another distribution: no reason to lose the other points
-        return f"its adapter cannot say whether it computes this ({in_words(err)}); mend or uninstall it"
+        return f"its adapter cannot say whether it computes this ({error_in_a_line(err)}); mend or uninstall it"
     return None if reason is None else str(reason)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from jobs.measure.model_pass import model_axes
 from jobs.schema.axes import Axis
@@ -37,12 +37,6 @@ from nsa_core.model import PRESETS
 __all__ = ["AXES", "QUANTITIES", "Spec", "TrainingSpec", "measure"]
 
 AXES = (Axis("ranks", "whole", "ranks"),)
-
-
-_NEWER = (
-    *("cuda_graphs", "ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"),
-    *("checkpoints", "restarts"),
-)
 
 
 class TrainingSpec(JobSpec):
@@ -167,15 +161,6 @@ class TrainingSpec(JobSpec):
                 "it out"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings that add nothing: specs from before they existed stay equal."""
-        data = super()._without_defaults(handler)
-        for name in _NEWER:
-            if name in data and data[name] == type(self).model_fields[name].default:
-                del data[name]
-        return data
 
     @property
     def layout(self) -> Layout:

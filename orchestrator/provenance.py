@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.schema.plain_text import shown
-from jobs.specs.spec import JobSpec, offered_sources
+from jobs.specs.kinds import offered_sources
+from jobs.specs.spec import JobSpec
 from orchestrator.errors import UserError
 from orchestrator.settings import SOURCES
 

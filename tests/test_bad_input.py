@@ -22,7 +22,7 @@ from nsa_command import Done, called, nsa
 
 from jobs.schema.states import PointState, RunState
 from jobs.specs.kinds import kinds
-from jobs.specs.spec import parse_spec
+from jobs.specs.load import parse_spec
 from orchestrator import reference_data
 from orchestrator.cli import doctor
 from orchestrator.database_url import hide_password

@@ -18,7 +18,8 @@ from tables import CONFIGS, commits, device, number, rate
 
 from jobs.schema.axes import AXES, MORE
 from jobs.schema.states import Origin, PointState
-from jobs.specs.spec import JobSpec, load_spec
+from jobs.specs.load import load_spec
+from jobs.specs.spec import JobSpec
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.store import Store, queries
 

@@ -7,21 +7,19 @@ An adapter is a module here, or an object that an installed distribution offers 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from jobs.adapters import flash_linear_attention, flash_sparse_attention, nsa_triton, pytorch, scalable_flash_nsa
 from jobs.measure.check import HeadShape
-from jobs.specs.kinds import distribution
+from jobs.schema.plain_text import error_in_a_line
+from jobs.specs import entry_points
+from jobs.specs.entry_points import Offer, UnusableError, offers
 from nsa_core import NSAConfig
-
-GROUP = "nsa_bench.peers"
 
 
 class Peer(Protocol):
@@ -71,55 +69,27 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 _PARTS = ("version", "incompatible", "semantics", "select", "attend")
 
 
-@dataclass(frozen=True)
-class OfferedPeer:
-    """An adapter of another distribution.
-
-    Attributes:
-        name: the peer.
-        package, version: of the distribution.
-        peer: the adapter; None if it cannot be used.
-        problem: why it cannot be used; None if it can.
-    """
-
-    name: str
-    package: str
-    version: str
-    peer: Peer | None
-    problem: str | None
-
-
 @cache
-def offered_peers() -> tuple[OfferedPeer, ...]:
-    """Adapters of other distributions, by name, with their problems. Read once a process."""
-    found: list[OfferedPeer] = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, *distribution(entry))):
-        package, version = distribution(entry)
-        taken = (
-            "nsa-bench itself"
-            if entry.name in PEERS
-            else next((o.package for o in found if o.name == entry.name), None)
-        )
-        peer, problem = (None, f"has a name that {taken} has taken") if taken else _load(entry)
-        found.append(OfferedPeer(entry.name, package, version, peer, problem))
-    return tuple(found)
+def offered_peers() -> tuple[Offer, ...]:
+    """Adapters of other distributions, by name. Read once a process."""
+    return tuple(offers(entry_points.PEERS, dict.fromkeys(PEERS, "nsa-bench itself has taken"), _problem))
 
 
 def peer_names() -> list[str]:
     """All peers, those whose adapter cannot be used included."""
-    return list(dict.fromkeys([*PEERS, *(one.name for one in offered_peers())]))
+    return list(dict.fromkeys([*PEERS, *(offer.name for offer in offered_peers())]))
 
 
 def find_peer(name: str) -> Peer:
     """The adapter of a name in `peer_names`. Raises PeerProblem if it cannot be used."""
     if name in PEERS:
         return PEERS[name]
-    one = next(one for one in offered_peers() if one.name == name)
-    if one.peer is None:
-        raise PeerProblem(
-            f"{one.package} {one.version}, which offers it, {one.problem}; mend or uninstall {one.package}"
-        )
-    return one.peer
+    offer = next(offer for offer in offered_peers() if offer.name == name)
+    try:
+        return offer.load()
+    except UnusableError as err:
+        by = f"{offer.package} {offer.version}"
+        raise PeerProblem(f"{by}, which offers it, {err}; mend or uninstall {offer.package}") from None
 
 
 class PeerProblem(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -134,21 +104,10 @@ def load_peer(name: str) -> tuple[Peer, str]:
     except ModuleNotFoundError as err:
         raise PeerProblem(f"the module {err.name!r} is not installed; {peer.INSTALL}") from err
     except (Exception, SystemExit) as err:
-        raise PeerProblem(f"it cannot be imported ({in_words(err)}); {peer.INSTALL}") from err
+        raise PeerProblem(f"it cannot be imported ({error_in_a_line(err)}); {peer.INSTALL}") from err
 
 
-def in_words(err: BaseException) -> str:
-    """Type and first line of an exception."""
-    first, *_ = str(err).strip().splitlines() or [""]
-    return f"{type(err).__name__}: {first}"
-
-
-def _load(entry: EntryPoint) -> tuple[Peer | None, str | None]:
-    """The adapter and no problem, or no adapter and why."""
-    try:
-        peer: Any = entry.load()
-    except (Exception, SystemExit) as err:
-        return None, f"cannot be imported ({in_words(err)})"
+def _problem(name: str, peer: Any) -> str | None:
     missing = [part for part in _PARTS if not callable(getattr(peer, part, None))]
     missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
-    return (None, f"lacks {', '.join(missing)}") if missing else (cast(Peer, peer), None)
+    return f"lacks {', '.join(missing)}" if missing else None

@@ -2,34 +2,20 @@
 
 A few settings are read where they take effect: the allocator's as the allocator parsed them, the vector instructions
 that PyTorch chose, blocking launches by their duration. For any other name the effective value is that in the process's
-environment, and the proof that something reads it is the name's occurrence in the code of PyTorch, Triton, NVIDIA's
-packages and the loaded libraries.
+environment: whether something reads it, nobody knows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 UNSET = "unset"
 
-_PACKAGES = ("torch", "triton", "nvidia", "flash_attn", "cuda")
-_CHUNK_BYTES = 1 << 26
 _GPU_ONLY = re.compile(r"CUDA|CUBLAS|CUDNN|NCCL|NVIDIA|FLASH_ATTENTION|PYTORCH_ALLOC_CONF")
-# Variables of the CUDA driver, which documents them but does not spell all of them out in its library:
-# CUDA Programming Guide, "CUDA Environment Variables".
-_DRIVERS_OWN = {
-    *("CUDA_AUTO_BOOST", "CUDA_CACHE_DISABLE", "CUDA_CACHE_MAXSIZE", "CUDA_CACHE_PATH", "CUDA_DISABLE_PTX_JIT"),
-    *("CUDA_BINARY_LOADER_THREAD_COUNT", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_DEFAULT_PERSISTING_L2_CACHE"),
-    *("CUDA_DEVICE_WAITS_ON_EXCEPTION", "CUDA_FORCE_PTX_JIT", "CUDA_MODULE_DATA_LOADING", "CUDA_MODULE_LOADING"),
-    *("CUDA_ERROR_LOGGING_MAX_BUFFER_SIZE", "CUDA_SCALE_LAUNCH_QUEUES", "CUDA_GRAPHS_USE_NODE_PRIORITY"),
-}
 # Options of the allocator by their names in its snapshot; an option without one is shown as it was written.
 _IN_SNAPSHOT = {
     "max_split_size_mb": "max_split_size",
@@ -51,9 +37,7 @@ def refusal(name: str, device: str, gpus: float) -> str | None:
     # A point is one process. One that is given several GPUs may use NCCL among them; one alone has nobody to talk to.
     if "NCCL" in name and gpus <= 1:
         return "NCCL is not used by a point with one GPU"
-    if name in _READERS or name in _DRIVERS_OWN or occurs(name):
-        return None
-    return "nothing in the installed PyTorch, Triton and NVIDIA libraries reads a variable of this name"
+    return None
 
 
 def effective(names: Collection[str]) -> dict[str, str]:
@@ -68,59 +52,6 @@ def effective(names: Collection[str]) -> dict[str, str]:
 def comparable(name: str) -> bool:
     """Whether `effective` reads the variable where it takes effect: equal values then mean an equal effect."""
     return name in _READERS
-
-
-@cache
-def occurs(name: str) -> bool:
-    """Whether the name occurs, as a whole word, in the code that may read it. Reads gigabytes if it does not."""
-    word = re.compile(rb"(?<!\w)" + name.encode() + rb"(?!\w)")
-    return any(_contains(file, name.encode(), word) for file in _code())
-
-
-@cache
-def _code() -> tuple[Path, ...]:
-    """Python files and libraries of the packages, and libraries of this process; small ones first."""
-    import torch  # noqa: F401  (its libraries are then among the loaded ones)
-
-    found = {path for folder in _folders() for path in folder.rglob("*") if _is_code(path)}
-    found |= _loaded()
-    sizes = {path: path.stat().st_size for path in found if path.is_file()}
-    return tuple(sorted(sizes, key=lambda path: sizes[path]))
-
-
-def _folders() -> Iterator[Path]:
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        yield from map(Path, spec.submodule_search_locations or () if spec else ())
-
-
-def _is_code(path: Path) -> bool:
-    return path.suffix in (".py", ".so") or ".so." in path.name
-
-
-def _loaded() -> set[Path]:
-    """Shared libraries mapped into this process: the C library, OpenMP, the driver."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {Path(line[line.index("/") :]) for line in lines if ".so" in line and "/" in line}
-
-
-def _contains(file: Path, name: bytes, word: re.Pattern[bytes]) -> bool:
-    """Whether a file contains the word; `name` alone is found many times faster."""
-    kept = b""  # the end of the last chunk: the character before a word that reaches into the next, and its beginning
-    try:
-        with file.open("rb") as source:
-            while chunk := source.read(_CHUNK_BYTES):
-                text = kept + chunk
-                found = word.finditer(text, 1 if kept else 0) if name in text else ()
-                if any(match.end() < len(text) or len(chunk) < _CHUNK_BYTES for match in found):
-                    return True
-                kept = text[-len(name) - 1 :]
-    except OSError:
-        pass
-    return False
 
 
 def _allocator() -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from jobs.process.garbage import uncollected
 from jobs.schema.point import Beat
 
 _STEADY_RUNS = 3  # number of last runs that decide whether warm-up has ended
@@ -130,5 +129,10 @@ def synchronize(device: torch.device) -> None:
 @contextmanager
 def _no_gc() -> Iterator[None]:
     gc.collect()
-    with uncollected():
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
         yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -14,16 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from jobs.schema.axes import AXES
 
 _SIZES = {axis.name: axis.size for axis in AXES}
-_FAMILIES = (
-    *("ATEN", "CUBLAS", "CUBLASLT", "CUDA", "CUDNN", "DNNL", "FLASH_ATTENTION", "GOMP", "KMP", "MALLOC", "MKL"),
-    *("MKLDNN", "NCCL", "OMP", "ONEDNN", "PYTORCH", "TORCH", "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON"),
-)
-_NAME = re.compile(rf"(?:{'|'.join(_FAMILIES)})_\w+|NVIDIA_TF32_OVERRIDE", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SET_BY_US = {
     "CUDA_VISIBLE_DEVICES": "ask for GPUs with resources.num_gpus",
     "CUDA_DEVICE_ORDER": "remove it",
     "OMP_NUM_THREADS": "set resources.num_cpus",
     "MKL_NUM_THREADS": "set resources.num_cpus",
+    "PYTHONPATH": "give another interpreter in python",
+    "TMPDIR": "remove it",
 }
 _READABLE = 60  # characters that a label shows of an environment or an interpreter
 
@@ -49,12 +47,11 @@ def suffix(text: str | None, index: int, what: str) -> str:
     return f" [{text}]" if len(text) <= _READABLE else f" [{what} {index}]"
 
 
-def _name(name: str) -> str:
+def _check_name(name: str) -> str:
     if fix := _SET_BY_US.get(name):
         raise ValueError(f"is set for each point by the orchestrator; {fix}")
     if not _NAME.fullmatch(name):
-        families = ", ".join(f"{family}_*" for family in _FAMILIES)
-        raise ValueError(f"is no variable of the field; use {families} or NVIDIA_TF32_OVERRIDE")
+        raise ValueError("is no name of a variable; use letters, digits and '_', a letter first")
     return name
 
 
@@ -92,7 +89,7 @@ def _each_once(pythons: Sequence[str | None]) -> Sequence[str | None]:
 
 
 Environments = Annotated[
-    list[dict[Annotated[str, AfterValidator(_name)], Annotated[str, AfterValidator(_printable)]]],
+    list[dict[Annotated[str, AfterValidator(_check_name)], Annotated[str, AfterValidator(_printable)]]],
     BeforeValidator(_listed),
     Field(min_length=1),
     AfterValidator(_distinct),

@@ -1,48 +1,18 @@
-"""Specs: YAML in, a validated job out. Every mistake names its field, the value and the fix, before anything runs.
-
-Kinds of job: jobs.specs.kinds.
-"""
+"""The fields that specs of every kind have (jobs.specs.load reads them, jobs.specs.kinds finds the kinds)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    field_validator,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from jobs.schema.plain_text import shown
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.specs.environments import Environments, Interpreters, env_text, suffix
-from jobs.specs.kinds import KindError, kind_module, kind_sources, kinds, source_files
-from jobs.specs.validation import describe
-from jobs.specs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_mapping, read_yaml
-
-__all__ = [
-    "Deadlines",
-    "JobSpec",
-    "Recovery",
-    "Resources",
-    "SpecError",
-    "Strict",
-    "kind_module",
-    "kinds",
-    "load_spec",
-    "offered_sources",
-    "parse_spec",
-]
 
 
 class SpecError(ValueError):
@@ -136,15 +106,6 @@ class JobSpec(Strict):
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
 
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `env` and `python` that add nothing: specs of runs from before they existed stay equal."""
-        data = handler(self)
-        for name, default in (("env", [{}]), ("python", [None])):
-            if data.get(name) == default:
-                del data[name]
-        return data
-
     @property
     def settings(self) -> list[str]:
         """Names of all environment variables that the spec sets, sorted: each point reads all of them back."""
@@ -212,72 +173,3 @@ class JobSpec(Strict):
         Relative ones are uploaded with the job, to the same relative path; absolute ones must exist on the workers.
         """
         return {}
-
-
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.
-
-    Raises:
-        SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
-    """
-    try:
-        data = read_mapping(path, "spec", "kind: scaling")
-    except YamlError as err:
-        raise SpecError(str(err)) from None
-    for item in overrides:
-        _override(data, item)
-    return parse_spec(data)
-
-
-def parse_spec(data: Mapping[str, Any]) -> JobSpec:
-    """The job that a spec's content describes. Raises SpecError."""
-    if "kind" not in data:
-        raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
-    kind = data["kind"]
-    if not isinstance(kind, str):
-        raise SpecError(f"kind: {shown(kind)} is no job kind; use one of {', '.join(sorted(kinds()))}")
-    try:
-        module = kind_module(kind)
-    except KindError as err:
-        raise SpecError(f"kind: {err}") from None
-    if next(iter(data)) != "kind":
-        raise SpecError(f"kind: {kind!r} must be the spec's first key; move it to the top")
-    try:
-        return module.Spec.model_validate(data)
-    except ValidationError as err:
-        raise SpecError("\n".join(describe(err, data, "spec"))) from None
-
-
-def offered_sources(spec: JobSpec) -> dict[str, Path]:
-    """Python files of the other distributions that offer a job's kind or implementations, by relative path.
-
-    Results depend on them as on this package.
-    """
-    files = kind_sources(spec.kind)
-    names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
-    offered = {"nsa_bench.implementations": names, "nsa_bench.peers": {*getattr(spec, "peers", ())}}
-    for group, wanted in offered.items():
-        for entry in entry_points(group=group):
-            if entry.name in wanted:
-                files |= source_files(entry.module)
-    return files
-
-
-def _override(data: dict[str, Any], item: str) -> None:
-    name, eq, text = item.partition("=")
-    if not eq or not name:
-        raise SpecError(f"--set: {shown(item)} is no setting; write key=value, e.g. --set lengths=[512,1024]")
-    node = data
-    *parents, last = name.split(".")
-    for part in parents:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise SpecError(f"--set: {shown(item)}: {shown(part)} is no section of the spec; name an existing one")
-    try:
-        node[last] = read_yaml(text)
-    except RepeatedKeyError as err:
-        raise SpecError(str(err)) from None
-    except TooLargeError as err:
-        raise SpecError(f"--set: {shown(item)}: {err}") from None
-    except YamlError:
-        raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

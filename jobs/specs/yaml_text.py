@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import yaml
 
 from jobs.schema.plain_text import in_a_line, shown
-from jobs.specs.user_files import NotAFileError, open_regular
 
-MOST_VALUES = 100_000
-"""Values of a document, those that an alias stands for counted each time."""
 MOST_CHARACTERS = 1 << 20
 
 
@@ -22,7 +18,7 @@ class YamlError(ValueError):
 
 
 class TooLargeError(YamlError):
-    """A document with more characters, values or levels than are read. One line: what is too much, and the fix."""
+    """A document with more characters or levels than are read. One line: what is too much, and the fix."""
 
 
 class RepeatedKeyError(YamlError):
@@ -30,21 +26,19 @@ class RepeatedKeyError(YamlError):
 
 
 class _Loader(yaml.SafeLoader):
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._sizes: dict[yaml.Node, int] = {}
+    _anchors_open = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node; refuse aliases that stand for more values than any spec has."""
+        """Compose a node; refuse aliases within what others stand for: a few lines of them are billions of values."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if self._anchors_open:
+                raise TooLargeError(f"has an alias, *{event.anchor}, within what another stands for; write it out")
+            return super().compose_node(parent, index)
+        anchored = event.anchor is not None
+        self._anchors_open += anchored
         node = super().compose_node(parent, index)
-        if node is None:
-            return None
-        if node not in self._sizes:
-            inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-            parts = inner if isinstance(node, yaml.CollectionNode) else []
-            self._sizes[node] = 1 + sum(self._sizes.get(part, MOST_VALUES) for part in parts)
-        if self._sizes[node] > MOST_VALUES:
-            raise TooLargeError(f"holds more than {MOST_VALUES:,} values with its aliases; write fewer")
+        self._anchors_open -= anchored
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -77,9 +71,11 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
     """
     name = shown(str(path))
     try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise IsADirectoryError
+        with path.open(encoding="utf-8") as file:
             data = read_yaml(file.read(MOST_CHARACTERS + 1))
-    except NotAFileError:
+    except IsADirectoryError:
         raise YamlError(f"{field}: {name} is no file; give the path of a YAML file") from None
     except OSError as err:
         raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
@@ -89,6 +85,8 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
         raise YamlError(f"{field}: {name} {err}") from None
     except (YamlError, UnicodeDecodeError) as err:
         raise YamlError(f"{field}: {name} is not YAML ({err}); mend its syntax") from None
+    except ValueError:  # of a NUL in the path
+        raise YamlError(f"{field}: {name} is no file's name; give the path of a YAML file") from None
     if not isinstance(data, dict):
         raise YamlError(f"{field}: {name} holds no mapping; start it with {beginning!r}")
     return data
@@ -99,7 +97,7 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
-        TooLargeError: it is longer than MOST_CHARACTERS, holds more than MOST_VALUES, or is nested too deep to read.
+        TooLargeError: it is longer than MOST_CHARACTERS, has aliases within aliases, or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
     if len(text) > MOST_CHARACTERS:

@@ -20,7 +20,6 @@ from jobs.hardware.topology import Topology, topology
 from jobs.measure import check
 from jobs.measure.check import Agreement
 from jobs.measure.memory import Peak, measure_peak
-from jobs.process.garbage import uncollected
 from jobs.schema.point import Beat, Metric, reporter
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.specs.fields import torch_dtype
@@ -101,8 +100,7 @@ def train_rank(
     watch = None
     if plan is not None:
         watch = SoakWatch(plan, SoakHistory(), device, rank, beat, nvml.UtilizationMeter(gpu).now)
-    with uncollected():  # the first optimizer imports PyTorch's compiler
-        trainer = Trainer(config, corpus, device, rank, watch, notes)
+    trainer = Trainer(config, corpus, device, rank, watch, notes)
     beat("check")
     agreement = _agree(trainer.model.config, config, device)
     beat("heldout loss before")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from jobs.process.garbage import uncollected
 from orchestrator.interruption import INTERRUPTED, AtOnce, end_at_once
 
 
 def main() -> None:
     """The `nsa` command. Exit codes as of `commands.main`."""
     try:
-        with AtOnce(), uncollected():
-            import jobs.specs.spec  # noqa: F401  (with the commands, whose errors it has: most of the time of a start)
+        with AtOnce():
+            import jobs.specs.load  # noqa: F401  (with the commands, whose errors it has: most of the time of a start)
             from orchestrator.cli import commands
         commands.main()
     except KeyboardInterrupt:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobs.schema.plain_text import error_in_a_line
-from jobs.specs.spec import SpecError, load_spec
+from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
 from orchestrator.cli import console, submission
 from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jobs.schema.plain_text import in_a_line
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from orchestrator.cli.exposure import asks_for_token
 from orchestrator.cli.services import ray_answers
 from orchestrator.errors import UserError

@@ -102,6 +102,7 @@ def _probe(command: Probe) -> ProbedMachine:
         machine = replace(machine, fingerprint={**machine.fingerprint, **versions})
     if not command.settings:
         return ProbedMachine(machine)
+    importlib.import_module("torch")  # which rejects wrong values of its own variables
     variables = importlib.import_module("jobs.hardware.variables")
     gpus = float(machine.device == "cuda") if command.gpus is None else command.gpus
     reasons = {name: variables.refusal(name, machine.device, gpus) for name in command.settings}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jobs.process.garbage import uncollected
 from jobs.specs.spec import JobSpec
 from orchestrator.aside import interruptibly
 from orchestrator.execute import ray_token
@@ -33,8 +32,7 @@ def connect(spec: JobSpec, settings: Settings) -> None:
     if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
-    with uncollected():
-        import ray
+    import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None

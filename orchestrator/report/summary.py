@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.process.garbage import uncollected
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Role, readable, said_in_its_own_unit
@@ -55,12 +54,11 @@ def evaluation(store: Store, run_id: str, gates_file: Path | None, console: Cons
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
-    with uncollected():
-        from orchestrator.judge.analysis import scaling_fits
-        from orchestrator.judge.decisions import decisions
-        from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
-        from orchestrator.report import bench, bench_text
-        from orchestrator.store import queries
+    from orchestrator.judge.analysis import scaling_fits
+    from orchestrator.judge.decisions import decisions
+    from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
+    from orchestrator.report import bench, bench_text
+    from orchestrator.store import queries
 
     if benches := bench.collect(store, [run_id]):
         for table in bench_text.tables(benches):

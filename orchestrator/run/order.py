@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.schema.point import Machine
-from jobs.specs.spec import JobSpec, SpecError, load_spec, parse_spec
+from jobs.specs.load import load_spec, parse_spec
+from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from orchestrator.run.order import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ import yaml
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
 from jobs.specs.kinds import kind_module, own_axes
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from orchestrator.store import Store, importer, queries, upgrade
 from orchestrator.store import records as rec
 

@@ -19,7 +19,7 @@ from trainings import by_name, write_text
 
 from jobs.schema.point import Machine, Metric
 from jobs.schema.states import PointState
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from jobs.train import Spec, measure
 from orchestrator.database_url import StoreError
 from orchestrator.store import Store, journal, queries

@@ -241,7 +241,7 @@ def test_a_killed_driver_is_resumed_on_the_cluster(cluster: Cluster, home: Path)
 CHECK = """
 from dataclasses import replace
 from pathlib import Path
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from orchestrator.messages import Requirements
 from orchestrator.execute.executor import ExecutorError
 from orchestrator.execute.ray_cluster import RayExecutor

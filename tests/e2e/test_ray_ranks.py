@@ -23,7 +23,7 @@ from waiting import wait_for
 
 from jobs.process import temporary
 from jobs.schema.point import Machine
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.folder import CheckpointFolder
 from jobs.training.checkpoints.io import Reader

@@ -63,15 +63,12 @@ def test_settings_without_effect_are_refused_by_name(tmp_path: Path) -> None:
         ALLOCATOR: "expandable_segments:False",
         "CUDA_LAUNCH_BLOCKING": "0",
         "NCCL_DEBUG": "INFO",
-        "PYTORCH_CUDA_ALOC_CONF": "expandable_segments:True",
     }
     done, outcomes = run(tmp_path, ineffective)
     assert (done.returncode, outcomes) == (2, [])
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert [line.split(": ")[1] for line in lines] == [f"env.{name}" for name in ineffective]
-    for line, reason in zip(
-        lines, ("is in effect as well", "is in effect", "one GPU", "reads a variable"), strict=True
-    ):
+    for line, reason in zip(lines, ("is in effect as well", "is in effect", "one GPU"), strict=True):
         assert reason in line
     assert "Traceback" not in done.stderr
 

@@ -18,7 +18,8 @@ from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, 
 from jobs.process.exhaustion import ran_out_of_memory
 from jobs.schema.point import Machine, Measurement, Point
 from jobs.schema.states import PointState
-from jobs.specs.spec import Deadlines, SpecError, load_spec, parse_spec
+from jobs.specs.load import load_spec, parse_spec
+from jobs.specs.spec import Deadlines, SpecError
 from nsa_core.routes import capture
 from orchestrator.messages import Conditions
 

@@ -16,7 +16,7 @@ from jobs.bench import Spec, measure
 from jobs.measure import stages
 from jobs.measure.stages import Kernel, ProfileError, by_stage, summarize_stages
 from jobs.schema.point import Machine, Measurement, Point
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from nsa_core.kernels.runtime.launch import Started
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)

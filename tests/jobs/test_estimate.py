@@ -12,7 +12,8 @@ from jobs.estimate import Spec, measure
 from jobs.measure.model_pass import ModelPass
 from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
 from jobs.schema.point import Machine
-from jobs.specs.spec import SpecError, parse_spec
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 MIB = 2**20

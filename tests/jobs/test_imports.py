@@ -9,7 +9,7 @@ import torch
 
 CODE = """
 import sys
-from jobs.specs.spec import kinds
+from jobs.specs.kinds import kinds
 assert {"scaling", "train", "drill"} <= set(kinds())
 import jobs.hardware.telemetry, jobs.hardware.machine
 print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dashboard") if name in sys.modules])

@@ -13,7 +13,8 @@ from trainings import Keeping
 
 from jobs.needle import Learning, Spec, measure
 from jobs.schema.point import Machine
-from jobs.specs.spec import SpecError, load_spec
+from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
 from jobs.training.data.needle_corpus import NeedleCorpus
 from nsa_core.loss import IGNORED
 

@@ -21,7 +21,9 @@ from jobs.adapters.check import _ranked, _wrong
 from jobs.measure.check import WrongResult
 from jobs.peers import measure
 from jobs.schema.point import Machine, Measurement, Point
-from jobs.specs.spec import SpecError, offered_sources, parse_spec
+from jobs.specs.kinds import offered_sources
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, routes
 from orchestrator.cli import doctor
 from orchestrator.execute import requirements
@@ -208,7 +210,8 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
     reasons = {point.axes.implementation: point.skip_reason for point in _spec(*names).points(_here())}
     assert reasons["unloadable"] == "the module 'toy_extension' is not installed; pip install toy"
     assert reasons["unimportable"] == (
-        "toy-peers 2.0, which offers it, cannot be imported (OSError: no driver); mend or uninstall toy-peers"
+        "toy-peers 2.0, which offers it, cannot be imported (OSError: no driver second line); "
+        "mend or uninstall toy-peers"
     )
     assert reasons["partial"] == "toy-peers 2.0, which offers it, lacks select; mend or uninstall toy-peers"
     assert reasons["undecided"] == (

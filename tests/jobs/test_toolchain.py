@@ -17,7 +17,8 @@ from jobs._comparison import compare_outputs, differences
 from jobs.process.trial import End, Toolchain, Trial
 from jobs.schema.point import Machine, Measurement, Metric, Point
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY
-from jobs.specs.spec import SpecError, parse_spec
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 from jobs.toolchain import OutputsDiffer, ToolchainFailed, measure
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})

@@ -6,16 +6,17 @@ It declares an axis (chunks) and two quantities (bandwidth, chunk size) that are
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
-from jobs.schema.axes import Axis
-from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema import point
+from jobs.schema.axes import Axes, Axis
+from jobs.schema.point import Beat, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import TIME, Better, Plot, Quantity, Role
 from jobs.specs.spec import JobSpec
 
@@ -23,6 +24,12 @@ AXES = (Axis("chunks", "whole", "chunks"),)
 BANDWIDTH = Quantity("bandwidth", "GiB/s", "Copy bandwidth", "bandwidth", Better.HIGHER, Role.HEADLINE, Plot.RATE)
 CHUNK_SIZE = Quantity("chunk_size", "MiB", "Size of a chunk", plot=Plot.GROWTH)
 QUANTITIES = (TIME, BANDWIDTH, CHUNK_SIZE)
+
+
+class Case(point.Case):
+    length: int
+    chunks: int
+    device: Device
 
 
 class Spec(JobSpec):
@@ -37,7 +44,7 @@ class Spec(JobSpec):
             Point(
                 kind="copying",
                 label=f"copy S={length} in {chunks}",
-                config={"length": length, "chunks": chunks, "device": machine.device},
+                case=Case(length=length, chunks=chunks, device=machine.device),
                 axes=Axes(
                     implementation="copy",
                     workload="copy",
@@ -51,8 +58,8 @@ class Spec(JobSpec):
         ]
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    parts = torch.ones(config["length"], 256, device=config["device"]).chunk(config["chunks"])
+def measure(case: Case, beat: Beat) -> Measurement:
+    parts = torch.ones(case.length, 256, device=case.device).chunk(case.chunks)
     seconds = []
     for repeat in range(5):
         beat("copy", repeat, 5)
@@ -64,6 +71,6 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     metrics = (
         summarize(TIME, [1000 * s for s in seconds], "performance counter"),
         summarize(BANDWIDTH, [size / 2**30 / s for s in seconds], "bytes of the tensor over each sample of time"),
-        Metric.of(CHUNK_SIZE, size / config["chunks"] / 2**20, method="computed"),
+        Metric.of(CHUNK_SIZE, size / case.chunks / 2**20, method="computed"),
     )
-    return Measurement(metrics, environment=environment(torch.device(config["device"])))
+    return Measurement(metrics, environment=environment(torch.device(case.device)))

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from jobs.schema.point import Machine
-from jobs.specs.spec import SpecError, load_spec
+from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "jobs" / "configs").glob("*.yaml"))
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -120,8 +121,8 @@ MISTAKES = [
         r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*1,138 h; set .*2371",
     ),
     (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
-    (SCALING, {"env": {"PATH": "/bin"}}, r"env\.PATH: 'PATH': is no variable of the field; use ATEN_\*, .*NVIDIA_TF32"),
-    (SCALING, {"env": [{}, {"torch_x": "1"}]}, r"env\.1\.torch_x: 'torch_x': is no variable of the field"),
+    (SCALING, {"env": {"A B": "1"}}, r"env\.A B: 'A B': is no name of a variable; use letters"),
+    (SCALING, {"env": [{}, {"TMPDIR": "/x"}]}, r"env\.1\.TMPDIR: 'TMPDIR': is set for each point by .*; remove it"),
     (
         SCALING,
         {"env": {"CUDA_VISIBLE_DEVICES": "0"}},

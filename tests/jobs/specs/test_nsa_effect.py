@@ -11,8 +11,9 @@ import torch
 import yaml
 
 from jobs.specs.kinds import kinds
+from jobs.specs.load import parse_spec
 from jobs.specs.nsa_effect import ACTS_ON
-from jobs.specs.spec import SpecError, parse_spec
+from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch

@@ -12,7 +12,8 @@ import yaml
 
 import jobs
 from jobs.schema.point import Machine
-from jobs.specs.spec import JobSpec, SpecError, parse_spec
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import JobSpec, SpecError
 
 MACHINES = {
     "cpu": Machine("cpu", "test processor", 64 * 2**30),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.specs.spec import SpecError, load_spec
+from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
 from jobs.specs.user_files import NotAFileError, open_regular, write_output
 from jobs.training.data.spec import DataSpec
 

@@ -25,7 +25,8 @@ from trainings import Watching, by_name, interrupt, of_the_kill, small, trains_a
 from warm_ranks import WarmRanks
 
 from jobs.schema.point import Machine, Measurement
-from jobs.specs.spec import SpecError, parse_spec
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.folder import MANIFEST, CheckpointError, CheckpointFolder
 from jobs.training.checkpoints.io import Reader

@@ -26,7 +26,8 @@ import jobs
 from jobs.diagnosis.rank_state import RankState
 from jobs.schema.point import FAILURE_FILES, Machine, Measurement, Surroundings
 from jobs.schema.states import PointState
-from jobs.specs.spec import Deadlines, SpecError, load_spec, parse_spec
+from jobs.specs.load import load_spec, parse_spec
+from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
 from jobs.training.compute_clock import ComputeClock
 from jobs.training.data.byte_corpus import load_corpus

@@ -19,7 +19,8 @@ from trainings import EARLY, Keeping, by_name, of_the_kill, small
 from jobs.measure.trend import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
 from jobs.soak import QUANTITIES, Spec, measure
-from jobs.specs.spec import SpecError, parse_spec
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 from jobs.train import Spec as TrainSpec
 from jobs.train import measure as train
 from jobs.training.checkpoints.folder import CheckpointError

@@ -21,7 +21,8 @@ from warm_ranks import WarmRanks
 
 import jobs
 from jobs.schema.point import Beat, Machine, Measurement
-from jobs.specs.spec import SpecError, load_spec, parse_spec
+from jobs.specs.load import load_spec, parse_spec
+from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.data import spec as data_spec
 from jobs.training.data.base import DataError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.schema.point import Machine
-from jobs.specs.spec import parse_spec
+from jobs.specs.load import parse_spec
 from orchestrator.execute import local
 from orchestrator.execute.executor import MOST_A_CORE
 from orchestrator.execute.local import LocalExecutor

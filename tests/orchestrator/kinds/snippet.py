@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from jobs.schema.point import Axes, Beat, Machine, Measurement, Metric, Point
+from jobs.schema import point as schema
+from jobs.schema.axes import Axes
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import TIME
 from jobs.specs.spec import JobSpec
 
 QUANTITIES = (TIME,)
+
+
+class Case(schema.Case):
+    code: str
 
 
 class Spec(JobSpec):
@@ -25,13 +31,13 @@ class Spec(JobSpec):
 
 
 def point(code: str, index: int = 0) -> Point:
-    return Point("snippet", f"snippet {index}", {"code": code}, Axes(implementation="snippet", device="cpu"))
+    return Point("snippet", f"snippet {index}", Case(code=code), Axes(implementation="snippet", device="cpu"))
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Run the code with `beat` in reach; what it assigns to `value` is the metric, to `files` the artifacts."""
     scope: dict[str, Any] = {"beat": beat, "os": os, "sys": sys, "value": 1.0, "files": {}}
-    exec(config["code"], scope)
+    exec(case.code, scope)
     environment = {
         "pid": os.getpid(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -9,7 +9,7 @@ import pytest
 
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState
-from jobs.specs.spec import parse_spec
+from jobs.specs.load import parse_spec
 from orchestrator.execute.executor import MOST_A_CORE
 from orchestrator.execute.room import Share
 from orchestrator.run import plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.specs.spec import parse_spec
+from jobs.specs.load import parse_spec
 from orchestrator.execute.executor import ExecutorError
 from orchestrator.execute.ray_cluster import _check_interpreters
 from orchestrator.execute.room import Share, check_resources

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray._private.runtime_env.packaging import get_uri_for_directory
 
-from jobs.specs.spec import load_spec
+from jobs.specs.load import load_spec
 from orchestrator.execute import upload
 from orchestrator.execute.upload import UploadError, collect
 from orchestrator.provenance import code_hash

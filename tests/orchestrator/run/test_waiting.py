@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from waiting import wait_for
 
 from jobs.schema.point import Machine
-from jobs.specs.spec import parse_spec
+from jobs.specs.load import parse_spec
 from orchestrator.aside import Aside
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
