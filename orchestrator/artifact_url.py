@@ -28,14 +28,32 @@ def check(url: str) -> str:
         url = f"file://{url}"
     scheme, _, rest = url.partition("://")
     if scheme in ("file", "local"):
-        return f"file://{_folder(rest)}"
+        if not rest.startswith("/"):
+            raise ValueError("names a host or a relative path; write file:///PATH with three slashes")
+        nearest = next(path for path in (Path(rest), *Path(rest).parents) if os.path.exists(path))
+        if not nearest.is_dir():
+            raise ValueError(f"{str(nearest)!r} is not a folder; name one")
+        return f"file://{rest.rstrip('/') or '/'}"
     if "@" in rest or "?" in rest or "#" in rest:
         raise ValueError(
             "may hold credentials, which would be stored with every run; write SCHEME://PLACE/PREFIX alone and give "
             "credentials in the environment of the workers"
         )
-    _check_scheme(scheme)
-    _check_place(url)
+    if scheme in known_implementations:
+        package = known_implementations[scheme]["class"].partition(".")[0]
+        if package == "fsspec" and scheme not in _BUNDLED:
+            raise ValueError(f"the scheme {scheme!r} keeps nothing that another process can read; {_FORMS}")
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"needs the package {package}; {_EXTRAS.get(scheme, f'pip install {package}')}")
+    elif scheme not in registry:  # those of other packages
+        raise ValueError(f"unknown scheme {scheme!r}; {_FORMS}")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as err:
+        raise ValueError(f"{err}; {_FORMS}") from None
+    if not parts.netloc or re.search(r"[\s\x00-\x1f]", url):
+        raise ValueError(f"names no bucket or host; {_FORMS}")
     return url.rstrip("/")
 
 
@@ -47,36 +65,3 @@ def is_local(url: str) -> bool:
 def hide_credentials(text: str) -> str:
     """The text with user names, passwords, queries and fragments of URLs replaced by ***."""
     return re.sub(r"(://[^\s?#'\"]*[?#])[^\s'\"]+", r"\1***", re.sub(r"(://)\S*@", r"\1***@", text))
-
-
-def _folder(path: str) -> str:
-    if not path.startswith("/"):
-        raise ValueError("names a host or a relative path; write file:///PATH with three slashes")
-    if "\0" in path:
-        raise ValueError(f"holds a NUL; {_FORMS}")
-    there = next(place for place in (Path(path), *Path(path).parents) if os.path.exists(place))
-    if not os.path.isdir(there):
-        raise ValueError(f"{str(there)!r} is not a folder; name one")
-    return path.rstrip("/") or "/"
-
-
-def _check_scheme(scheme: str) -> None:
-    if scheme not in known_implementations:
-        if scheme in registry:  # by another package
-            return
-        raise ValueError(f"unknown scheme {scheme!r}; {_FORMS}")
-    package = known_implementations[scheme]["class"].partition(".")[0]
-    if package == "fsspec" and scheme not in _BUNDLED:
-        raise ValueError(f"the scheme {scheme!r} keeps nothing that another process can read; {_FORMS}")
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"needs the package {package}; {_EXTRAS.get(scheme, f'pip install {package}')}")
-
-
-def _check_place(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as err:
-        raise ValueError(f"{err}; {_FORMS}") from None
-    if not parts.netloc or "::" in url or re.search(r"[\s\x00-\x1f]", url):
-        raise ValueError(f"names no bucket or host; {_FORMS}")

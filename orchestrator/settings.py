@@ -12,18 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, HttpUrl, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from jobs.specs.user_files import is_missing
 from jobs.specs.validation import split
-from orchestrator import artifact_url, env_lines
+from orchestrator import artifact_url
 from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 
 SOURCES = Path(__file__).resolve().parents[1]
-"""The folder that the packages are imported from; `installation` tells of which sort it is."""
+"""The folder that the packages are imported from."""
 
 LOOPBACK = "127.0.0.1"
 """The address that no other host reaches."""
@@ -31,10 +31,7 @@ LOOPBACK = "127.0.0.1"
 PACKAGES = ("nsa_core", "jobs", "orchestrator")
 """The packages that a job imports."""
 
-
-# Variables of ours that are no settings: of docker-compose.yml.
-_OTHERS = ("NSA_DASHBOARD_PASSWORD",)
-_ADDRESS = re.compile(r"https?://[!-~]{1,2000}")
+_NO_SETTINGS = ("NSA_DASHBOARD_PASSWORD",)  # of docker-compose.yml
 
 
 class Installation(Enum):
@@ -120,23 +117,18 @@ class Settings(BaseSettings):
 
     @field_validator("ray_dashboard")
     @classmethod
-    def _is_http(cls, value: str) -> str:
+    def _check_http(cls, value: str) -> str:
         try:
-            parts = urlsplit(value)
-            host, port = parts.hostname or "", parts.port
-        except ValueError:  # of a port or an IPv6 address
-            host, port = "", None
-            parts = urlsplit("")
-        named = all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
-        if parts.scheme not in ("http", "https") or not named or port == 0 or not _ADDRESS.fullmatch(value):
-            raise ValueError("is not an HTTP address; write http://HOST:PORT")
-        if "@" in parts.netloc:
+            HttpUrl(value)
+        except ValidationError:
+            raise ValueError("is not an HTTP address; write http://HOST:PORT") from None
+        if "@" in urlsplit(value).netloc:
             raise ValueError("holds a user or a password, which Ray does not take; write http://HOST:PORT")
         return value
 
     @field_validator("ray_host")
     @classmethod
-    def _is_one_address(cls, value: str) -> str:
+    def _check_one_interface(cls, value: str) -> str:
         try:
             address = ipaddress.ip_address(LOOPBACK if value == "localhost" else value)
         except ValueError:
@@ -147,41 +139,24 @@ class Settings(BaseSettings):
 
     @field_validator("artifact_store")
     @classmethod
-    def _is_a_store(cls, value: str | None) -> str | None:
+    def _check_store(cls, value: str | None) -> str | None:
         return artifact_url.check(value) if value else None
-
-    @field_validator("database_url", "artifact_store", "ray_dashboard", "ray_host", "ray_address", mode="before")
-    @classmethod
-    def _is_text(cls, value: object) -> object:
-        """Refuse what no file name and no address holds: halves of characters, and NUL."""
-        if isinstance(value, str) and ("\0" in value or not _encodes(value)):
-            raise ValueError("has characters that are no text; remove them")
-        return value
-
-    @field_validator("database_url")
-    @classmethod
-    def _may_be_a_file(cls, value: str | None) -> str | None:
-        if path := sqlite_path(value or ""):
-            _absolute(path)
-        return value
 
     @field_validator("home", "artifacts", "gates")
     @classmethod
-    def _of_the_user(cls, value: Path | None) -> Path | None:
-        """The path with ~ replaced, as no shell does it in a `.env`."""
+    def _expand_tilde(cls, value: Path | None) -> Path | None:
         try:
-            return value and value.expanduser()
+            return value and value.expanduser()  # no shell does it in a `.env`
         except RuntimeError:
             raise ValueError("begins with ~, and there is no such home; write an absolute path") from None
 
     @field_validator("home", "artifacts")
     @classmethod
-    def _may_be_a_folder(cls, value: Path | None) -> Path | None:
+    def _check_folder(cls, value: Path | None) -> Path | None:
         # os.path.exists: Path.exists raises below a folder that may not be read
-        above = (value, *_absolute(value).parents) if value else ()
-        there = next((path for path in above if os.path.exists(path)), None)
-        if there is not None and not there.is_dir():
-            raise ValueError(f"{str(there)!r} is not a folder; name one")
+        nearest = next((path for path in (value, *value.parents) if os.path.exists(path)), None) if value else None
+        if nearest is not None and not nearest.is_dir():
+            raise ValueError(f"{str(nearest)!r} is not a folder; name one")
         return value
 
     @cached_property
@@ -209,15 +184,15 @@ class Settings(BaseSettings):
 
 def misspelled() -> list[str]:
     """One line for each variable of the environment or `.env` that nothing reads, but almost has a setting's name."""
-    file, names = env_file(), [f"NSA_{name.upper()}" for name in Settings.model_fields]
-    given = {*os.environ, *(env_lines.names(file) if file else ())}
-    told = []
-    for name in sorted(given):
-        if not name.upper().startswith("NSA") or name.upper() in (*names, *_OTHERS):
+    file, settings = env_file(), [f"NSA_{name.upper()}" for name in Settings.model_fields]
+    text = file.read_text(errors="replace") if file and file.is_file() and os.access(file, os.R_OK) else ""
+    lines = []
+    for name in sorted({*os.environ, *re.findall(r"^\s*(?:export\s+)?(\w+)\s*=", text, re.MULTILINE)}):
+        if not name.upper().startswith("NSA") or name.upper() in (*settings, *_NO_SETTINGS):
             continue
-        if near := difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85):
-            told.append(f"{name}: is no setting, and nothing reads it; write {near[0]}, or remove it")
-    return told
+        if near := difflib.get_close_matches(name.upper(), settings, n=1, cutoff=0.85):
+            lines.append(f"{name}: is no setting, and nothing reads it; write {near[0]}, or remove it")
+    return lines
 
 
 def check_current_folder() -> None:
@@ -228,35 +203,17 @@ def check_current_folder() -> None:
         raise SettingsError(f"current folder: cannot be used ({err.strerror}); change to another (cd)") from None
 
 
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _absolute(path: Path) -> Path:
-    """The absolute path. Raises ValueError for one that the database's driver or a record cannot hold."""
-    try:
-        whole = path.absolute()
-    except FileNotFoundError:
-        raise ValueError("is relative, and the current folder was deleted; write an absolute path") from None
-    if "\0" in str(whole) or not _encodes(str(whole)):
-        raise ValueError("has characters that are no text; remove them")
-    return whole
-
-
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     file = env_file()
-    if file is not None and (wrong := env_lines.mistakes(file)):
-        raise SettingsError("\n".join(wrong))
     try:
-        # a folder of that name is a virtual environment
-        return Settings(_env_file=file)  # pyright: ignore[reportCallIssue] - BaseSettings has it
+        return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
+    except UnicodeDecodeError:
+        raise SettingsError(f".env: '{file}': is not UTF-8; save it as UTF-8 text") from None
+    except OSError as err:
+        raise SettingsError(f".env: '{file}': cannot be read ({err.strerror}); make it readable") from None
 
 
 def _mistake(error: ErrorDetails) -> str:

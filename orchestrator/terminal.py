@@ -1,4 +1,4 @@
-"""Everything that a command prints: text as it is, which no terminal acts on, in whatever encoding there is."""
+"""What commands print: control characters escaped, in whatever encoding there is."""
 
 from __future__ import annotations
 
@@ -19,37 +19,54 @@ _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 
 
 class _Outlet(FileIO):
-    """A standard stream's file, which takes all that is written: what can no longer be kept or shown is dropped.
+    """A standard stream's file that drops what can no longer be written.
 
     Measuring goes on when the reader of a pipe ends, a disk fills or a terminal is closed. But for a pipe's reader,
-    who wants no more, the first loss is told on standard error.
+    who wants no more, the first loss is reported on standard error.
     """
 
     lost = False  # something that somebody may miss
 
     def write(self, data: Any, /) -> int:
-        left = memoryview(data).cast("B")
-        size = left.nbytes
+        view = memoryview(data).cast("B")
+        written = 0
         try:
-            while left.nbytes:
-                if (count := super().write(left)) is None:  # a pipe that does not block, and is full
-                    select.select([], [self], [])
-                left = left[count or 0 :]
+            while written < view.nbytes:
+                if (count := super().write(view[written:])) is None:
+                    select.select([], [self], [])  # a pipe that does not block, and is full
+                written += count or 0
         except OSError as err:
             if err.errno != errno.EPIPE and not self.lost:
                 self.lost = True
                 with suppress(OSError):
                     os.write(2, f"error: output: cannot be written ({err.strerror}); the rest is not shown\n".encode())
-        return size
+        return view.nbytes
 
 
 def prepare() -> None:
-    """Let standard output and error take any text, whatever becomes of where it goes.
+    """Let standard output and error take any text: what their encoding lacks is escaped, what fails is dropped."""
+    sys.stdout = _lasting(sys.stdout, sys.__stdout__)
+    sys.stderr = _lasting(sys.stderr, sys.__stderr__)
 
-    What their encoding lacks is written as escapes; what cannot be written is dropped.
-    """
-    sys.stdout = _lasting(sys.stdout, sys.__stdout__, 1)
-    sys.stderr = _lasting(sys.stderr, sys.__stderr__, 2)
+
+def _lasting(stream: Any, original: Any) -> Any:
+    if stream is None:  # closed at start
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, TextIOWrapper):
+        return stream
+    if stream is not original or type(_file(stream)) is not FileIO:  # put there by this process itself
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    outlet = _Outlet(stream.fileno(), "wb", closefd=False)
+    return TextIOWrapper(
+        outlet if stream.write_through else BufferedWriter(outlet),
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def output_lost() -> bool:
@@ -58,42 +75,9 @@ def output_lost() -> bool:
     return isinstance(outlet, _Outlet) and outlet.lost
 
 
-def _lasting(stream: Any, original: Any, descriptor: int) -> Any:
-    """The stream as `prepare` promises it. One that this process put there itself only has its errors set."""
-    if stream is None:  # closed at start: the number must not become that of another file
-        _fill(descriptor)
-        return open(os.devnull, "w", encoding="utf-8")
-    if not isinstance(stream, TextIOWrapper):
-        return stream
-    if stream is original and type(_file(stream)) is FileIO:
-        with suppress(OSError):
-            stream.flush()
-        outlet = _Outlet(stream.fileno(), "wb", closefd=False)
-        return TextIOWrapper(
-            outlet if stream.write_through else BufferedWriter(outlet),
-            stream.encoding,
-            "backslashreplace",
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-    stream.reconfigure(errors="backslashreplace")
-    return stream
-
-
 def _file(stream: Any) -> object:
-    """The file below a stream; Python has no buffer between them where PYTHONUNBUFFERED is set."""
     buffer = getattr(stream, "buffer", None)
-    return getattr(buffer, "raw", buffer)
-
-
-def _fill(descriptor: int) -> None:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != descriptor:
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+    return getattr(buffer, "raw", buffer)  # no buffer is between them where PYTHONUNBUFFERED is set
 
 
 def on_a_terminal() -> bool:

@@ -51,12 +51,6 @@ def test_errors_without_a_standard_error_do_not_go_to_standard_output(tmp_path: 
     assert (tmp_path / "out").read_text() == "shown\n"
 
 
-def test_no_other_file_takes_the_number_of_a_closed_output(tmp_path: Path) -> None:
-    code = _SAY + f"import os; file = open({str(tmp_path / 'kept')!r}, 'w'); os.write(1, b'of a child')"
-    run(code, ">&-")
-    assert (tmp_path / "kept").read_text() == ""
-
-
 def test_all_is_written_to_a_pipe_that_does_not_block() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
