@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from seed_pages import PAGES as SEED_PAGES
 from seed_pages import seed_pages
 from take_in import DATA, take_in
 
+from jobs.specs.load import load_spec
 from orchestrator.cli.packaged import reference_data
 from orchestrator.errors import UserError
+from orchestrator.judge.rules import READY_SPECS
 from orchestrator.report import report, write_report
+from orchestrator.report.template import render_folder
 from orchestrator.store import Store, queries, upgrade
 from orchestrator.store.importer import import_file
 from orchestrator.store.journal import COMPRESSED
@@ -31,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path("docs/results")
 SEEDS = PAGES / "seeds"
 DURATIONS = Path("orchestrator/judge/durations.csv")
-GATES = ROOT / "orchestrator" / "gates" / "gates.yaml"
+GATES = ROOT / "orchestrator" / "judge" / "gates.yaml"
 CHARTED = ("scaling.md", "bench.md", "decoding.md")  # the others have one length a run, or lengths without a law
 DECISIONS = """# Decisions
 
@@ -85,6 +89,8 @@ def generate(root: Path) -> list[Path]:
             filled = tables.all_tables(store, runs)
             texts = {name: (ROOT / SEEDS / name).read_text() for name in SEED_PAGES}
             seeds = seed_pages(store, runs, texts)
+            newest_first = list(reversed(run_ids))
+            written += render_folder(store, ROOT / PAGES / "templates", newest_first, _ready_spec, root / PAGES)
         written += [_write(root / SEEDS / name, text) for name, text in seeds.items()]
         written.append(_write(root / PAGES / "decisions.md", _decisions()))
     for name in (PAGES / "README.md", Path("README.md")):
@@ -110,6 +116,10 @@ def _reports(store: Store, runs: list[dict[str, Any]], folder: Path) -> list[Pat
         else:
             written.append(_write(folder / name, report(store, run_ids)))
     return written
+
+
+def _ready_spec(file: str, settings: Sequence[str]) -> Any:
+    return load_spec(READY_SPECS / file, settings)
 
 
 def _decisions() -> str:

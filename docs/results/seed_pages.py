@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import seed_backward
 import seed_fitness
 import seed_memory
 import seed_parts
@@ -26,7 +25,6 @@ class Page(NamedTuple):
 
 
 PAGES = {
-    "backward-hang.md": Page(seed_backward.blocks, seed_backward.SPECS),
     "which-part-hangs.md": Page(seed_parts.blocks, seed_parts.SPECS),
     "fit-for-production.md": Page(seed_fitness.blocks, seed_fitness.SPECS),
     "training-speed.md": Page(seed_speed.blocks, seed_speed.SPECS),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,12 +13,18 @@ from orchestrator.errors import UserError
 from orchestrator.settings import load_settings
 from orchestrator.terminal import say, warn
 
+if TYPE_CHECKING:
+    from orchestrator.store import Store
+
 
 def report(
     runs: Runs = None,
     format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
     out: Annotated[
         Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
+    ] = None,
+    template: Annotated[
+        Path | None, typer.Option(help="a report of your own: a Jinja file (docs/reports.md), or a folder of them")
     ] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
@@ -26,11 +33,31 @@ def report(
 
     with open_store() as store:
         run_ids = find_runs(store, runs)
-        if out is None:
+        if template is not None:
+            _from_template(store, template, run_ids, out)
+        elif out is None:
             say(reports.report(store, run_ids, format=format.value))
         else:
             reports.write_report(store, run_ids, out)
             say(f"wrote {out}")
+
+
+def _from_template(store: Store, template: Path, run_ids: Sequence[str], out: Path | None) -> None:
+    from jobs.specs.load import load_spec
+    from orchestrator.judge.rules import READY_SPECS
+    from orchestrator.report.template import render, render_folder
+
+    def load(file: str, settings: Sequence[str]) -> Any:
+        return load_spec(Path(file) if Path(file).exists() else READY_SPECS / file, settings)
+
+    if template.is_dir():
+        if out is None:
+            raise UserError("--out: is missing; give the folder to write the reports to")
+        for path in render_folder(store, template, run_ids, load, out):
+            say(f"wrote {path}")
+        return
+    text = render(store, template, run_ids, load, out)
+    say(text.rstrip("\n") if out is None else f"wrote {out}")
 
 
 def import_(

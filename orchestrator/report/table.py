@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.plain_text import for_file, for_html
 from orchestrator.judge.analysis import surroundings
@@ -14,7 +16,7 @@ from orchestrator.judge.analysis import surroundings
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its heading and a note on its rows."""
+    """A table with its heading and a note on its rows; cells of Markup are written as they are."""
 
     title: str
     note: str
@@ -25,14 +27,17 @@ class Table:
         """Columns and rows as Markdown, without title and note."""
 
         def line(cells: Iterable[str]) -> str:
-            return "| " + " | ".join(map(for_file, cells)) + " |"
+            return f"| {' | '.join(cell if isinstance(cell, Markup) else for_file(cell) for cell in cells)} |"
 
         return "\n".join([line(self.columns), line(["---"] * len(self.columns)), *(line(row) for row in self.rows)])
 
     def html(self) -> str:
         """Columns and rows as HTML, without title and note."""
         head = "".join(f"<th>{for_html(column)}</th>" for column in self.columns)
-        lines = ("".join(f"<td>{for_html(cell)}</td>" for cell in row) for row in self.rows)
+        lines = (
+            "".join(f"<td>{cell if isinstance(cell, Markup) else for_html(cell)}</td>" for cell in row)
+            for row in self.rows
+        )
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 

@@ -38,7 +38,7 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
         case "md":
             return to_markdown(content, charts={})
         case "html":
-            return to_html(content, {quantity: _svg(chart) for quantity, chart in _charts(content).items()})
+            return to_html(content, {quantity: svg(chart) for quantity, chart in _charts(content).items()})
         case _:
             raise ReportError(f"format: {format!r} is unknown; use md, html, csv or json")
 
@@ -66,7 +66,7 @@ def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Pa
     images = {}
     for quantity, chart in _charts(content).items():
         images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
-        write_output(images[quantity], _png(chart))
+        write_output(images[quantity], png(chart))
     files = {quantity: quote(image.name) for quantity, image in images.items()}
     write_output(path, to_markdown(content, files))
     return [path, *images.values()]
@@ -93,13 +93,13 @@ def _charts(content: Content) -> dict[Quantity, Any]:
     }
 
 
-def _png(chart: Any) -> bytes:
+def png(chart: Any) -> bytes:
     import vl_convert
 
     return vl_convert.vegalite_to_png(_printable(chart.to_dict()), scale=2)
 
 
-def _svg(chart: Any) -> str:
+def svg(chart: Any) -> str:
     import vl_convert
 
     return vl_convert.vegalite_to_svg(_printable(chart.to_dict()))

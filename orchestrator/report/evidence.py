@@ -1,0 +1,321 @@
+"""Evidence for templates: the stored points and values of a ready spec, the newest run first.
+
+What no stored run has is "not measured", with the spec that would measure it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import yaml
+from markupsafe import Markup
+from pydantic_core import to_jsonable_python
+
+from jobs.schema.axes import AXES, MORE
+from jobs.schema.states import PointState
+from orchestrator.errors import UserError
+from orchestrator.judge.analysis import Fit, scaling_fits
+from orchestrator.report.numbers import amount
+from orchestrator.store import Store, queries
+
+Row = Mapping[str, Any]
+LoadSpec = Callable[[str, Sequence[str]], Any]
+"""Reads a ready spec by its file's name, with settings, as a Pydantic model. Raises UserError."""
+
+ANY = object()
+"""Any value of an axis, or none."""
+
+_COLUMNS = {axis.name for axis in AXES} | {"label"}
+_OPEN = (PointState.PENDING, PointState.RUNNING, PointState.CANCELLED, PointState.LOST)
+_LINEAR, _QUADRATIC = 1.25, 1.7  # exponents up to which, and from which on, a growth is called so
+
+
+class Evidence:
+    """Points and values of stored runs, each read once.
+
+    Args:
+        run_ids: newest first; the newest run that has a point is its evidence.
+    """
+
+    def __init__(self, store: Store, run_ids: Sequence[str], load: LoadSpec) -> None:
+        self.store = store
+        self.load = load
+        self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
+        self._points: dict[str, list[dict[str, Any]]] = {}
+        self._values: dict[str, dict[str, dict[str, tuple[float, str]]]] = {}
+        self._fits: dict[str, list[Fit]] = {}
+
+    def spec(self, file: str, *settings: str, without: Sequence[str] = ()) -> Spec:
+        """A ready spec with settings; its runs are those submitted with them, and not with one of `without`."""
+        return Spec(self, file, settings, without)
+
+    def points(self, run_id: str) -> Sequence[Row]:
+        if run_id not in self._points:
+            self._points[run_id] = queries.states(self.store, run_ids=[run_id]).to_dict("records")
+        return self._points[run_id]
+
+    def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
+        """A point's metrics: value and unit by name."""
+        run_id = row["run_id"]
+        if run_id not in self._values:
+            found = self._values.setdefault(run_id, {})
+            frame = queries.measurements(self.store, run_ids=[run_id])
+            columns = (frame[name] for name in ("point_id", "metric", "value", "unit"))
+            for point_id, metric, value, unit in zip(*columns, strict=True):
+                found.setdefault(point_id, {})[metric] = value, unit
+        return self._values[run_id].get(row["point_id"], {})
+
+    def fits(self, run_id: str) -> list[Fit]:
+        if run_id not in self._fits:
+            self._fits[run_id] = scaling_fits(queries.scaling(self.store, run_ids=[run_id]))
+        return self._fits[run_id]
+
+
+class Spec:
+    """A ready spec with settings, and what its stored runs say."""
+
+    def __init__(self, evidence: Evidence, file: str, settings: Sequence[str], without: Sequence[str]) -> None:
+        self._evidence = evidence
+        self.file = file
+        self.settings = settings
+        self._without = without
+
+    @cached_property
+    def _submitted(self) -> dict[str, Any]:
+        """The spec with its settings, as a run of it keeps it."""
+        return self._loaded(self.settings).model_dump(mode="json")
+
+    def _loaded(self, settings: Iterable[str]) -> Any:
+        return self._evidence.load(self.file, tuple(settings))
+
+    @property
+    def title(self) -> str:
+        return " ".join([self.file, *self.settings])
+
+    @property
+    def not_measured(self) -> Markup:
+        return Markup("not measured: `{}`").format(Markup(self.title))
+
+    @cached_property
+    def runs(self) -> list[Row]:
+        """The runs of the spec with its settings, newest first."""
+        kind = type(self._loaded(()))
+        own = _complete(self._submitted, kind)
+        wanted = {name: _setting(own, name) for name in (each.partition("=")[0] for each in self.settings)}
+        refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in self._without)]
+        found = []
+        for run in self._evidence.runs:
+            if run["name"] == own["name"]:
+                ran = _complete(run["spec"], kind)
+                if all(_setting(ran, name) == value for name, value in wanted.items()) and not any(
+                    _setting(ran, name) == value for name, value in refused
+                ):
+                    found.append(run)
+        return found
+
+    @property
+    def newest(self) -> Row | None:
+        return self.runs[0] if self.runs else None
+
+    @property
+    def all_points(self) -> Sequence[Row]:
+        """Every point of the newest run."""
+        return self._evidence.points(self.newest["run_id"]) if self.newest else []
+
+    def at_commit(self, commit: str) -> Spec:
+        """The same spec with its runs of one commit alone."""
+        other = Spec(self._evidence, self.file, self.settings, self._without)
+        other.__dict__["runs"] = [run for run in self.runs if run["git_commit"] == commit]
+        return other
+
+    def points(self, **axes: object) -> list[Row]:
+        """Ended points with these axes, of the newest run that has some; `env` and `python` are the usual ones."""
+        for run in self.runs:
+            rows = [row for row in self._evidence.points(run["run_id"]) if row["state"] not in _OPEN]
+            if found := [row for row in rows if _matches(row, {"env": None, "python": None, **axes})]:
+                return found
+        return []
+
+    def value(self, metric: str, **axes: object) -> float | None:
+        """A metric of the first point with these axes; None if it is not ok or has none."""
+        found = self.points(**axes)
+        return self._evidence.values(found[0]).get(metric, (None, ""))[0] if found else None
+
+    def cell(self, *metrics: str, **axes: object) -> str:
+        """A point's metrics with units, its state if it failed, or the spec that would measure it."""
+        found = self.points(**axes)
+        if not found:
+            return self.not_measured
+        if found[0]["state"] != PointState.OK:
+            return str(found[0]["state"])
+        values = self._evidence.values(found[0])
+        return ", ".join(amount(*values[name]) for name in metrics if name in values) or self.not_measured
+
+    def state(self, **axes: object) -> str:
+        """The state of the first point with these axes, or the spec that would measure it."""
+        found = self.points(**axes)
+        return str(found[0]["state"]) if found else self.not_measured
+
+    def states(self, **axes: object) -> str:
+        """The number of points by state, as "3 ok, 1 oom"; or the spec that would measure them."""
+        found = self.points(**axes)
+        return tally(found) if found else self.not_measured
+
+    def samples(self, metric: str, **axes: object) -> list[float]:
+        """The samples of a metric of the first point with these axes."""
+        found = self.points(**axes)
+        rows = queries.metrics(self._evidence.store, found[0]["point_id"]).to_dict("records") if found else []
+        return [float(each) for row in rows if row["name"] == metric for each in row["samples"] or ()]
+
+    def details(self, **axes: object) -> Mapping[str, Any]:
+        """Configuration, environment and route of the first point with these axes that has an environment; {}."""
+        for row in self.points(**axes):
+            if (found := queries.point(self._evidence.store, row["point_id"])) and found["environment"]:
+                return found
+        return {}
+
+    def environment(self, **axes: object) -> Mapping[str, Any]:
+        return self.details(**axes).get("environment") or {}
+
+    def config(self, **axes: object) -> Mapping[str, Any]:
+        return self.details(**axes).get("config") or {}
+
+    def route(self, **axes: object) -> Mapping[str, Any]:
+        return self.details(**axes).get("route") or {}
+
+    def card(self, **axes: object) -> str:
+        """The card of the first point with these axes, as "H100"; "CPU" without one, "" without a point."""
+        if not self.points(**axes):
+            return ""
+        name = self.environment(**axes).get("gpu", {}).get("name")
+        return str(name).removeprefix("NVIDIA ").split()[0] if name else "CPU"
+
+    def mode(self, **axes: object) -> str:
+        """Cards and mode of the first point with these axes: "2 × H100, compiled, CUDA graphs"; "" without one."""
+        config, card = self.config(**axes), self.card(**axes)
+        if not config:
+            return ""
+        count = (config.get("ranks") or {}).get("ranks", 1)
+        words = [f"{count} × {card}" if count > 1 else card, "compiled" if config.get("compile") else "eager"]
+        words += ["CUDA graphs"] * bool(config.get("cuda_graphs"))
+        words += ["checkpointing"] * bool(config.get("model", {}).get("checkpointing"))
+        return ", ".join(words)
+
+    def beside(self, meaning: str = "times are of a shared card, memory is each one's own", own: int = 1) -> str:
+        """A sentence on other processes that used the card; "" if none did. `own`: processes of a point itself."""
+        points = self.points(env=ANY, python=ANY)
+        counts = [self._evidence.values(row).get("gpu_processes", (1, ""))[0] for row in points]
+        shared = [count for count in counts if count > own]
+        if not shared:
+            return ""
+        return Markup(
+            f"Of the {len(points)} points of `{self.file}`, {len(shared)} ran while other processes used the card, up "
+            f"to {max(shared):.0f} in all (`gpu_processes`): {meaning}."
+        )
+
+    def warnings(self) -> list[str]:
+        """The messages of the newest run."""
+        run = self.newest
+        return [str(text) for text in queries.events(self._evidence.store, run["run_id"])["message"]] if run else []
+
+    def growth(self, metric: str, implementation: str, pass_: str) -> str:
+        """A fitted exponent with its interval, in words; or the spec that would measure it."""
+        run = self.newest
+        for fit in self._evidence.fits(run["run_id"]) if run else ():
+            if (fit.metric, fit.series["implementation"], fit.series["pass"]) == (metric, implementation, pass_):
+                low, high = f"{fit.ci_low:.2f}", f"{fit.ci_high:.2f}"
+                linear = "at most linear" if fit.exponent <= _LINEAR else "between"
+                word = "quadratic" if fit.exponent >= _QUADRATIC else linear
+                return f"S^{fit.exponent:.2f} ({low} to {high}): {word}"
+        return self.not_measured
+
+    @property
+    def command(self) -> str:
+        """The command that submits what the newest run ran; without one, the spec with its settings."""
+        differing = self._differing(self.newest["spec"]) if self.newest else []
+        sets = [f"--set {shlex.quote(each)}" for each in (*self.settings, *differing)]
+        return " ".join(["nsa submit", f"jobs/configs/{self.file}", *sets])
+
+    def _differing(self, ran: Row) -> list[str]:
+        """The settings in which a run differs from this spec, without those that follow from the others."""
+        kind = type(self._loaded(self.settings))
+        target = _complete(ran, kind)
+
+        def changed(settings: Sequence[str]) -> list[str]:
+            return changes(_complete(self._loaded((*self.settings, *settings)).model_dump(mode="json"), kind), target)
+
+        settings = changed([])
+        for each in reversed(settings):
+            others = [other for other in settings if other != each]
+            try:
+                if not changed(others):
+                    settings = others
+            except UserError:  # without it the others do not go together
+                continue
+        return settings
+
+
+def changes(ready: Row, ran: Row) -> list[str]:
+    """Settings of `ran` that differ from those of `ready`, as "section.key=value", without keys that it lacks."""
+    found = []
+    for name, value in ran.items():
+        usual = ready.get(name)
+        if name in ready and usual == value:
+            continue
+        if isinstance(value, Mapping) and isinstance(usual, Mapping):
+            found += [f"{name}.{each}" for each in changes(usual, value)]
+        else:
+            text = yaml.safe_dump(_whole(value), default_flow_style=True, sort_keys=False, width=2**20)
+            found.append(name + "=" + text.removesuffix("...\n").strip())
+    return found
+
+
+def tally(points: Iterable[Row]) -> str:
+    """The number of points by state, the most first."""
+    counts = Counter(str(row["state"]) for row in points)
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
+
+
+def device(run: Row) -> str:
+    """The cards of a run, as "2 × NVIDIA H100"; "CPU" without any."""
+    count = int((run["spec"].get("resources") or {}).get("num_gpus") or 1)
+    return f"{count} × {run['gpu']}" if run["gpu"] and count > 1 else run["gpu"] or "CPU"
+
+
+def _matches(row: Row, axes: Mapping[str, object]) -> bool:
+    for name, wanted in axes.items():
+        value = row.get(name if name in _COLUMNS else MORE + name)
+        none = value is None or value != value  # NaN
+        if wanted is ANY or (wanted is None and none):
+            continue
+        if none or value != wanted:
+            return False
+    return True
+
+
+def _setting(spec: Row, name: str) -> Any:
+    """A setting by its name, "resources.num_gpus"; None if the spec leaves it out."""
+    node: Any = spec
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _complete(stored: Row, kind: Any) -> dict[str, Any]:
+    """A stored spec with the settings that it leaves out, which had their defaults."""
+    optional = {name: field for name, field in kind.model_fields.items() if not field.is_required()}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
+    return to_jsonable_python(defaults) | dict(stored)
+
+
+def _whole(value: Any) -> Any:
+    """The value with whole numbers instead of floats that are whole."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return {name: _whole(each) for name, each in value.items()} if isinstance(value, dict) else value

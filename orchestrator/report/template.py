@@ -1,0 +1,211 @@
+"""Reports from templates: Jinja files with queries, tables, charts and evidence (docs/reports.md)."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError, Undefined
+from jinja2.sandbox import SandboxedEnvironment
+from markupsafe import Markup
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_line
+from jobs.specs.user_files import write_output
+from orchestrator.errors import UserError
+from orchestrator.judge.branches import take_overs
+from orchestrator.judge.decisions import decide
+from orchestrator.judge.verdicts import load_gates
+from orchestrator.report import bench
+from orchestrator.report.evidence import ANY, Evidence, LoadSpec, device, tally
+from orchestrator.report.numbers import amount, number, rate
+from orchestrator.report.table import Table
+from orchestrator.report.write import ReportError, png, svg
+from orchestrator.settings import load_settings
+from orchestrator.store import Store, queries
+
+SUFFIX = ".j2"
+
+
+def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out: Path | None = None) -> str:
+    """The text of a report's template; with `out`, it and its charts are written there, too.
+
+    Args:
+        run_ids: the runs that the template sees, newest first.
+        load: reads a ready spec, for `spec(...)` in the template.
+
+    Raises:
+        ReportError: the template is wrong (the message names file and line), or a file cannot be written.
+    """
+    return _Templates(store, path.parent, run_ids, load).render(path.name, out)
+
+
+def render_folder(store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec, out: Path) -> list[Path]:
+    """Render each template below a folder to the same place below `out`; names that begin with _ are parts of others.
+
+    Returns the files. Raises ReportError as `render`, and if there is no template.
+    """
+    templates = _Templates(store, folder, run_ids, load)
+    names = [path.relative_to(folder) for path in sorted(folder.rglob(f"*{SUFFIX}")) if not path.name.startswith("_")]
+    if not names:
+        raise ReportError(f"template: '{folder}' holds no file *{SUFFIX}; name a template or a folder of templates")
+    written = []
+    for name in names:
+        written.append(out / name.with_suffix(""))
+        templates.render(name.as_posix(), written[-1])
+    return written
+
+
+class _Environment(SandboxedEnvironment):
+    def join_path(self, template: str, parent: str) -> str:
+        """Parts of a template are named as seen from its folder."""
+        return posixpath.normpath(posixpath.join(posixpath.dirname(parent), template))
+
+
+class _Templates:
+    """Templates of one folder, and what they can call."""
+
+    def __init__(self, store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec) -> None:
+        self._store = store
+        self._folder = folder
+        self._run_ids = list(run_ids)
+        self._evidence = Evidence(store, run_ids, load)
+        self._html = False
+        self._escape: Callable[[str], str] = str
+        self._out: Path | None = None
+
+    def render(self, name: str, out: Path | None) -> str:
+        self._out = out
+        suffixes = Path(name.removesuffix(SUFFIX)).suffixes
+        self._html = ".html" in suffixes
+        self._escape = for_html if self._html else for_file if ".md" in suffixes else str
+        environment = _Environment(
+            loader=FileSystemLoader(self._folder),
+            undefined=StrictUndefined,
+            autoescape=True,  # by `finalize`: what it returns is not escaped again
+            finalize=self._shown,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
+        )
+        environment.filters |= {
+            "number": number,
+            "rate": rate,
+            "amount": amount,
+            "code": _code,
+            "tally": tally,
+            "device": device,
+        }
+        environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
+        environment.globals |= {
+            "any": ANY,
+            "runs": self._evidence.runs,
+            **{each.__name__: each for each in (self.query, self.table, self.chart, self.fits, self.benches)},
+            **{each.__name__: each for each in (self.decisions, self.quantity, take_overs)},
+            "spec": self._evidence.spec,
+        }
+        try:
+            rendered = environment.get_template(name).render()
+        except Exception as err:  # whatever a template does wrong
+            raise ReportError(f"{self._place(err, name)}: {_message(err)}") from None
+        if out is not None:
+            _write(out, rendered)
+        return rendered
+
+    def _place(self, err: Exception, name: str) -> str:
+        """File and line of the template that an exception came from."""
+        if isinstance(err, TemplateSyntaxError):
+            return f"{err.filename or self._folder / name}:{err.lineno}"
+        frames = [frame for frame in traceback.extract_tb(err.__traceback__) if frame.filename.endswith(SUFFIX)]
+        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(self._folder / name)
+
+    def _shown(self, value: Any) -> Any:
+        """A value as a report has it: numbers with three digits, nothing for None, text escaped."""
+        if isinstance(value, Undefined | Markup):
+            return value
+        if value is None:
+            return Markup("")
+        if self._escape is str:  # of data files
+            return Markup(value)
+        if isinstance(value, float | Decimal):
+            return Markup(number(float(value)))
+        if isinstance(value, int) and not isinstance(value, bool):
+            return Markup(f"{value:,}")
+        return Markup(self._escape(str(value)))
+
+    def query(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
+        """The rows of a query of the views and tables of docs/database.md, as dictionaries."""
+        with self._store.engine.connect() as connection:
+            return [dict(row) for row in connection.execute(text(sql), parameters).mappings()]
+
+    def table(self, rows: Iterable[Any], columns: Sequence[str] = ()) -> Markup:
+        """Rows (of a query, or lists with `columns`) as a table in Markdown or HTML; "None." without rows."""
+        rows = list(rows)
+        if not rows:
+            return Markup("None.")
+        columns = columns or list(rows[0])
+        cells = [list(row.values()) if isinstance(row, Mapping) else list(row) for row in rows]
+        shown = Table("", "", columns, [[self._shown(cell) for cell in row] for row in cells])
+        return Markup(shown.html() if self._html else shown.markdown())
+
+    def chart(self, metric: str, run_ids: Sequence[str] | None = None, title: str = "") -> Markup:
+        """A chart of a metric against S with its fitted lines: an SVG in HTML, else a PNG beside the report."""
+        from orchestrator.report.charts import scaling_chart
+
+        run_ids = self._run_ids if run_ids is None else list(run_ids)
+        rows = queries.scaling(self._store, run_ids=run_ids)
+        quantity = queries.quantities(self._store, run_ids).of(metric)
+        drawn = scaling_chart(rows, [fit for run_id in run_ids for fit in self._evidence.fits(run_id)], quantity)
+        title = title or f"{quantity.title} per sequence"
+        if self._html:
+            return Markup(svg(drawn))
+        if self._out is None:
+            return Markup("*(chart: {})*").format(Markup(for_file(title)))
+        image = self._out.with_name(f"{self._out.stem}-{metric.replace('_', '-')}.png")
+        _write(image, png(drawn))
+        return Markup(f"![{for_file(title)}]({image.name})")
+
+    def fits(self, run_ids: Iterable[str]) -> list[Any]:
+        """The fitted growth of each series of these runs."""
+        return [fit for run_id in run_ids for fit in self._evidence.fits(run_id)]
+
+    def benches(self, run_ids: Iterable[str]) -> list[bench.Bench]:
+        """Runs of kind bench, with their figures beside dense attention and peers."""
+        return bench.collect(self._store, list(run_ids))
+
+    def decisions(self) -> list[Any]:
+        """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""
+        return decide(self._store, load_gates(load_settings().gates), self._run_ids)
+
+    def quantity(self, name: str) -> Any:
+        """A quantity that the runs declare: its title, unit and whether more of it is better."""
+        return queries.quantities(self._store, self._run_ids).of(name)
+
+
+def _code(value: object) -> Markup:
+    """A value as code in Markdown."""
+    return Markup(f"`{in_a_line(value).replace('`', chr(39))}`")
+
+
+def _message(err: Exception) -> str:
+    if isinstance(err, SQLAlchemyError):
+        return f"the query fails: {in_a_line(getattr(err, 'orig', None) or err)}"
+    return (
+        in_a_line(err)
+        if isinstance(err, UserError) or type(err).__module__.startswith("jinja2")
+        else (error_in_a_line(err))
+    )
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        write_output(path, content)
+    except OSError as err:
+        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
