@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.process import stacks
 from jobs.process.child import Child
 from jobs.process.memory_limit import gpu_share as own_gpu_share
 from jobs.process.messages import Beat as BeatMessage
 from jobs.process.messages import CallFunction, Command, Returned
-from jobs.process.post_mortem import request_stacks
 from jobs.process.reporter import ProcessReporter
 from jobs.process.watch import DeadlineWatch, Limits
 from jobs.process.worker import Channel
@@ -114,7 +114,7 @@ def run_trial(
                 repeated = time.monotonic()
                 beat(progress.phase, progress.done, progress.total)
         if ended.expired:
-            request_stacks(child.tree())
+            stacks.request(child.tree())
         reason = ended.reason or ""
         if ended.state is End.CRASH:
             reason += f" (last in phase {progress.phase!r})"

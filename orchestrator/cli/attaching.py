@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from jobs.process import post_mortem
+from jobs.process import stacks
 from jobs.schema.plain_text import for_file, in_a_line
 from jobs.schema.states import Origin, RunState
 from orchestrator.errors import UserError
@@ -193,13 +193,13 @@ def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tup
 
 def _stacks(here: Sequence[RankState]) -> list[str]:
     """A note on what each rank is doing, or the one on what it takes to see it."""
-    if post_mortem.py_spy() is None:
-        return [f"Stacks are not shown: {post_mortem.NO_PY_SPY}"]
+    if stacks.py_spy() is None:
+        return [f"Stacks are not shown: {stacks.NO_PY_SPY}"]
     notes = []
     for rank in here:
         try:
-            notes.append(f"Rank {rank.rank} is in {' < '.join(post_mortem.frames(rank.pid))}.")
-        except post_mortem.UnreadableStackError as err:
+            notes.append(f"Rank {rank.rank} is in {' < '.join(stacks.frames(rank.pid))}.")
+        except stacks.UnreadableStackError as err:
             notes.append(f"Rank {rank.rank}'s stack is not readable: {err}")
     return notes
 

@@ -284,7 +284,7 @@ def _artifact_store(settings: Settings) -> Finding:
 
 
 def _pyspy(_: Settings) -> Finding:
-    from jobs.process.post_mortem import py_spy
+    from jobs.process.stacks import py_spy
 
     if py_spy():
         return Finding("py-spy", Health.OK, _version("py-spy") or "")

@@ -103,9 +103,9 @@ def artifacts(
     out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
-    from orchestrator.cli import console, fetching
+    from orchestrator.cli import console
     from orchestrator.cli.lookup import find_point, find_run, open_store
-    from orchestrator.execute.artifacts import kept_in
+    from orchestrator.execute.artifacts import fetch, kept_in, stored_files
     from orchestrator.store import queries
 
     settings = load_settings()
@@ -113,12 +113,12 @@ def artifacts(
         run_id = find_run(store, run)
         if point is not None:
             find_point(store, run_id, point)
-        files = fetching.files(store, run_id, point)
+        files = stored_files(store, run_id, point)
         run_row = queries.run(store, run_id) or {}
     console.files(files)
     if out is None:
         return
-    problems = fetching.fetch(settings.artifact_store_url, files, out)
+    problems = fetch(settings.artifact_store_url, files, out)
     where = f"{kept_in(run_row)} (host {run_row.get('host') or 'unknown'})"
     for problem in problems:
         warn(f"error: {problem}; the run kept its files in {where}")

@@ -11,8 +11,9 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,13 +24,14 @@ from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import UserError
-from orchestrator.execute.artifact_content import Content
-from orchestrator.store.records import ArtifactData
+from orchestrator.store import Store, queries
+from orchestrator.store.records import STORED_BYTES, ArtifactData
 
 _PIECE = 1 << 20
 _BLOCK = 8 << 20  # bytes of an upload's part; S3 demands 5 MiB
 _WITHOUT_FOLDERS = ("s3:", "s3a:", "gs:", "gcs:", "abfs:", "az:", "adl:", "oci:", "oss:")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_TEXTS = frozenset({".txt", ".log", ".json", ".csv", ".md", ".yaml"})
 
 
 class ArtifactError(UserError):
@@ -54,12 +56,30 @@ class Source:
     problem: str = ""
 
 
-def place(run_id: str, index: int, attempt: int, name: str) -> str:
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a point, as the database describes it: anything.
+
+    Attributes:
+        point: the point's index.
+        path: relative to the artifact store.
+        size: in bytes.
+    """
+
+    point: int
+    attempt: int
+    name: str
+    path: str
+    size: int
+    sha256: str
+
+
+def artifact_path(run_id: str, index: int, attempt: int, name: str) -> str:
     """The path of a file, relative to the store. Raises ArtifactError for a name that is not a plain file name."""
     return f"{run_id}/{index:04d}/{attempt}/{check_name(name)}"
 
 
-def checkpoints_place(run_id: str, point_id: str) -> str:
+def checkpoints_path(run_id: str, point_id: str) -> str:
     """The path of the folder with a point's checkpoints, relative to the store; the same for all attempts."""
     return f"{run_id}/{point_index(point_id):04d}/checkpoints"
 
@@ -73,7 +93,7 @@ def check_name(name: str) -> str:
     """The name. Raises ArtifactError for one that is not a plain file name."""
     if not _NAME.fullmatch(name):
         raise ArtifactError(
-            f"{_shown(name)}: is no plain file name; use at most 100 letters, digits, '.', '_', '-', no '.' first"
+            f"{_quoted(name)}: is no plain file name; use at most 100 letters, digits, '.', '_', '-', no '.' first"
         )
     return name
 
@@ -81,6 +101,37 @@ def check_name(name: str) -> str:
 def kept_in(run: Mapping[str, Any]) -> str:
     """The store or folder in which a run (a row of queries.run) kept its files, in words."""
     return run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
+
+
+def stored_files(store: Store, run_id: str, point: int | None) -> list[StoredFile]:
+    """The files of a run's points, or of one, latest attempt first."""
+    return [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
+
+
+def fetch(url: str, files: Sequence[StoredFile], out: Path) -> list[str]:
+    """Copy files from the store at `url` to `out`/<point>/<attempt>/<name>, each only if its size and hash are right.
+
+    Returns one line for each file that was not copied. Raises ArtifactError if `out` cannot be written.
+    """
+    store, problems = ArtifactStore(url), []
+    for file in files:
+        try:
+            target = out / f"{file.point:04d}" / str(file.attempt) / check_name(file.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f".{target.name}.part")
+            try:
+                with part.open("wb") as copy:
+                    copy.writelines(store.pieces(file.path, file.size, file.sha256))
+                part.replace(target)
+            finally:
+                part.unlink(missing_ok=True)
+        except ArtifactError as err:
+            problems.append(str(err))
+        except OSError as err:
+            raise ArtifactError(
+                f"--out: {str(out)!r}: cannot be written ({err.strerror}); name another folder"
+            ) from None
+    return problems
 
 
 class Place(NamedTuple):
@@ -100,50 +151,46 @@ class ArtifactStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._fs: Any = None
+        self._local = is_local(url)
 
-    def put(self, source: Source, path: str, sign: Callable[[], None] = lambda: None) -> ArtifactData:
+    def put(self, source: Source, path: str, after_piece: Callable[[], None] = lambda: None) -> ArtifactData:
         """Copy a file into the store, in pieces; nothing stays there of a copy that fails.
 
         Args:
-            path: from `place`.
-            sign: called after each piece; what it raises ends the copy.
+            path: from `artifact_path`.
+            after_piece: what it raises ends the copy.
 
         Raises:
             ArtifactError: the source cannot be read, or the store cannot be written.
         """
         if source.problem:
-            raise ArtifactError(f"{_shown(source.name)}: {source.problem}")
+            raise ArtifactError(f"{_quoted(source.name)}: {source.problem}")
+        content = _Content()
         with _opened(source) as (file, size), self._writing(path) as out:
-            seen = Content()
-            while seen.size < size and (piece := _read(file, min(_PIECE, size - seen.size), source.name)):
-                out.write(piece)
-                seen.add(piece)
-                sign()
-            if seen.size < size:
-                raise ArtifactError(f"{_shown(source.name)}: its file shrank from {size:,} bytes while it was copied")
-        return seen.described(source.name, path)
+            while content.size < size and (piece := _read(file, min(_PIECE, size - content.size), source.name)):
+                with self._naming_store(path):
+                    out.write(piece)
+                content.add(piece)
+                after_piece()
+            if content.size < size:
+                raise ArtifactError(f"{_quoted(source.name)}: its file shrank from {size:,} bytes while it was copied")
+        return content.describe(source.name, path)
 
     def files(self, run_id: str) -> list[Place]:
         """The files of a run's points in the store, also those that no record names. Raises ArtifactError."""
-        target = self._at(run_id)
-
-        def find() -> list[str]:
-            with contextlib.suppress(FileNotFoundError):
-                return list(self._filesystem().find(target, maxdepth=3))
-            return []
-
+        target, names = self._at(run_id), []
+        with self._naming_store(run_id), contextlib.suppress(FileNotFoundError):
+            names = list(self._filesystem.find(target, maxdepth=3))
         ours = re.compile(rf"(?:.*/)?({re.escape(run_id)}/([0-9]{{4,9}})/([1-9][0-9]{{0,8}})/({_NAME.pattern}))")
-        found = filter(None, map(ours.fullmatch, self._attempt(run_id, find)))
-        return sorted(Place(match[1], int(match[2]), int(match[3]), match[4]) for match in found)
+        matches = filter(None, map(ours.fullmatch, names))
+        return sorted(Place(match[1], int(match[2]), int(match[3]), match[4]) for match in matches)
 
     def describe(self, place: Place) -> ArtifactData:
         """The description of a file in the store, which is read. Raises ArtifactError."""
-        seen = Content()
-        with self._reading(place.path) as file:
-            while piece := self._attempt(place.path, lambda: file.read(_PIECE)):
-                seen.add(piece)
-        return seen.described(place.name, place.path)
+        content = _Content()
+        for piece in self._reading(place.path):
+            content.add(piece)
+        return content.describe(place.name, place.path)
 
     def pieces(self, path: str, size: int, sha256: str) -> Iterator[bytes]:
         """The content of a file, in pieces. The last one comes only if size and hash are right.
@@ -155,14 +202,13 @@ class ArtifactStore:
             ArtifactError: a path out of the store, no such file, another content than was kept.
         """
         digest, held, done = hashlib.sha256(), b"", 0
-        with self._reading(path) as file:
-            while piece := self._attempt(path, lambda: file.read(_PIECE)):
-                if held:
-                    yield held
-                digest.update(piece)
-                held, done = piece, done + len(piece)
-                if done > size:
-                    break
+        for piece in self._reading(path):
+            if held:
+                yield held
+            digest.update(piece)
+            held, done = piece, done + len(piece)
+            if done > size:
+                break
         if done != size or digest.hexdigest() != sha256:
             raise ArtifactError(f"{path}: differs from the file that was kept (size or sha256); it was changed since")
         if held:
@@ -171,111 +217,127 @@ class ArtifactStore:
     def exists(self, path: str) -> bool:
         """Whether the file is there. Raises ArtifactError for a path out of the store or a store that is away."""
         target = self._at(path)
-        return bool(self._attempt(path, lambda: self._filesystem().exists(target)))
+        with self._naming_store(path):
+            return bool(self._filesystem.exists(target))
 
     def check_writable(self) -> None:
         """Write a file and remove it. Raises ArtifactError."""
         path = f".nsa-doctor-{os.getpid()}.txt"
         self.put(Source("probe.txt", "probe"), path)
-        target = self._at(path)
-        self._attempt(path, lambda: self._filesystem().rm_file(target))
+        with self._naming_store(path):
+            self._filesystem.rm_file(self._at(path))
 
     @contextlib.contextmanager
-    def _writing(self, path: str) -> Iterator[_Reporting]:
+    def _writing(self, path: str) -> Iterator[Any]:
+        """A new file, which is there once the block has ended without an exception."""
         target = self._at(path)
-        if is_local(self.url):
-            with self._writing_locally(Path(target), path) as out:
-                yield out
-            return
-        fs = self._filesystem()
-        for _ in range(0 if self.url.startswith(_WITHOUT_FOLDERS) else 2):  # another slot may be making the same ones
-            with contextlib.suppress(Exception):  # the write tells
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        out = self._attempt(path, lambda: fs.open(target, "wb", block_size=_BLOCK))
+        part = Path(target).with_name(f".{Path(target).name}.part")
+        with self._naming_store(path):
+            if self._local:
+                part.parent.mkdir(parents=True, exist_ok=True)
+                out = part.open("wb")
+            else:
+                for _ in range(0 if self.url.startswith(_WITHOUT_FOLDERS) else 2):  # others may be making the same ones
+                    with contextlib.suppress(Exception):  # the write says why
+                        self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+                out = self._filesystem.open(target, "wb", block_size=_BLOCK)
         try:
-            yield _Reporting(out, path, self.url)
-            self._attempt(path, out.close)
+            yield out
+            with self._naming_store(path):
+                out.close()
+                if self._local:
+                    part.replace(target)
         except BaseException:
-            _abandon(out)
+            with contextlib.suppress(Exception):
+                if self._local:
+                    part.unlink(missing_ok=True)
+                    out.close()
+                else:
+                    _abandon(out)
             raise
 
-    @contextlib.contextmanager
-    def _writing_locally(self, target: Path, path: str) -> Iterator[_Reporting]:
-        part = target.with_name(f".{target.name}.part")
-        try:
-            self._attempt(path, lambda: target.parent.mkdir(parents=True, exist_ok=True))
-            with self._attempt(path, lambda: part.open("wb", buffering=0)) as out:
-                yield _Reporting(out, path, self.url)
-            self._attempt(path, lambda: part.replace(target))
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _reading(self, path: str) -> Iterator[BinaryIO]:
+    def _reading(self, path: str) -> Iterator[bytes]:
+        """The pieces of a file. Raises ArtifactError."""
         target = self._at(path)
-        if not is_local(self.url):
-            file = self._attempt(path, lambda: self._found(path, self._filesystem().open, target, "rb", _BLOCK))
-        else:
-            root, found = Path(self._root()).resolve(), Path(target).resolve()
-            if not found.is_relative_to(root):
-                raise ArtifactError(f"{path}: lies outside the artifact store")
-            file = self._attempt(path, lambda: self._found(path, lambda: open_regular(found, buffering=0)))
+        with self._naming_store(path):
+            try:
+                if self._local:
+                    resolved = Path(target).resolve()
+                    if not resolved.is_relative_to(Path(self._root).resolve()):
+                        raise ArtifactError(f"{path}: lies outside the artifact store")
+                    file = open_regular(resolved, buffering=0)
+                else:
+                    file = self._filesystem.open(target, "rb", _BLOCK)
+            except FileNotFoundError:
+                raise ArtifactError(f"{path}: is not in the artifact store {self.url}") from None
         with file:
-            yield file
+            while True:
+                with self._naming_store(path):
+                    piece = file.read(_PIECE)
+                if not piece:
+                    return
+                yield piece
 
     def _at(self, path: str) -> str:
         """The path in the filesystem of a path relative to the store."""
         parts = path.split("/")
         if any(part in ("", ".", "..") for part in parts) or re.search(r"[\x00-\x1f\x7f\\]|::", path):
-            raise ArtifactError(f"{_shown(path)}: is no path below the artifact store; it was not opened")
-        return f"{self._root().rstrip('/')}/{path}"
+            raise ArtifactError(f"{_quoted(path)}: is no path below the artifact store; it was not opened")
+        return f"{self._root.rstrip('/')}/{path}"
 
-    def _root(self) -> str:
-        if is_local(self.url):
-            return self.url.removeprefix("file://")
-        return str(self._filesystem()._strip_protocol(self.url))
-
+    @property
     def _filesystem(self) -> Any:
-        if self._fs is None and is_local(self.url):
-            self._fs = LocalFileSystem()
-        elif self._fs is None:
-            try:
-                self._fs, _ = fsspec.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False)
-            except Exception as err:
-                raise _unreachable(self.url, err) from None
-        return self._fs
+        return self._connection[0]
 
-    def _found(self, path: str, opening: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return opening(*args)
-        except FileNotFoundError:
-            raise ArtifactError(f"{path}: is not in the artifact store {self.url}") from None
+    @property
+    def _root(self) -> str:
+        return self._connection[1]
 
-    def _attempt(self, path: str, call: Callable[[], Any]) -> Any:
+    @cached_property
+    def _connection(self) -> tuple[Any, str]:
+        """The filesystem, and the store's folder there."""
+        if self._local:
+            return LocalFileSystem(), self.url.removeprefix("file://")
         try:
-            return call()
+            return fsspec.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False)
+        except Exception as err:
+            reason = f"cannot be reached: {error_in_a_line(err)}; check NSA_ARTIFACT_STORE"
+            raise ArtifactError(f"the artifact store {self.url} {reason}") from None
+
+    @contextlib.contextmanager
+    def _naming_store(self, path: str) -> Iterator[None]:
+        """Raise what fails in the block as an ArtifactError that names the file and the store."""
+        try:
+            yield
         except ArtifactError:
             raise
         except Exception as err:  # the packages of the schemes raise errors of their own
             raise ArtifactError(f"{path}: the artifact store {self.url} failed: {error_in_a_line(err)}") from None
 
 
-class _Reporting:
-    """A file being written whose errors name the store."""
+class _Content:
+    """Content of a file, collected in pieces: its size [bytes] and digest, and of a text the end."""
 
-    def __init__(self, file: Any, path: str, url: str) -> None:
-        self._file, self._path, self._url = file, path, url
+    def __init__(self) -> None:
+        self.size = 0
+        self._digest, self._tail = hashlib.sha256(), b""
 
-    def write(self, data: bytes) -> None:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
-        except Exception as err:
-            raise ArtifactError(
-                f"{self._path}: the artifact store {self._url} failed: {error_in_a_line(err)}"
-            ) from None
+    def add(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self._tail = piece if len(piece) >= STORED_BYTES else (self._tail + piece)[-STORED_BYTES:]
+        self.size += len(piece)
+
+    def describe(self, name: str, path: str) -> ArtifactData:
+        """The description of the file with this content; its name says whether it is a text."""
+        text = Path(name).suffix in _TEXTS
+        return ArtifactData(
+            name=name,
+            path=path,
+            size=self.size,
+            sha256=self._digest.hexdigest(),
+            content=self._tail[-STORED_BYTES:].decode(errors="replace").replace("\0", "\\0") if text else None,
+            truncated=text and self.size > STORED_BYTES,
+        )
 
 
 def _abandon(file: Any) -> None:
@@ -285,8 +347,7 @@ def _abandon(file: Any) -> None:
     try:
         file.closed = True  # else the garbage collector would complete the upload
     except AttributeError:  # no upload in parts
-        with contextlib.suppress(Exception):
-            file.close()
+        file.close()
 
 
 @contextlib.contextmanager
@@ -299,7 +360,7 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, int]]:
     try:
         file = open_regular(source.content, buffering=0)
     except (OSError, ValueError) as err:
-        raise ArtifactError(f"{_shown(source.name)}: its file cannot be read: {error_in_a_line(err)}") from None
+        raise ArtifactError(f"{_quoted(source.name)}: its file cannot be read: {error_in_a_line(err)}") from None
     with file:
         end = os.fstat(file.fileno()).st_size
         file.seek(source.start)
@@ -310,15 +371,9 @@ def _read(file: BinaryIO, size: int, name: str) -> bytes:
     try:
         return file.read(size)
     except OSError as err:
-        raise ArtifactError(f"{_shown(name)}: its file cannot be read: {error_in_a_line(err)}") from None
+        raise ArtifactError(f"{_quoted(name)}: its file cannot be read: {error_in_a_line(err)}") from None
 
 
-def _unreachable(url: str, err: Exception) -> ArtifactError:
-    return ArtifactError(
-        f"the artifact store {url} cannot be reached: {error_in_a_line(err)}; check NSA_ARTIFACT_STORE"
-    )
-
-
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     """A text that may hold anything, in ASCII and short."""
     return ascii(text if len(text) <= 100 else text[:100] + "...")

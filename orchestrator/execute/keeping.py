@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, place, point_index
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
 from orchestrator.messages import Assignment
 from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
 
@@ -127,7 +127,7 @@ class _Copier(threading.Thread):
         while (source := self.sources.get()) is not None and not self.abandoned:
             self.last_piece = time.monotonic()
             try:
-                path = place(point.run_id, point_index(point.point_id), point.attempt, source.name)
+                path = artifact_path(point.run_id, point_index(point.point_id), point.attempt, source.name)
                 self.results.put(store.put(source, path, self._piece_copied))
             except ArtifactError as err:
                 self.results.put(str(err))

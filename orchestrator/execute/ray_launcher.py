@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from jobs.hardware.gpu_samples import Sample, bounded
 from jobs.hardware.telemetry import summarise_samples
-from jobs.process import post_mortem
+from jobs.process import stacks
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
 from jobs.schema.launcher import Rank, RanksEnded
@@ -37,7 +37,7 @@ T = TypeVar("T")
 ANSWER_S = 15.0
 """Seconds that a node has to answer, or Ray to say that it is gone."""
 
-EXPLAIN_S = post_mortem.STACKS_S + 5.0
+EXPLAIN_S = stacks.STACKS_S + 5.0
 """Seconds that nodes have to explain their ranks: to read stacks, with Ray's way there and back."""
 
 _POLL_S = 0.2

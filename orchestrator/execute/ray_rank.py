@@ -22,7 +22,7 @@ from jobs.hardware import nvml
 from jobs.hardware.gpu_samples import Sample
 from jobs.hardware.process_usage import ProcessUsage, descent
 from jobs.hardware.telemetry import Telemetry, stop_all
-from jobs.process import post_mortem, stacks, temporary
+from jobs.process import stacks, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
 from jobs.schema.launcher import Rank
@@ -136,8 +136,7 @@ class NodeWatch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 living.append((placed, psutil.Process(placed.pid)))
         processes = [process for _, process in living]
-        post_mortem.request_stacks(processes)  # to their stderr, which Ray sends to the point's process
-        for (placed, _), text in zip(living, post_mortem.dumps(processes), strict=True):
+        for (placed, _), text in zip(living, stacks.dumps(processes), strict=True):
             files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{text}"
         return files
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jobs.hardware.process_usage import PointUsage
 from jobs.hardware.telemetry import Telemetry, TelemetrySummary
-from jobs.process import post_mortem, temporary
+from jobs.process import post_mortem, stacks, temporary
 from jobs.process.child import Child
 from jobs.process.messages import (
     Beat,
@@ -43,13 +43,13 @@ from jobs.process.watch import POLL_S, DeadlineWatch, Ended, Limits
 from jobs.schema.point import FAILURE_FILES, Point
 from jobs.schema.states import PointState
 from orchestrator.execute import gpu_release
-from orchestrator.execute.artifacts import Source, checkpoints_place
+from orchestrator.execute.artifacts import Source, checkpoints_path
 from orchestrator.execute.keeping import Keeping
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
 from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
 
-EXPLAIN_S = post_mortem.STACKS_S + 10.0
+EXPLAIN_S = stacks.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
 
 _ANSWER = "orchestrator.execute.point:answer"
@@ -273,7 +273,7 @@ class _Attempt:
         assignment, point, conditions = self._assignment, self._assignment.point, self._conditions
         checkpoints = cluster = None
         if conditions.store is not None:  # beside the folders of its attempts
-            checkpoints = f"{conditions.store}/{checkpoints_place(assignment.run_id, assignment.point_id)}"
+            checkpoints = f"{conditions.store}/{checkpoints_path(assignment.run_id, assignment.point_id)}"
         if self._cluster is not None:
             threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(self._cluster.cpus))))
             env_vars = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **threads, **point.env}
@@ -320,9 +320,8 @@ class _Attempt:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
         if ended.expired:
-            tree = self._child.tree()
-            self.files += [Source(name, text) for name, text in post_mortem.snapshot(tree).items()]
-            post_mortem.request_stacks(tree)
+            files = post_mortem.snapshot(self._child.tree())
+            self.files += [Source(name, text) for name, text in files.items()]
             if self._cluster is not None:
                 self.files += self._explanation()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")

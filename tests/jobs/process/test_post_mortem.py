@@ -1,45 +1,10 @@
-"""Stacks within a bound, also where py-spy is stuck; what a process died of."""
+"""What a process died of."""
 
 from __future__ import annotations
 
-import subprocess
-import time
 from pathlib import Path
 
-import psutil
-import pytest
-
 from jobs.process import post_mortem
-
-HERE = psutil.Process()
-
-
-def test_stacks_of_many_stuck_processes_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tool(command: list[str], within: float) -> tuple[int, str]:
-        time.sleep(within)
-        return 1, "timed out\n"
-
-    monkeypatch.setattr(post_mortem, "TOOL_S", 1.0)
-    monkeypatch.setattr(post_mortem, "DUMPS_S", 1.5)
-    monkeypatch.setattr(post_mortem, "_tool", tool)
-    monkeypatch.setattr(post_mortem, "py_spy", lambda: "py-spy")
-    begin = time.monotonic()
-    texts = post_mortem.dumps([HERE] * 24)
-    assert time.monotonic() - begin < 2.5  # three times 1 s
-    assert [("timed out" in text, "not read within the 1.5 s" in text) for text in texts] == (
-        [(True, False)] * 16 + [(False, True)] * 8
-    )
-    assert all(text.startswith(f"=== pid {HERE.pid}") for text in texts)
-
-
-def test_a_tool_that_does_not_die_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nvidia-smi is where it waits in the kernel for a GPU's driver."""
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda tool: None)
-    begin = time.monotonic()
-    code, text = post_mortem._tool(["sleep", "8"], 0.3)
-    assert time.monotonic() - begin < 5
-    assert code
-    assert "timed out after 0.3" in text
 
 
 def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path: Path, monkeypatch) -> None:

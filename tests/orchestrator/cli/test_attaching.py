@@ -20,7 +20,7 @@ from example_databases import HALF, RUN, complete, complete_file, database, half
 from nsa_command import Nsa
 
 from jobs.diagnosis.rank_state import Memory, RankState, identity
-from jobs.process import post_mortem
+from jobs.process import stacks
 from jobs.schema.states import RunState
 from orchestrator.cli import attaching
 from orchestrator.store import Store, queries
@@ -124,11 +124,11 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
     bare = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n')  # seen: a read between two frames
     read = (0, bare[1] + "    train (busy.py:3)\n")
     answers = iter([torn, bare, read])
-    monkeypatch.setattr(post_mortem, "_tool", lambda *_: next(answers))
-    assert post_mortem.frames(os.getpid()) == ["train (busy.py:3)"]
-    monkeypatch.setattr(post_mortem, "_tool", lambda *_: torn)
-    with pytest.raises(post_mortem.UnreadableStackError, match=r"^Error: Failed to get stack traces$"):
-        post_mortem.frames(os.getpid())
+    monkeypatch.setattr(stacks, "run_tool", lambda *_: next(answers))
+    assert stacks.frames(os.getpid()) == ["train (busy.py:3)"]
+    monkeypatch.setattr(stacks, "run_tool", lambda *_: torn)
+    with pytest.raises(stacks.UnreadableStackError, match=r"^Error: Failed to get stack traces$"):
+        stacks.frames(os.getpid())
 
 
 def test_a_missing_py_spy_is_one_line_with_the_fix(
@@ -141,7 +141,7 @@ def test_a_missing_py_spy_is_one_line_with_the_fix(
     assert (code, err) == (0, "")
     told = [line for line in out.splitlines() if "py-spy" in line]
     assert told == ["Stacks are not shown: py-spy is not installed on this host: pip install py-spy"]
-    assert post_mortem.dumps([psutil.Process(busy)])[0].splitlines()[1] == post_mortem.NO_PY_SPY
+    assert stacks.dumps([psutil.Process(busy)])[0].splitlines()[1] == stacks.NO_PY_SPY
 
 
 def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) -> None:

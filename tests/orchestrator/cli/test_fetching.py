@@ -9,8 +9,8 @@ import pytest
 from nsa_command import Nsa
 from sqlalchemy import event
 
-from orchestrator.cli import doctor, fetching
-from orchestrator.execute.artifacts import ArtifactStore, Source
+from orchestrator.cli import doctor
+from orchestrator.execute.artifacts import ArtifactStore, Source, stored_files
 from orchestrator.settings import Settings
 from orchestrator.store import Store
 from orchestrator.store.records import ArtifactData, ArtifactRecord
@@ -39,10 +39,10 @@ def test_the_files_of_all_points_are_read_at_once(sqlite_store: Store, sweep: Ca
     sqlite_store.apply_many(sweep(RUN))
     asked: list[str] = []
     event.listen(sqlite_store.engine, "before_cursor_execute", lambda _, __, statement, *___: asked.append(statement))
-    found = fetching.files(sqlite_store, RUN, None)
+    found = stored_files(sqlite_store, RUN, None)
     assert [(file.point, file.name) for file in found] == [(number, "stdout.txt") for number in range(8)]
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
-    assert fetching.files(sqlite_store, RUN, 3) == [found[3]]
+    assert stored_files(sqlite_store, RUN, 3) == [found[3]]
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])

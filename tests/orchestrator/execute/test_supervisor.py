@@ -19,7 +19,7 @@ from processes import is_alive
 from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
-from jobs.process import messages, post_mortem
+from jobs.process import messages, post_mortem, stacks
 from jobs.process.child import Child
 from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import GPU_UTILIZATION
@@ -178,7 +178,7 @@ def test_stacks_of_a_nodes_ranks_come_in_time_where_py_spy_hangs(monkeypatch, tm
     (tmp_path / "py-spy").write_text(STACKS_THEN_PY_SPY.format(seen=seen, written=written))
     (tmp_path / "py-spy").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(post_mortem, "TOOL_S", 2.0)
+    monkeypatch.setattr(stacks, "TOOL_S", 2.0)
     code = "import time; from jobs.process import stacks; stacks.offer(); print(flush=True); time.sleep(60)"
     with contextlib.ExitStack() as block, written.open("wb") as errors:
         ranks = []

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ftp_server import FtpServer, ftp_server
 
 from orchestrator import artifact_url
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, place
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path
 from orchestrator.settings import Settings, SettingsError, load_settings
 from orchestrator.store.records import STORED_BYTES, ArtifactData
 
@@ -98,7 +98,7 @@ def test_the_folder_of_the_journals_is_the_default_store(tmp_path: Path) -> None
 )
 def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
     with pytest.raises(ArtifactError, match="is no plain file name") as error:
-        place("r", 0, 1, name)
+        artifact_path("r", 0, 1, name)
     assert str(error.value).isascii()
     assert "\n" not in str(error.value)
 
@@ -106,7 +106,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
 def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     (tmp_path / "big.bin").write_bytes(os.urandom(BIG + 1))
     store = ArtifactStore(url)
-    file = store.put(Source("big.bin", tmp_path / "big.bin"), place("r", 3, 2, "big.bin"))
+    file = store.put(Source("big.bin", tmp_path / "big.bin"), artifact_path("r", 3, 2, "big.bin"))
     assert (file.path, file.size, file.content, file.truncated) == ("r/0003/2/big.bin", BIG + 1, None, False)
     assert file.sha256 == hashlib.sha256((tmp_path / "big.bin").read_bytes()).hexdigest()
     assert content(ArtifactStore(url), file) == (tmp_path / "big.bin").read_bytes()
@@ -117,7 +117,7 @@ def test_the_files_of_a_run_are_found_and_described_as_they_were_kept(url: str) 
     store = ArtifactStore(url)
     assert store.files("run") == []
     kept = [
-        store.put(Source(name, "text" * 30_000), place("run", point, attempt, name))
+        store.put(Source(name, "text" * 30_000), artifact_path("run", point, attempt, name))
         for point, attempt, name in [(0, 1, "a.txt"), (0, 12, "b.bin"), (3, 1, "a.txt")]
     ]
     for other in ("run/0000/checkpoints/a.txt", "run/0000/1/deeper/a.txt", "run/journal.txt", "run2/0000/1/a.txt"):
