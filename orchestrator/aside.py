@@ -18,44 +18,31 @@ _LOOK_S = 0.1  # a signal may reach another thread, and then ends no wait of the
 _threads: list[threading.Thread] = []
 
 
-class NoThreadError(RuntimeError):
-    """The host has no room for another thread: the call was not made."""
-
-
 class Aside(Generic[T]):
-    """A call that is being made in a daemon thread; one that cannot have a thread has failed at once."""
+    """A call that is being made in a daemon thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._result: T
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        thread = threading.Thread(target=self._make, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as err:
-            self._error = NoThreadError(f"the host has no room for a thread ({err})")
-            return
-        self._thread = thread
+        self._thread = threading.Thread(target=self._make, daemon=True)
+        self._thread.start()
         _threads[:] = [other for other in _threads if other.is_alive()]
-        _threads.append(thread)
+        _threads.append(self._thread)
 
     @property
     def thread(self) -> int:
-        """The id of its thread. A call without a thread is done."""
-        assert self._thread is not None
+        """The id of its thread."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     def done(self, timeout: float = 0.0) -> bool:
         """Whether the call has returned or failed, after at most `timeout` seconds."""
-        if self._thread is None:
-            return True
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """The result of a call that is done. Raises what the call raised, or NoThreadError."""
+        """The result of a call that is done. Raises what the call raised."""
         if self._error is not None:
             raise self._error
         return self._result

@@ -5,16 +5,15 @@ NVML is asked in a thread, with a bound: where the driver is wedged, as by a ker
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pynvml
 
 from jobs.hardware import nvml
+from orchestrator.aside import Aside
 
 T = TypeVar("T")
 
@@ -23,7 +22,7 @@ _SLACK_BYTES = 256 << 20  # variation of the driver's own memory
 _ANSWER_S = 10.0  # without persistence mode the driver is loaded first
 _STOPPED_S = 1.0
 
-_unanswered: list[Future[Any]] = []  # one more question would wait like these, and leave one more thread
+_unanswered: list[Aside[Any]] = []
 
 
 class _SilentError(nvml.NvmlError):
@@ -121,28 +120,16 @@ def _used(gpu: str) -> int:
 
 
 def _answer(question: Callable[[], T], stopped: Callable[[], bool]) -> T:
-    """The answer of NVML. While a question has none, no other is asked.
+    """The answer of NVML. While a question has none, no other is asked: it would wait, too, and leave one more thread.
 
     Raises:
         NVMLError, NvmlError: as the question; _SilentError: there is no answer in time.
     """
-    _unanswered[:] = [future for future in _unanswered if not future.done()]
-    if _unanswered:
+    if any(not call.done() for call in _unanswered):
         raise _SilentError("NVML does not answer")
-    future: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            future.set_result(question())
-        except Exception as err:
-            future.set_exception(err)
-
-    threading.Thread(target=ask, name="nvml", daemon=True).start()
-    begun = time.monotonic()
-    while True:
-        try:
-            return future.result(timeout=0.1)
-        except TimeoutError:
-            if time.monotonic() - begun > (_STOPPED_S if stopped() else _ANSWER_S):
-                _unanswered.append(future)
-                raise _SilentError("NVML does not answer") from None
+    call, begun = Aside(question), time.monotonic()
+    while not call.done(0.1):
+        if time.monotonic() - begun > (_STOPPED_S if stopped() else _ANSWER_S):
+            _unanswered[:] = [call]
+            raise _SilentError("NVML does not answer")
+    return call.result()

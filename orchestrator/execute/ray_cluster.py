@@ -15,13 +15,12 @@ from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator import provenance
-from orchestrator.aside import Aside, NoThreadError, interruptibly
+from orchestrator.aside import Aside, interruptibly
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
-from orchestrator.execute.ray_connection import connect, in_brief
+from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
 from orchestrator.execute.room import Share, card_types, check_resources, check_room
 from orchestrator.execute.supervisor import ProbeError
-from orchestrator.execute.waiting import ClusterWatch
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
@@ -150,12 +149,8 @@ class RayExecutor:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
         patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
         cancelled = Aside(lambda: self._cancel_tasks(patience_s))
-        if not cancelled.done(patience_s):  # a frozen node gives no task's end
-            return
-        try:
+        if cancelled.done(patience_s):  # a frozen node gives no task's end
             cancelled.result()
-        except NoThreadError:
-            self._cancel_tasks(patience_s)
 
     def _cancel_tasks(self, patience_s: float) -> None:
         import ray

@@ -7,18 +7,71 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jobs.specs.spec import JobSpec
-from orchestrator.aside import interruptibly
+from orchestrator.aside import Aside, interruptibly
 from orchestrator.execute import ray_token
 from orchestrator.execute.executor import ExecutorError, ExecutorGone
 from orchestrator.execute.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
 from orchestrator.execute.upload import collect
-from orchestrator.execute.waiting import ClusterWatch
 from orchestrator.settings import SOURCES, Installation, Settings, installation
+
+NEVER_S = 600.0
+"""Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
+
+_LOOK_S = 5.0
+_GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
+
+
+class ClusterWatch:
+    """Whether the cluster's head still answers, and the cluster can ever run a point: nodes come and go meanwhile.
+
+    Args:
+        head: its address, "host:port".
+        check: asks the head, in another thread; raises ExecutorError while no node, free or busy, can run a point.
+    """
+
+    def __init__(self, head: str, check: Callable[[], None] = lambda: None) -> None:
+        self._head = head
+        self._check = check
+        self._look: Aside[bool] | None = None
+        self._looked = self._possible = time.monotonic()
+        self._silent: float | None = None  # since when, if the last question has no answer yet
+
+    def look(self) -> None:
+        """Look every 5 s, and wait for nothing: a frozen head takes a question and never answers.
+
+        Raises ExecutorGone once the head was silent for 30 s, or no node could run a point for NEVER_S.
+        """
+        clock = time.monotonic()
+        if self._look is None and clock - self._looked >= _LOOK_S:
+            self._looked = clock
+            self._silent = clock if self._silent is None else self._silent
+            self._look = Aside(self._answers)
+        if self._look is not None and self._look.done():
+            look, self._look = self._look, None
+            if look.result():
+                self._silent = None
+        if self._silent is not None and clock - self._silent > _GONE_S:
+            raise ExecutorGone(f"the Ray cluster went away: its head at {self._head} does not answer")
+
+    def _answers(self) -> bool:
+        """Whether the head answers. One that is silent is asked for no more, as Ray would end this process over it."""
+        if not answers(self._head):
+            return False
+        clock = time.monotonic()
+        try:
+            self._check()
+            self._possible = clock
+        except ExecutorError as err:
+            if clock - self._possible >= NEVER_S:
+                reason = "; ".join(str(err).splitlines())
+                raise ExecutorGone(f"waited {NEVER_S:g} s for a node that can run a point: {reason}") from None
+        return True
 
 
 def connect(spec: JobSpec, settings: Settings) -> None:
@@ -38,7 +91,7 @@ def connect(spec: JobSpec, settings: Settings) -> None:
         env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
         try:
             with _own_sigterm() as look_for_it:
-                watch = ClusterWatch(address, lambda: None)
+                watch = ClusterWatch(address)
                 interruptibly(  # a cluster that falls silent meanwhile would let no signal through
                     lambda: ray.init(
                         address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR

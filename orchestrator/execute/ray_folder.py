@@ -23,7 +23,6 @@ from orchestrator.settings import Settings
 
 _REACH_S = 5.0
 _HEAD = "--gcs-address="
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4; no settings
 
 
 class FolderError(UserError):
@@ -122,19 +121,19 @@ def listens(address: str) -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether the server at an address, "host:port", says something to a client of gRPC (HTTP/2), or hangs up.
+    """Whether a gRPC server at an address, "host:port", answers, if only with its settings.
 
-    A hanging one does neither. Ray would wait for it, minutes long, and no signal would end that.
+    A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as server:
-            server.sendall(_GREETING)
-            server.recv(1)
-    except ConnectionResetError:  # one that speaks TLS
-        return True
-    except (OSError, ValueError):
-        return False
+    if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
+        return listens(address)
+    import grpc
+
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_REACH_S)
+        except grpc.FutureTimeoutError:
+            return False
     return True
 
 

@@ -29,8 +29,7 @@ from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.point import Measurement
 from jobs.training.rank import TIMEOUT, missing_variables
-from orchestrator.execute.mailbox import Mailbox
-from orchestrator.execute.ray_rank import NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
+from orchestrator.execute.ray_rank import Mailbox, NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -80,7 +81,7 @@ class Work:
 
     Attributes:
         main: as jobs.schema.launcher.Launcher.run.
-        mailbox: handle of the orchestrator.execute.mailbox.Mailbox.
+        mailbox: handle of the Mailbox.
         memory_bytes: as jobs.process.memory_limit.
         card: name of the GPU that the point is planned for; None: any.
         settings: environment variables whose effective values the point's environment shows.
@@ -170,6 +171,34 @@ def rank_main(settings: Mapping[str, Work]) -> None:
         raise RankRaised(f"{type(err).__name__}: {err}") from None
     finally:
         post.close()
+
+
+class Mailbox:
+    """Actor with the ranks' messages and the stop request; pickled messages, which only PyTorch could read."""
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
+        self._arrived = asyncio.Event()
+        self._stopped = False
+
+    async def post(self, messages: Sequence[bytes]) -> bool:
+        """Add messages of a rank. Returns whether the ranks are to end."""
+        self._messages += messages
+        if messages:
+            self._arrived.set()
+        return self._stopped
+
+    async def receive(self, timeout: float) -> list[bytes]:
+        """New messages, in the order of their arrival; waits up to `timeout` seconds for the first."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout)
+        self._arrived.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
+    async def stop(self) -> None:
+        """Ask the ranks to end."""
+        self._stopped = True
 
 
 class Post:

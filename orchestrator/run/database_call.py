@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator import pending_queries, terminal
-from orchestrator.aside import Aside, NoThreadError
+from orchestrator.aside import Aside
 from orchestrator.database_url import SETTING, StoreUnavailable
 
 T = TypeVar("T")
@@ -51,10 +51,7 @@ def call_database(
         if waited_s >= SLOW_S and not told:
             told = True
             terminal.warn(f"warning: {silent}; it is waited for, {timeout_s:g} s at most")
-    try:
-        return made.result()
-    except NoThreadError:
-        return call()
+    return made.result()
 
 
 def _in_turn(call: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
+from orchestrator.execute.artifacts import Visibility
 from orchestrator.execute.executor import BatchEnded, Executor, ExecutorGone
-from orchestrator.execute.visibility import Visibility
 from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
 from orchestrator.run.plan import fails
 from orchestrator.run.recorder import Recorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,16 +33,6 @@ from orchestrator.store.records import (
 
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
 KINDS = Path(__file__).parent / "kinds"
-
-
-@pytest.fixture
-def full_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has no room for another thread, as where a control group's process ids are all taken."""
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 @pytest.fixture(scope="session")

@@ -318,14 +318,6 @@ def _on_its_node(update: object) -> object:
     return update
 
 
-@pytest.mark.usefixtures("full_host")
-def test_a_look_that_can_have_no_thread_costs_no_run(run, tmp_path) -> None:
-    _, states, records = run(Script(), 2, store=f"file://{tmp_path}")
-    assert states == {PointState.OK: 2}
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert event.message.startswith("whether artifacts of node bench7 are visible here is not known: the host has no")
-
-
 def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
     class Lost(Script):
         def poll(self, timeout: float) -> list:

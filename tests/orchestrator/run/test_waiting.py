@@ -26,10 +26,10 @@ from jobs.specs.load import parse_spec
 from orchestrator.aside import Aside
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
-from orchestrator.execute import ray_cluster, ray_folder, waiting
+from orchestrator.execute import ray_cluster, ray_connection, ray_folder
 from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.execute.waiting import ClusterWatch, RoomWatch
+from orchestrator.execute.ray_connection import ClusterWatch
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, history, importer, journal, queries
@@ -186,7 +186,7 @@ def test_a_head_that_freezes_while_ray_connects_does_not_keep_a_driver(submitted
         env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray takes loopback for what it is
         command = [sys.executable, "-m", "jobs", "jobs/configs/drill.yaml"]
         driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        await_client(3)  # after two of our own: it is Ray's
+        await_client(2)  # after one of our own: it is Ray's
         time.sleep(0.3)
         asked = time.monotonic()
         driver.terminate()
@@ -226,23 +226,6 @@ def test_the_records_of_a_waiting_run_give_the_same_row(home, spec, waits, tmp_p
     assert driver.main([str(spec("pass")), "--local"]) == 0
 
 
-def test_what_the_cluster_will_never_have_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, faults = [0.0], [None, "no node", None, "no node", "no node", "no node"]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-
-    def check() -> None:
-        if fault := faults.pop(0):
-            raise ExecutorError(fault)
-
-    watch = RoomWatch(check)
-    for minutes in (1, 9, 11, 15, 20):
-        clock[0] = 60.0 * minutes
-        watch.look()
-    clock[0] = 60.0 * 21
-    with pytest.raises(ExecutorGone, match="waited 600 s for a node that can run a point: no node"):
-        watch.look()
-
-
 GPUS_OF_TWO_TYPES = {
     "a": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:A100": 1.0},
     "h": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0},
@@ -261,9 +244,9 @@ class Nodes:
         monkeypatch.setattr(ray_cluster, "connect", lambda spec, settings: None)
         monkeypatch.setattr(ray_cluster, "_head", lambda: "127.0.0.1:1")
         monkeypatch.setattr(ray_cluster, "_nodes", lambda: dict(self.nodes))
-        monkeypatch.setattr(waiting, "answers", lambda head: True)
-        monkeypatch.setattr(waiting, "Aside", _done_at_once)
-        monkeypatch.setattr(waiting.time, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(ray_connection, "answers", lambda head: True)
+        monkeypatch.setattr(ray_connection, "Aside", _done_at_once)
+        monkeypatch.setattr(ray_connection.time, "monotonic", lambda: self.clock)
         monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", lambda answer: ("h", {None: self.machine}))
@@ -337,9 +320,9 @@ def test_points_on_the_cpu_wait_for_any_node(monkeypatch) -> None:
 def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
     clock, asked = [0.0], []
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(waiting, "Aside", _done_at_once)
-    monkeypatch.setattr(waiting, "answers", lambda head: clock[0] <= 20)
+    monkeypatch.setattr(ray_connection.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_connection, "Aside", _done_at_once)
+    monkeypatch.setattr(ray_connection, "answers", lambda head: clock[0] <= 20)
     watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
     while clock[0] < 55:
         clock[0] += 1
@@ -353,8 +336,8 @@ def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the question and never answers: a driver that waited would not answer SIGTERM."""
     clock, thaw = [0.0], threading.Event()
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(waiting, "answers", lambda head: thaw.wait(60))
+    monkeypatch.setattr(ray_connection.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_connection, "answers", lambda head: thaw.wait(60))
     watch = ClusterWatch("127.0.0.1:1", lambda: None)
     for seconds in (5, 34):
         clock[0] = seconds
@@ -363,29 +346,6 @@ def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ExecutorGone, match="does not answer"):
         watch.look()
     thaw.set()
-
-
-def test_a_head_that_cannot_be_asked_is_not_silent(monkeypatch: pytest.MonkeyPatch, request) -> None:
-    """The host of the driver has no room for the thread that asks."""
-    clock = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
-    watch = ClusterWatch("127.0.0.1:1", lambda: None)
-    request.getfixturevalue("full_host")
-    while clock[0] < 120:
-        clock[0] += 1
-        watch.look()
-
-
-@pytest.mark.usefixtures("full_host")
-def test_tasks_are_cancelled_where_there_is_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled: list[str] = []
-    monkeypatch.setattr(ray, "cancel", cancelled.append)
-    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
-    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
-    executor._live, executor._grace_s = {"stream": 1}, 0.0
-    monkeypatch.setattr(executor, "poll", lambda timeout: [(1, BatchEnded())])
-    executor.cancel()
-    assert (cancelled, executor._live) == (["stream"], {})
 
 
 def test_tasks_of_a_frozen_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
