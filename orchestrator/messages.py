@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from jobs.schema.point import Device, Point
 from jobs.specs.kinds import kind_module
@@ -25,6 +26,15 @@ class Assignment:
     attempt: int
     point: Point
     key: str = ""
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """Fields of the point's records."""
+        return {"run_id": self.run_id, "point_id": self.point_id}
+
+    def warning(self, message: str) -> EventRecord:
+        """The record of something that does not end the point."""
+        return EventRecord(**self.ids, level="warning", message=message)
 
 
 GRACE_S = 30.0

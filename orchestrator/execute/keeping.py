@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
 from orchestrator.messages import Assignment
-from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
+from orchestrator.store.records import ArtifactRecord, EventRecord
 
 STALL_S = 60.0
 """Seconds without a copied piece after which the files that wait for the store are given up."""
@@ -72,10 +72,10 @@ class Keeping:
                 self._abandon()  # later files get another thread, and a connection of its own
                 stalled, self._pending = self._pending, []
                 reason = f"the artifact store {self._store} did not answer for {STALL_S:g} s"
-                yield from (self._warning(f"{source.name!a}: {reason}") for source in stalled)
+                yield from (self._not_kept(f"{source.name!a}: {reason}") for source in stalled)
                 return
             self._pending.pop(0)
-            yield self._warning(copied) if isinstance(copied, str) else self._artifact(copied)
+            yield self._not_kept(copied) if isinstance(copied, str) else copied
 
     def rest(
         self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
@@ -101,13 +101,8 @@ class Keeping:
             self._copier.sources.put(None)
             self._copier = None
 
-    def _artifact(self, artifact: ArtifactData) -> ArtifactRecord:
-        run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        return ArtifactRecord(run_id=run_id, point_id=point_id, attempt=self._assignment.attempt, artifact=artifact)
-
-    def _warning(self, message: str) -> EventRecord:
-        run_id, point_id = self._assignment.run_id, self._assignment.point_id
-        return EventRecord(run_id=run_id, point_id=point_id, level="warning", message=f"file not kept: {message}")
+    def _not_kept(self, problem: str) -> EventRecord:
+        return self._assignment.warning(f"file not kept: {problem}")
 
 
 class _Copier(threading.Thread):
@@ -116,7 +111,7 @@ class _Copier(threading.Thread):
     def __init__(self, assignment: Assignment, store: str) -> None:
         super().__init__(name="artifacts", daemon=True)
         self.sources: queue.SimpleQueue[Source | None] = queue.SimpleQueue()
-        self.results: queue.SimpleQueue[ArtifactData | str] = queue.SimpleQueue()  # an artifact, or the problem
+        self.results: queue.SimpleQueue[ArtifactRecord | str] = queue.SimpleQueue()  # or the problem
         self.last_piece = time.monotonic()
         self.abandoned = False
         self._assignment = assignment
@@ -128,7 +123,8 @@ class _Copier(threading.Thread):
             self.last_piece = time.monotonic()
             try:
                 path = artifact_path(point.run_id, point_index(point.point_id), point.attempt, source.name)
-                self.results.put(store.put(source, path, self._piece_copied))
+                artifact = store.put(source, path, self._piece_copied)
+                self.results.put(ArtifactRecord(**point.ids, attempt=point.attempt, artifact=artifact))
             except ArtifactError as err:
                 self.results.put(str(err))
             except _Abandoned:

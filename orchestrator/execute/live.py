@@ -87,8 +87,7 @@ class LiveSeries:
         pieces, self._pieces = self._pieces, {}
         records = tuple(
             SeriesRecord(
-                run_id=self._assignment.run_id,
-                point_id=self._assignment.point_id,
+                **self._assignment.ids,
                 attempt=self._assignment.attempt,
                 rank=rank,
                 name=name,

@@ -52,7 +52,7 @@ class LocalExecutor:
         required = Requirements.of(self._spec)
         try:
             return requirements.check(required, gpus="" if required.gpus == 0 else None)
-        except supervisor.ProbeError as err:
+        except requirements.ProbeError as err:
             raise ExecutorError(str(err)) from None
 
     def slots(self, machine: Machine) -> int:

@@ -19,8 +19,8 @@ from orchestrator.aside import Aside, interruptibly
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
+from orchestrator.execute.requirements import ProbeError
 from orchestrator.execute.room import Share, card_types, check_resources, check_room
-from orchestrator.execute.supervisor import ProbeError
 from orchestrator.messages import Assignment, Conditions, Requirements, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn

@@ -5,19 +5,64 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs.hardware import variables
-from jobs.process.messages import Probe, ProbedMachine
+from jobs.process.child import Child
+from jobs.process.messages import Failure, Probe, ProbedMachine
+from jobs.process.post_mortem import describe_exit
+from jobs.process.watch import POLL_S
 from jobs.schema.point import Machine
 from jobs.specs.environments import env_text
-from orchestrator.execute.supervisor import ProbeError, probe
+from orchestrator.execute.supervisor import ANSWER, process_variables
 from orchestrator.messages import Requirements
 
 _NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _LACKS = re.compile(r"No module named '([^'.]+)")
+
+
+class ProbeError(RuntimeError):
+    """The machine could not be probed; the text is the process's message."""
+
+
+def probe(
+    command: Probe,
+    gpus: str | None = None,
+    timeout_s: float = 300,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    python: str | None = None,
+) -> ProbedMachine:
+    """The machine as a point's process sees it (jobs.hardware.machine.probe, run in such a process).
+
+    Args:
+        gpus, env, python: the process's.
+
+    Raises:
+        ProbeError: the probe failed in the process, or that died or did not answer.
+        OSError: the interpreter cannot be started.
+    """
+    child = Child(ANSWER, env={**process_variables(1, gpus), **(env or {})}, python=python)
+    try:
+        child.send(command)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            alive = child.alive()
+            for event in child.events(POLL_S):
+                match event:
+                    case ProbedMachine():
+                        return event
+                    case Failure(reason=reason):
+                        raise ProbeError(reason.removeprefix("ValueError: "))
+            if not alive:
+                reason = describe_exit(child.kill())
+                raise ProbeError(f"{reason}: {printed}" if (printed := child.tail().strip()) else reason)
+        raise ProbeError(f"no answer within {timeout_s:.0f} s")
+    finally:
+        child.discard()
 
 
 def missing(required: Requirements) -> list[str]:
@@ -85,14 +130,12 @@ class _Interpreter:
     python: str | None
     machine: Machine | None = None
     mistakes: list[str] = field(default_factory=list)
-    _refused: dict[str, str | None] = field(default_factory=dict)  # reasons, by variable; the search for one is long
-    _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
+    _without: dict[tuple[str, str], str] = field(default_factory=dict)  # effective values of unset variables
 
     def check(self, env: Mapping[str, str]) -> None:
         """Note the machine, and the mistakes of the environment. Raises ProbeError if no point can run here at all."""
-        names = tuple(name for name in env if name not in self._refused or variables.comparable(name))
         try:
-            answer = self._probe(env, names)
+            answer = self._probe(env, tuple(env))
         except ProbeError as err:
             if not env:
                 raise ProbeError(self._explained(str(err))) from None
@@ -100,23 +143,19 @@ class _Interpreter:
                 self._must_answer({}, ())  # else it is not the environment's fault
             (name, value), *others = env.items()
             name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
-            self.mistakes.append(f"{name}: {value!r}: a process with it fails on {self._where()} ({err}); mend it")
+            self.mistakes.append(f"{name}: {value!r}: a process with it fails on {self._node()} ({err}); mend it")
             return
-        self._refused |= {name: answer.refused.get(name) for name in names}
         for name, value in env.items():
-            if (reason := self._refused[name] or self._ineffective(name, env, answer)) is not None:
-                self.mistakes.append(f"env.{name}: {value!r}: has no effect on {self._where()}: {reason}; remove it")
-
-    def _ineffective(self, name: str, env: Mapping[str, str], answer: ProbedMachine) -> str | None:
-        if not variables.comparable(name):
-            return None
-        others = {other: value for other, value in env.items() if other != name}
-        key = (name, env_text(others))
-        if key not in self._without:
-            self._without[key] = self._must_answer({**others, name: None}, (name,)).settings[name]
-        if answer.settings[name] != self._without[key]:
-            return None
-        return f"without it, {self._without[key]} is in effect as well"
+            reason = answer.refused.get(name)
+            if reason is None and variables.comparable(name):
+                others = {other: text for other, text in env.items() if other != name}
+                key = (name, env_text(others))
+                if key not in self._without:
+                    self._without[key] = self._must_answer({**others, name: None}, (name,)).settings[name]
+                if answer.settings[name] == self._without[key]:
+                    reason = f"without it, {self._without[key]} is in effect as well"
+            if reason is not None:
+                self.mistakes.append(f"env.{name}: {value!r}: has no effect on {self._node()}: {reason}; remove it")
 
     def _must_answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
         try:
@@ -149,7 +188,7 @@ class _Interpreter:
         reason, fix = reason.removeprefix("device: "), "give one of Python 3.11 or newer with the packages of nsa-bench"
         return f"python: {self.python!r}: cannot measure points on node {node} ({reason}); {fix}"
 
-    def _where(self) -> str:
+    def _node(self) -> str:
         node = f"node {socket.gethostname()}"
         return node if self.python is None else f"{node} under {self.python}"
 

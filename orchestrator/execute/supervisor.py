@@ -14,11 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jobs.hardware.process_usage import PointUsage
-from jobs.hardware.telemetry import Telemetry, TelemetrySummary
+from jobs.hardware.telemetry import Telemetry
 from jobs.process import post_mortem, stacks, temporary
 from jobs.process.child import Child
 from jobs.process.messages import (
@@ -28,12 +29,9 @@ from jobs.process.messages import (
     Explain,
     Explanation,
     Failure,
-    File,
     Measured,
     MeasurePoint,
     Note,
-    Probe,
-    ProbedMachine,
     RanksStarted,
     Samples,
     Warned,
@@ -47,17 +45,15 @@ from orchestrator.execute.artifacts import Source, checkpoints_path
 from orchestrator.execute.keeping import Keeping
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
-from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord, StartRecord, now
+from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord, now
 
 EXPLAIN_S = stacks.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
 
-_ANSWER = "orchestrator.execute.point:answer"
+ANSWER = "orchestrator.execute.point:answer"
+"""What answers the commands of a point's process."""
+
 _PROGRESS_INTERVAL_S = 1.0
-
-
-class ProbeError(RuntimeError):
-    """The machine could not be probed; the text is the process's message."""
 
 
 def supervise(
@@ -80,17 +76,12 @@ def supervise(
         for assignment in assignments:
             if stopped():
                 return
-            yield StartRecord(
-                run_id=assignment.run_id,
-                point_id=assignment.point_id,
-                attempt=assignment.attempt,
-                node=socket.gethostname(),
-            )
+            yield StartRecord(**assignment.ids, attempt=assignment.attempt, node=socket.gethostname())
             if (problem := slot.unfit()) is not None:
                 yield _outcome(assignment, PointState.ERROR, problem)
                 continue
-            if slot.serves_another(assignment.point) and (obstacle := slot.clear()):
-                yield _warning(assignment, obstacle)
+            if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
+                yield assignment.warning(obstacle)
             try:
                 child = slot.child(assignment.point)
             except OSError as err:
@@ -104,57 +95,24 @@ def supervise(
                 yield outcome
                 yield from keeping.rest(attempt.files, stopped)
             if not (conditions.warm and outcome.state is PointState.OK) and (obstacle := slot.clear()):
-                yield _warning(assignment, obstacle)
+                yield assignment.warning(obstacle)
     finally:
         slot.clear()
 
 
-def probe(
-    command: Probe,
-    gpus: str | None = None,
-    timeout_s: float = 300,
-    *,
-    env: Mapping[str, str | None] | None = None,
-    python: str | None = None,
-) -> ProbedMachine:
-    """The machine as a point's process sees it (jobs.hardware.machine.probe, run in such a process).
-
-    Args:
-        gpus, env, python: the process's.
-
-    Raises:
-        ProbeError: the probe failed in the process, or that died or did not answer.
-        OSError: the interpreter cannot be started.
-    """
-    child = Child(_ANSWER, env={**_variables(1, gpus), **(env or {})}, python=python)
-    try:
-        child.send(command)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            alive = child.alive()
-            for event in child.events(POLL_S):
-                match event:
-                    case ProbedMachine():
-                        return event
-                    case Failure(reason=reason):
-                        raise ProbeError(reason.removeprefix("ValueError: "))
-            if not alive:
-                reason = post_mortem.describe_exit(child.kill())
-                raise ProbeError(f"{reason}: {printed}" if (printed := child.tail().strip()) else reason)
-        raise ProbeError(f"no answer within {timeout_s:.0f} s")
-    finally:
-        child.discard()
-
-
 class _Slot:
-    """A slot's process, started when needed, and its GPUs."""
+    """A slot's process, started when needed, and its GPUs.
+
+    Attributes:
+        environment: variables and interpreter of the process.
+    """
 
     def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
         self._conditions = conditions
         self._gpus = gpus
         self._stopped = stopped
         self._child: Child | None = None
-        self._serves: tuple[Mapping[str, str], str | None] = ({}, None)  # environment and interpreter of the process
+        self.environment: tuple[Mapping[str, str], str | None] = ({}, None)
         self.gpu_ids = gpu_release.visible(gpus, stopped) if conditions.device == "cuda" else []
         self._baseline = gpu_release.Baseline(None)
 
@@ -169,19 +127,15 @@ class _Slot:
                 return f"planned for {planned}, node {node} has {card}; {fix}"
         return None
 
-    def serves_another(self, point: Point) -> bool:
-        """Whether the process has another environment or interpreter than the point's."""
-        return self._child is not None and self._serves != (point.env, point.python)
-
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
             self._baseline = gpu_release.Baseline.take(self.gpu_ids, self._stopped)
-            env = {**_variables(self._conditions.threads, self._gpus), **point.env}
-            self._child = Child(_ANSWER, env=env, python=point.python)
-            self._serves = (point.env, point.python)
+            env = {**process_variables(self._conditions.threads, self._gpus), **point.env}
+            self._child = Child(ANSWER, env=env, python=point.python)
+            self.environment = (point.env, point.python)
         return self._child
 
     def clear(self) -> str | None:
@@ -194,7 +148,7 @@ class _Slot:
         return self._baseline.wait_free(pids, self._stopped)
 
 
-def _variables(threads: int, gpus: str | None) -> dict[str, str]:
+def process_variables(threads: int, gpus: str | None) -> dict[str, str]:
     """Environment variables of a point's process: threads of its numerical libraries, and its GPUs."""
     variables = {
         "OMP_NUM_THREADS": str(threads),
@@ -260,14 +214,17 @@ class _Attempt:
             if ended is None:
                 self._telemetry.ask_to_stop()  # its samples are not needed, and a wedged driver would hold it up
                 self._ask_to_end()
-        assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
         if (piece := self._live.rest()) is not None:
             yield piece
-        return (
-            outcome if self._cluster or self._conditions.device != "cuda" else self._with_gpu_metrics(outcome, sampled)
-        )
+        if self._cluster is None and self._conditions.device == "cuda":
+            self.files.insert(0, Source("telemetry.txt", sampled.text))
+            if outcome.state is PointState.OK:
+                names = {metric.name for metric in outcome.metrics}
+                added = tuple(MetricData(**vars(metric)) for metric in sampled.metrics if metric.name not in names)
+                outcome = outcome.model_copy(update={"metrics": outcome.metrics + added})
+        return outcome
 
     def _command(self) -> MeasurePoint:
         assignment, point, conditions = self._assignment, self._assignment.point, self._conditions
@@ -293,8 +250,9 @@ class _Attempt:
         match event:
             case Beat(phase, done, total):
                 done, total, rate = self._pace.note(phase, done, total)
-                run_id, point_id = self._assignment.run_id, self._assignment.point_id
-                self._progress = Progress(run_id, point_id, now(), phase, done, total, rate)
+                self._progress = Progress(
+                    **self._assignment.ids, at=now(), phase=phase, done=done, total=total, rate=rate
+                )
             case Samples():
                 self._live.take(event)
             case RanksStarted(pids):
@@ -304,7 +262,7 @@ class _Attempt:
             case Environment(environment):
                 self._environment = dict(environment)
             case Warned(text):
-                yield _warning(self._assignment, text)
+                yield self._assignment.warning(text)
 
     def _ask_to_end(self) -> None:
         """Let a point that keeps checkpoints save one: SIGTERM, and time for its last word."""
@@ -319,13 +277,13 @@ class _Attempt:
     def _end(self, ended: Ended) -> OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
+        files = [Source(file.name, Path(file.path), problem=file.problem) for file in ended.files]
         if ended.expired:
-            files = post_mortem.snapshot(self._child.tree())
-            self.files += [Source(name, text) for name, text in files.items()]
+            files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
             if self._cluster is not None:
-                self.files += self._explanation()
+                files += self._explanation()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")
-            self.files += [Source(path.name, path) for path in sorted(written)]
+            files += [Source(path.name, path) for path in sorted(written)]
             if self._child.kill() is None:
                 reason = f"{reason}; the process is stuck in the kernel and did not die of SIGKILL"
         elif isinstance(ended.result, Measured):
@@ -334,7 +292,7 @@ class _Attempt:
             metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
             results = {"metrics": metrics, "route": dict(measurement.route)}
         output = [Source(o.name, o.path, o.start, o.stop, o.problem) for o in self._child.new_output()]
-        self.files = [*output, *self.files, *_sources(ended.files)]
+        self.files = [*output, *files]
         return _outcome(
             self._assignment, ended.state, reason, self._started_at, environment=self._environment, **results
         )
@@ -346,28 +304,12 @@ class _Attempt:
         while self._child.alive() and time.monotonic() < deadline:
             for event in self._child.events(POLL_S):
                 if isinstance(event, Explanation):
-                    return _sources(event.files)
+                    return [Source(file.name, Path(file.path), problem=file.problem) for file in event.files]
         return []
-
-    def _with_gpu_metrics(self, outcome: OutcomeRecord, sampled: TelemetrySummary) -> OutcomeRecord:
-        """The outcome with the metrics of the point's GPUs that it lacks, if it is ok; a table of them is a file."""
-        self.files.insert(0, Source("telemetry.txt", sampled.text))
-        if outcome.state is not PointState.OK:
-            return outcome
-        names = {metric.name for metric in outcome.metrics}
-        added = tuple(MetricData(**vars(metric)) for metric in sampled.metrics if metric.name not in names)
-        return outcome.model_copy(update={"metrics": outcome.metrics + added})
-
-
-def _sources(files: Sequence[File]) -> list[Source]:
-    return [Source(file.name, Path(file.path), problem=file.problem) for file in files]
 
 
 def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:
-    """End of a point whose process could not be started: lost, so measured again, where the host had no room for it."""
-    if err.errno is not None and err.filename is None:  # no folder at all, pipe or process
-        reason = f"the host has no room for the point's process ({err.strerror}); make room"
-        return _outcome(assignment, PointState.LOST, reason)
+    """End of a point whose process could not be started: lost, so measured again, where the disk had no room for it."""
     if temporary.POINT in str(err.filename):  # in the process's folder: the host's disk, not the interpreter
         reason = f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
         return _outcome(assignment, PointState.LOST, reason)
@@ -376,19 +318,9 @@ def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:
 
 
 def _outcome(
-    assignment: Assignment, state: PointState, reason: str | None, started_at: Any = None, **results: Any
+    assignment: Assignment, state: PointState, reason: str | None, started_at: datetime | None = None, **results: Any
 ) -> OutcomeRecord:
+    started_at = started_at or now()
     return OutcomeRecord(
-        run_id=assignment.run_id,
-        point_id=assignment.point_id,
-        attempt=assignment.attempt,
-        state=state,
-        reason=reason,
-        started_at=started_at or now(),
-        **results,
+        **assignment.ids, attempt=assignment.attempt, state=state, reason=reason, started_at=started_at, **results
     )
-
-
-def _warning(assignment: Assignment, message: str) -> EventRecord:
-    """The record of something that does not end the point."""
-    return EventRecord(run_id=assignment.run_id, point_id=assignment.point_id, level="warning", message=message)

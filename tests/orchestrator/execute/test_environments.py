@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from other_interpreters import make_interpreter
-from quick_driver import MACHINE
 from supervised import Ended, supervised
 
-from jobs.process.messages import ProbedMachine
 from jobs.schema.point import Point
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release, requirements
-from orchestrator.execute.supervisor import ProbeError
+from orchestrator.execute.requirements import ProbeError
 from orchestrator.messages import Conditions, Requirements
 
 KINDS = Path(__file__).parents[1] / "kinds"
@@ -155,34 +153,6 @@ def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
     [line] = requirements.lacking(wants(pythons=(None, bare)))
     assert line.startswith(f"python: {bare!r}: lacks the package ")
     assert requirements.lacking(wants(pythons=(None,))) == []
-
-
-def test_the_long_search_for_a_variable_is_made_once(monkeypatch) -> None:
-    asked = []
-
-    def noted(wanted, *args, env, **options):
-        asked.append(wanted.settings)
-        return ProbedMachine(MACHINE, {name: env[name] for name in wanted.settings})
-
-    monkeypatch.setattr(requirements, "probe", noted)
-    requirements.check(wants(envs=[{"MALLOC_ARENA_MAX": value} for value in "12"]))
-    assert asked == [("MALLOC_ARENA_MAX",), ()]
-
-
-def test_an_interpreter_that_answered_is_not_asked_again_whose_fault_it_is(monkeypatch) -> None:
-    asked = []
-
-    def noted(wanted, *args, env, **options):
-        asked.append(dict(env))
-        if env:
-            raise ProbeError("killed by SIGABRT")
-        return ProbedMachine(MACHINE)
-
-    monkeypatch.setattr(requirements, "probe", noted)
-    for envs in ([{}, {"TORCH_LOGS": "x"}], [{"TORCH_LOGS": "x"}, {}]):
-        with pytest.raises(ProbeError, match=r"^env\.TORCH_LOGS: 'x': a process with it fails on node .*SIGABRT"):
-            requirements.check(wants(envs=envs))
-    assert asked == [{}, {"TORCH_LOGS": "x"}, {"TORCH_LOGS": "x"}, {}, {}]
 
 
 def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:

@@ -16,7 +16,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
 from waiting import wait_for
 
-from jobs.process import messages
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import keeping
 from orchestrator.execute.artifacts import Source
@@ -120,20 +119,6 @@ def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
     assert len(str(second.content)) == 64 << 10
 
 
-def test_a_long_text_does_not_go_through_the_pipe(measure, monkeypatch) -> None:
-    """It took 15 s of a point's time."""
-    sizes: list[int] = []
-    decode = messages.decode
-    monkeypatch.setattr(messages, "decode", lambda line: sizes.append(len(line)) or decode(line))
-    begin = time.monotonic()
-    updates = measure("files = {'log.txt': 'a line of a log\\n' * (60 << 16)}")  # 60 MiB
-    took = time.monotonic() - begin
-    [file] = [update.artifact for update in updates if isinstance(update, ArtifactRecord)]
-    assert file.size == 60 << 20
-    assert 0 < sum(sizes) < 1 << 20
-    assert took < 8  # with the child's start
-
-
 def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
     with ftp_server(tmp_path / "ftp") as server:
         kill = f"import signal\nos.kill({server.process.pid}, signal.SIGKILL)\nfiles = {{'a.txt': 'lost'}}"
@@ -142,17 +127,6 @@ def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp
     assert kept(updates) == {"0 a.txt": "kept"}
     [told] = warnings(updates)
     assert told.startswith("1 file not kept: the artifact store ftp://")
-
-
-def test_a_text_that_does_not_fit_on_the_points_disk_costs_only_itself(measure) -> None:
-    code = """import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-files = {'big.txt': 'x' * (3 << 20), 'small.txt': 'kept'}"""
-    updates = measure(code)
-    assert states(updates) == ["ok"]
-    assert kept(updates) == {"0 small.txt": "kept"}
-    [told] = warnings(updates)
-    assert "'big.txt': its text could not be written: [Errno 27] File too large" in told
 
 
 class Hanging(MemoryFileSystem):
@@ -179,15 +153,6 @@ def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: Fal
         return list(kept.rest(sources, stopped))
 
 
-def test_a_store_that_hangs_is_given_up_and_named(hanging: str, monkeypatch) -> None:
-    monkeypatch.setattr(keeping, "STALL_S", 0.5)
-    begin = time.monotonic()
-    updates = rest(hanging, Source("a.txt", "a"), Source("b.txt", "b"))
-    assert 0.5 < time.monotonic() - begin < 3
-    message = "the artifact store hanging://place did not answer for 0.5 s"
-    assert warnings(updates) == [f"7 file not kept: 'a.txt': {message}", f"7 file not kept: 'b.txt': {message}"]
-
-
 def test_a_store_that_hangs_holds_up_no_deadline_and_no_live_series(hanging: str, snippet_kind) -> None:
     code = """import time
 beat.keep('rank0.json', '{}')
@@ -207,17 +172,6 @@ time.sleep(600)"""
     assert states(seen) == ["hang"]
     assert len([update for update in seen if isinstance(update, Progress) and update.phase == "train"]) > 2
     assert [update for update in seen[:-2] if isinstance(update, Series)], "before the end"
-
-
-def test_a_stop_of_a_running_point_does_not_wait_for_a_store_that_hangs(hanging: str, snippet_kind) -> None:
-    code = "import time\nbeat.keep('rank0.json', '{}')\nbeat('train')\ntime.sleep(600)"
-    conditions, stop = dataclasses.replace(CONDITIONS, store=hanging), threading.Event()
-    begin = time.monotonic()
-    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))], conditions, stopped=stop.is_set):
-        assert not isinstance(update, OutcomeRecord)
-        if isinstance(update, Progress):
-            threading.Timer(1.0, stop.set).start()
-    assert time.monotonic() - begin < keeping.STALL_S / 2
 
 
 def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hanging: str, measure, monkeypatch) -> None:

@@ -82,20 +82,6 @@ def test_a_restart_begins_a_new_pace_and_another_phase_has_its_own(clock: Clock)
     assert pace.note("train", 60, 500) == (60, 500, 5)
 
 
-def test_a_kind_that_names_each_step_takes_no_more_memory_for_each(clock: Clock) -> None:
-    pace = Pace()
-
-    def save(step: int) -> None:
-        pace.note(f"save {step}", 0, 0)
-
-    _train(pace, clock, range(10), 0.1, save)
-    for step in range(10_000):
-        assert pace.note(f"step {step}", 0, 0) == (0, 0, None)
-    assert len(pace._counts) <= 100
-    assert not pace._interrupting
-    assert pace.note("save 3", 1, 0) == (1, 0, None)
-
-
 def test_a_phase_without_a_total_has_a_pace_of_its_own(clock: Clock) -> None:
     pace = Pace()
     pace.note("corpus", 0, 0)

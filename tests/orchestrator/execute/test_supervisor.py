@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 from processes import is_alive
 from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
-from jobs.process import messages, post_mortem, stacks
-from jobs.process.child import Child
+from jobs.process import messages, post_mortem
 from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release, supervisor
-from orchestrator.execute.ray_rank import NodeWatch, Placed
-from orchestrator.execute.supervisor import probe, supervise
+from orchestrator.execute.requirements import ProbeError, probe
+from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 
@@ -166,39 +161,6 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
         assert not is_alive(int(pid))
 
 
-STACKS_THEN_PY_SPY = """#!/bin/sh
-grep -c 'most recent call first' {written} >> {seen}
-exec sleep 60
-"""
-
-
-def test_stacks_of_a_nodes_ranks_come_in_time_where_py_spy_hangs(monkeypatch, tmp_path) -> None:
-    """Stacks by the signal come before, and py-spy waits for all ranks together no longer than for one."""
-    seen, written = tmp_path / "seen", tmp_path / "written"
-    (tmp_path / "py-spy").write_text(STACKS_THEN_PY_SPY.format(seen=seen, written=written))
-    (tmp_path / "py-spy").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(stacks, "TOOL_S", 2.0)
-    code = "import time; from jobs.process import stacks; stacks.offer(); print(flush=True); time.sleep(60)"
-    with contextlib.ExitStack() as block, written.open("wb") as errors:
-        ranks = []
-        for number in range(4):
-            rank = block.enter_context(
-                subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=errors)
-            )
-            block.callback(rank.kill)
-            assert rank.stdout is not None
-            assert rank.stdout.readline()
-            ranks.append(Placed(number, "node", "host", rank.pid, None, str(tmp_path / "none"), {}))
-        watch = NodeWatch(ranks, 1, -1)
-        begin = time.monotonic()
-        files = watch.explain()
-        assert time.monotonic() - begin < 6
-    assert sorted(files) == [f"stacks-rank{number}.txt" for number in range(4)]
-    assert all("timed out after 2" in text for text in files.values())
-    assert seen.read_text().split() == ["4"] * 4, "asked first"
-
-
 TWICE_FORKED = """
 import subprocess, sys, time
 leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
@@ -213,22 +175,6 @@ def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
     [end] = ended(measure(TWICE_FORKED, conditions=HASTY))
     assert end.outcome.state is PointState.HANG
     assert not is_alive(int(end.files["stdout.txt"]))
-
-
-def test_killing_a_child_waits_until_its_descendants_are_gone(monkeypatch) -> None:
-    """On a busy host a signal takes effect late: when its process is next scheduled."""
-    kill = psutil.Process.kill
-    monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.5, kill, [process]).start())
-    child = Child("orchestrator.execute.point:answer")
-    try:
-        stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        monkeypatch.setattr(Child, "tree", lambda child: [psutil.Process(stray.pid)])
-        child.kill()
-        assert not is_alive(stray.pid)
-    finally:
-        stray.kill()
-        stray.wait()
-        child.discard()
 
 
 def test_processes_that_a_point_leaves_running_end_with_it(measure) -> None:
@@ -308,22 +254,6 @@ def test_a_gpu_that_does_not_get_free_gives_a_warning(measure, monkeypatch) -> N
     assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
 
 
-def test_a_gpu_is_free_when_its_memory_is_back_and_the_process_gone(monkeypatch) -> None:
-    used = iter([1 << 30, 5 << 30, 5 << 30, 1 << 30])
-    listed = iter([[77], [], [], []])
-
-    class Session:
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(gpu_release.nvml, "session", Session)
-    monkeypatch.setattr(gpu_release.nvml, "handle", lambda gpu_id: gpu_id)
-    monkeypatch.setattr(gpu_release.nvml, "compute_pids", lambda device: next(listed))
-    monkeypatch.setattr(gpu_release, "_used", lambda gpu_id: next(used))
-    assert gpu_release.Baseline.take(["0"]).wait_free({77}) is None
-    assert list(listed) == []  # listed once, then too much memory twice, then free
-
-
 def test_the_probe_runs_in_a_child() -> None:
     machine = probe(messages.Probe("cpu")).machine
     assert machine.device == "cpu"
@@ -332,7 +262,7 @@ def test_the_probe_runs_in_a_child() -> None:
 
 
 def test_probing_for_a_missing_gpu_is_an_error() -> None:
-    with pytest.raises(supervisor.ProbeError, match="no CUDA device is visible"):
+    with pytest.raises(ProbeError, match="no CUDA device is visible"):
         probe(messages.Probe("cuda"), gpus="")
 
 
@@ -356,19 +286,6 @@ def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(m
     assert end.outcome.state is PointState.LOST  # so that a retry, or the next resume, measures it
     assert end.outcome.reason.startswith(
         f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
-    )
-
-
-def test_a_host_without_any_temporary_folder_loses_the_point_and_blames_no_interpreter(measure, monkeypatch) -> None:
-    def none(*_: object, **__: object) -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    monkeypatch.setattr(tempfile, "mkdtemp", none)
-    [_, end] = measure("pass")
-    assert end.outcome.state is PointState.LOST
-    assert end.outcome.reason == (
-        "the host has no room for the point's process (No usable temporary directory found in ['/tmp']); make room"
     )
 
 
