@@ -47,7 +47,7 @@ def measure_point(command: MeasurePoint, channel: Channel) -> Measured:
                 from orchestrator.execute.ray_launcher import RayLauncher
 
                 launcher = RayLauncher(command, command.cluster, channel.send)
-                channel.explain = launcher.explain
+                channel.explain = launcher.agents.explain
             surroundings = Surroundings(command.checkpoints, command.key, launcher)
             units = {quantity.name: quantity.unit for quantity in declared if not quantity.name.endswith("*")}
             beat = ProcessReporter(channel.send, surroundings, units=units)

@@ -29,7 +29,7 @@ from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.point import Measurement
 from jobs.training.rank import TIMEOUT, missing_variables
-from orchestrator.execute.ray_rank import Mailbox, NodeWatch, Placed, Raised, RankRaised, Returned, Work, rank_main
+from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RayLauncher:
     name = "ray-train"
 
     def __init__(self, command: MeasurePoint, cluster: Cluster, send: Callable[[Environment | Samples], None]) -> None:
-        self.watches = RankWatches(send)
+        self.agents = NodeAgents(send)
         self._command = command
         self._cluster = cluster
         self._send = send
@@ -96,24 +96,20 @@ class RayLauncher:
             try:
                 self._follow(fit, progress, mailbox, stop, tell)
             finally:
-                silent = self.watches.end()
+                silent = self.agents.end()
             if len(progress.results) == ranks:
                 return [progress.results[number] for number in range(ranks)]
             raise end_of_ranks(fit.error, progress, _lost(silent))
 
     def with_gpu_metrics(self, measurement: Measurement) -> Measurement:
         """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
-        if not self.watches.samples:
+        if not self.agents.samples:
             return measurement
-        summary = summarise_samples(self.watches.samples)
+        summary = summarise_samples(self.agents.samples)
         names = {metric.name for metric in measurement.metrics}
         added = tuple(metric for metric in summary.metrics if metric.name not in names)
         files = {**measurement.files, "telemetry.txt": summary.text}
         return replace(measurement, metrics=measurement.metrics + added, files=files)
-
-    def explain(self) -> dict[str, str]:
-        """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
-        return self.watches.explain()
 
     def _follow(
         self,
@@ -140,9 +136,9 @@ class RayLauncher:
                 progress.note(message)
                 if isinstance(message, Placed) and message.environment:
                     self._send(Environment(message.environment))
-            if len(progress.placed) == progress.ranks and not self.watches.actors:
-                self.watches.begin(progress.placed, self._cluster.cpus)
-            self.watches.read()
+            if len(progress.placed) == progress.ranks and not self.agents.actors:
+                self.agents.begin(progress.placed, self._cluster.cpus)
+            self.agents.read()
             if stop.is_set() and not progress.placed:
                 raise RanksEnded({}, {})
             if stop.is_set() and not asked:
@@ -154,14 +150,14 @@ class RayLauncher:
                     tell("room on the cluster")
 
 
-class RankWatches:
-    """Actors that watch the ranks on their nodes, however often these are started.
+class NodeAgents:
+    """Actors that sample and explain the ranks on their nodes, however often these are started.
 
     Args:
         send: sends readings of the ranks' hardware, about one a second and then fewer.
 
     Attributes:
-        actors: handles of NodeWatch, by node, while ranks run.
+        actors: handles of NodeAgent, by node, while ranks run.
         samples: samples of the GPUs of all ranks that have ended, merged if there are many; [] on CPUs.
     """
 
@@ -175,17 +171,17 @@ class RankWatches:
         self._last = -1  # number of the last reading
 
     def begin(self, placed: Mapping[int, Placed], cores: float) -> None:
-        """Watch ranks, each of which has a number of processor cores."""
+        """Sample ranks, each of which has a number of processor cores."""
         nodes: dict[str, list[Placed]] = {}
         for number in sorted(placed):
             nodes.setdefault(placed[number].node, []).append(placed[number])
         self._begun = time.monotonic() if self._begun is None else self._begun
-        self.actors = {node: actor(NodeWatch, node).remote(here, cores, self._last) for node, here in nodes.items()}
+        self.actors = {node: actor(NodeAgent, node).remote(here, cores, self._last) for node, here in nodes.items()}
 
     def explain(self) -> dict[str, str]:
-        """As RayLauncher.explain."""
+        """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
         files: dict[str, str] = {}
-        questions = {node: watch.explain.remote() for node, watch in self.actors.items()}
+        questions = {node: agent.explain.remote() for node, agent in self.actors.items()}
         for answer in answers(questions, EXPLAIN_S).values():
             files |= answer
         return files
@@ -199,7 +195,7 @@ class RankWatches:
         if not self._questions:
             if self._begun is not None and clock - self._read >= interval(clock - self._begun):
                 self._read = clock
-                self._questions = [watch.readings.remote() for watch in self.actors.values()]
+                self._questions = [agent.readings.remote() for agent in self.actors.values()]
             return
         answered, self._questions = ray.wait(self._questions, num_returns=len(self._questions), timeout=0)
         for answer in answered:
@@ -212,7 +208,7 @@ class RankWatches:
 
     def end(self) -> set[str]:
         """Collect the samples of ranks that have ended. Returns the nodes that do not answer."""
-        questions = {node: watch.samples.remote() for node, watch in self.actors.items()}
+        questions = {node: agent.samples.remote() for node, agent in self.actors.items()}
         self.actors, self._questions = {}, []
         answered = answers(questions, ANSWER_S)
         self.samples = bounded([*self.samples, *chain.from_iterable(answered.values())])
@@ -309,7 +305,6 @@ def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
     Raises:
         RanksEnded: SIGTERM came while Ray connected; sets `stop`.
     """
-    main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     if cluster.address.startswith("127."):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -326,13 +321,11 @@ def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
         except SystemExit:  # of Ray's own handler
             stop.set()
             raise RanksEnded({}, {}) from None
-        if main:
-            signal.signal(signal.SIGTERM, before)  # Ray has put its own there
+        signal.signal(signal.SIGTERM, before)  # Ray has put its own there
         yield
     finally:
         ray.shutdown()
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collection[str] = ()) -> Exception:

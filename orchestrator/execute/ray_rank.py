@@ -1,4 +1,4 @@
-"""What runs on the nodes of a point with several ranks: the ranks, and an actor that watches those of a node."""
+"""What runs on the nodes of a point with several ranks: the ranks, and an actor that samples those of a node."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Work:
     settings: Sequence[str]
 
 
-class NodeWatch:
+class NodeAgent:
     """Actor on a node with ranks: samples them from outside, and looks at their stacks.
 
     Args:

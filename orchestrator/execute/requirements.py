@@ -130,7 +130,7 @@ class _Interpreter:
     python: str | None
     machine: Machine | None = None
     mistakes: list[str] = field(default_factory=list)
-    _without: dict[tuple[str, str], str] = field(default_factory=dict)  # effective values of unset variables
+    _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
 
     def check(self, env: Mapping[str, str]) -> None:
         """Note the machine, and the mistakes of the environment. Raises ProbeError if no point can run here at all."""

@@ -214,6 +214,7 @@ class _Attempt:
             if ended is None:
                 self._telemetry.ask_to_stop()  # its samples are not needed, and a wedged driver would hold it up
                 self._ask_to_end()
+        assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
         if (piece := self._live.rest()) is not None:

@@ -27,18 +27,18 @@ from orchestrator.execute.ray_rank import Placed, Post, Raised, RankRaised
 
 
 @pytest.fixture
-def found() -> RankProgress:
+def progress() -> RankProgress:
     """Two ranks that have begun on two nodes."""
-    found = RankProgress(2, lambda _: None)
+    progress = RankProgress(2, lambda _: None)
     for number, host in enumerate(("a", "b")):
-        found.note(Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {}))
-    return found
+        progress.note(Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {}))
+    return progress
 
 
-def test_a_rank_that_died_is_told_from_one_that_raised(found: RankProgress) -> None:
-    found.note(Raised(0, "Traceback ..."))
+def test_a_rank_that_died_is_told_from_one_that_raised(progress: RankProgress) -> None:
+    progress.note(Raised(0, "Traceback ..."))
     died = RayActorError(None, "the node was running low on memory")
-    end = end_of_ranks(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), found)
+    end = end_of_ranks(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), progress)
     assert isinstance(end, RanksEnded)
     assert list(end.died) == [1]
     assert end.died[1].startswith("died on node b: ")
@@ -46,26 +46,26 @@ def test_a_rank_that_died_is_told_from_one_that_raised(found: RankProgress) -> N
     assert end.tails == {0: "Traceback ..."}
 
 
-def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(found: RankProgress) -> None:
-    found.note(Raised(1, "Traceback ..."))
+def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(progress: RankProgress) -> None:
+    progress.note(Raised(1, "Traceback ..."))
     error = WorkerGroupError("1 failed", {1: RankRaised("RuntimeError: Connection closed by peer")})
-    assert dict(end_of_ranks(error, found).died) == {}
-    end = end_of_ranks(error, found, {"id-a"})
+    assert dict(end_of_ranks(error, progress).died) == {}
+    end = end_of_ranks(error, progress, {"id-a"})
     assert dict(end.died) == {0: "was lost with node a"}
-    assert dict(end_of_ranks(error, found, {"id-b"}).died) == {}, "rank 1 has told its end"
+    assert dict(end_of_ranks(error, progress, {"id-b"}).died) == {}, "rank 1 has told its end"
 
 
-def test_ranks_that_could_not_be_started_are_told_with_the_reason(found: RankProgress) -> None:
-    end = end_of_ranks(ControllerError(ValueError("no such package")), found)
+def test_ranks_that_could_not_be_started_are_told_with_the_reason(progress: RankProgress) -> None:
+    end = end_of_ranks(ControllerError(ValueError("no such package")), progress)
     assert str(end) == "Ray Train could not start the ranks: no such package"
-    assert str(end_of_ranks(None, found)) == "Ray Train failed: no reason given"
+    assert str(end_of_ranks(None, progress)) == "Ray Train failed: no reason given"
 
 
 def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
     launcher = RayLauncher(MeasurePoint("train", {}, "cuda"), Cluster(1, 1), lambda _: None)
     there = Measurement((Metric.of(GPU_UTILIZATION, 50.0),))
     assert launcher.with_gpu_metrics(there) is there
-    launcher.watches.samples = [
+    launcher.agents.samples = [
         Sample(gpu, number, 0.2 * number, 90.0, 1000.0, power, 1500.0, 40.0, 0, (1,))
         for number in range(3)
         for gpu, power in (("a:0", 300.0), ("b:0", 100.0))

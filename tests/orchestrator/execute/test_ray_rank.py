@@ -17,17 +17,17 @@ from jobs.hardware.gpu_samples import Sample
 from jobs.hardware.telemetry import Telemetry, energy, summarise_samples
 from jobs.schema.point import Reading
 from jobs.schema.quantities import GPU_UTILIZATION
-from orchestrator.execute.ray_launcher import RankWatches
-from orchestrator.execute.ray_rank import NodeWatch, Placed
+from orchestrator.execute.ray_launcher import NodeAgents
+from orchestrator.execute.ray_rank import NodeAgent, Placed
 
 
 def _taken(monkeypatch: pytest.MonkeyPatch, pieces: Sequence[list[Sample]]) -> list[Sample]:
     """The samples of ranks that were started again and again."""
-    watches = RankWatches(lambda _: None)
+    agents = NodeAgents(lambda _: None)
     for piece in pieces:
         monkeypatch.setattr("orchestrator.execute.ray_launcher.answers", lambda *_, piece=piece: {"id-a": piece})
-        watches.end()
-    return watches.samples
+        agents.end()
+    return agents.samples
 
 
 def _piece(samples: int, utilization: float, gpu: str = "a:0", weight: int = 1) -> list[Sample]:
@@ -71,14 +71,14 @@ def test_live_readings_become_rarer_through_all_pieces_of_a_soak(monkeypatch: py
     starting = SimpleNamespace(remote=lambda *_: watch)
     monkeypatch.setattr("orchestrator.execute.ray_launcher.actor", lambda *_: starting)
     told: list[Any] = []
-    watches = RankWatches(told.append)
+    agents = NodeAgents(told.append)
     clock = room = 2 * 24 * 3600.0
     for piece in range(1, 11):
-        watches.begin({0: Placed(0, "id-a", "a", 17, "0", "/tmp/none", {})}, 1)
+        agents.begin({0: Placed(0, "id-a", "a", 17, "0", "/tmp/none", {})}, 1)
         while clock < room + 3600 * piece:
             clock += 0.5
-            watches.read()
-        watches.end()
+            agents.read()
+        agents.end()
     assert 5000 < len(asked) < 9000
     assert len(told) >= len(asked) - 10
 
@@ -88,10 +88,10 @@ def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -
     numbers: list[int] = []
     for _ in range(2):
         here = [Placed(rank, "id", "here", os.getpid(), None, "/tmp/none", {}) for rank in (0, 1)]
-        watch = NodeWatch(here, 1, max(numbers, default=-1))
+        agent = NodeAgent(here, 1, max(numbers, default=-1))
         until = len(numbers) + 2
         while len(numbers) < until:
-            numbers += [reading.number for reading in watch.readings() if reading.rank == 0]
+            numbers += [reading.number for reading in agent.readings() if reading.rank == 0]
             time.sleep(0.05)
     assert numbers == sorted(set(numbers))
     assert len(numbers) == 4
@@ -113,7 +113,7 @@ def test_samplings_of_a_nodes_gpus_end_as_fast_as_one(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("orchestrator.execute.ray_rank.Telemetry", Slow)
     here = [Placed(rank, "id", "here", os.getpid(), str(rank), "/tmp/none", {}) for rank in range(8)]
-    watch, asked = NodeWatch(here, 1, -1), time.monotonic()
-    samples = watch.samples()
+    agent, asked = NodeAgent(here, 1, -1), time.monotonic()
+    samples = agent.samples()
     assert time.monotonic() - asked < 1.5
     assert {sample.gpu for sample in samples} == {f"{socket.gethostname()}:{rank}" for rank in range(8)}
