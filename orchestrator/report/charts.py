@@ -26,6 +26,7 @@ Row = dict[str, Any]
 _CURVE_STEPS = 24
 _TITLE = 40  # characters of an axis title that fit in one line
 _PALE = 0.35  # opacity of points that a fit leaves out
+_MOST_SERIES, _MOST_POINTS = 60, 4000  # of a chart: more cannot be told apart, and Altair refuses 5,000 rows
 _LEAST, _MOST = 1e-300, 1e300  # values that axes and guides around them can be computed for
 
 # Guide slopes on log-log axes and their labels, by kind of plot.
@@ -46,6 +47,8 @@ def scaling_chart(
 ) -> alt.LayerChart:
     """Log-log chart of a quantity per sequence against sequence length: points, intervals, fitted lines, guide slopes.
 
+    Of many series, those with the most lengths are drawn, and a line above the chart says how many are not.
+
     Args:
         rows: rows of `v_scaling`; other metrics are left out.
         fits: `orchestrator.judge.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
@@ -56,7 +59,7 @@ def scaling_chart(
     Raises:
         ValueError: no row has this metric (and a positive length and value).
     """
-    points, lines, dashes = _named(rows, fits, quantity)
+    points, lines, dashes, omitted = _named(rows, fits, quantity)
     x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
     color, shape = _looks(_legend(points), shown=legend)
     interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
@@ -67,7 +70,8 @@ def scaling_chart(
         interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
         *_marks(points, quantity, x=x, y=y, color=color, shape=shape, opacity=pale),
     ]
-    return layered(layers).properties(height=height)
+    chart = layered(layers).properties(height=height)
+    return chart.properties(title=alt.Title(omitted, fontSize=12, fontWeight="normal")) if omitted else chart
 
 
 def scaling_legend(
@@ -79,13 +83,26 @@ def scaling_legend(
 
 def _named(
     rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity
-) -> tuple[list[Row], list[Row], dict[str, tuple[int, ...]]]:
-    """Points and lines of the chart, with the names of their series, and the dashes of each series."""
-    points = _points(rows, quantity)
+) -> tuple[list[Row], list[Row], dict[str, tuple[int, ...]], str]:
+    """Points and lines of the chart, with the names of their series, the dashes of each, and what is left out."""
+    points, omitted = _most_complete(_points(rows, quantity))
     if not points:
         raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
     lines = _lines(points, fit_rows(fits))
-    return points, lines, _name(points, lines)
+    return points, lines, _name(points, lines), omitted
+
+
+def _most_complete(points: list[Row]) -> tuple[list[Row], str]:
+    """The points of the series with the most lengths, as many as a chart holds, and a line about the others, or ""."""
+    lengths: dict[str, set[float]] = {}
+    for point in points:
+        lengths.setdefault(point["key"], set()).add(point["seq_len"])
+    shown = set(sorted(lengths, key=lambda key: -len(lengths[key]))[:_MOST_SERIES])
+    chosen = [point for point in points if point["key"] in shown][:_MOST_POINTS]
+    if len(chosen) == len(points):
+        return points, ""
+    drawn = len({point["key"] for point in chosen})
+    return chosen, f"drawn: {len(chosen):,} of {len(points):,} points, {drawn:,} of {len(lengths):,} series"
 
 
 def _legend(points: list[Row]) -> list[tuple[str, series.Look]]:

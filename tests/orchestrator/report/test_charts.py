@@ -213,6 +213,16 @@ def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
         assert {row["series"].split(" ")[0]: (row["color"], row["mark"]) for row in data} == expected
 
 
+def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataFrame):
+    one = measured(rows).query("implementation == 'naive' and metric == 'time'")
+    many = [one.assign(implementation=f"i{n}", point_id=one["point_id"] + f"-{n}") for n in range(1501)]
+    many[0] = many[0].iloc[:-1]  # fewer lengths than the others
+    chart = charts.scaling_chart(pd.concat(many), [], SHARED.of("time"))
+    assert chart.to_dict()["title"]["text"] == "drawn: 240 of 6,003 points, 60 of 1,501 series"
+    assert "i0" not in set(drawn(chart)["implementation"])
+    assert "title" not in charts.scaling_chart(one, [], SHARED.of("time")).to_dict()
+
+
 def test_a_legend_below_a_chart_names_its_series_with_their_looks(rows: pd.DataFrame):
     chosen = measured(rows)
     fits = scaling_fits(chosen)
