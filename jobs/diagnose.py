@@ -22,8 +22,7 @@ from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.layout import Layout
-from jobs.training.metrics import measurement
-from jobs.training.rank_metrics import RANK_IMBALANCE
+from jobs.training.metrics import RANK_IMBALANCE, measurement
 from jobs.training.report import RankReport, train_rank
 
 __all__ = ["AXES", "QUANTITIES", "Spec", "measure"]

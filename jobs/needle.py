@@ -31,12 +31,12 @@ from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
 from jobs.training.data.needle_corpus import NeedleCorpus
 from jobs.training.errors import noting_sigterm
-from jobs.training.estimate import estimate
-from jobs.training.live import LOSS, MFU, SERIES
-from jobs.training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME, Trainer
+from jobs.training.layout import estimate
+from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES
+from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
-from jobs.training.results import Run, first_steady, steady_steps
+from jobs.training.state import Run, first_steady, steady_steps
 
 RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
 RECALL_WORST = Quantity("recall_worst", "%", "Recall at the worst depth", "worst depth", Better.HIGHER, Role.HEADLINE)

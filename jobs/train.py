@@ -25,9 +25,8 @@ from jobs.specs.spec import JobSpec, Recovery, SpecError
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
-from jobs.training.estimate import estimate, implementation
 from jobs.training.launch import run_ranks
-from jobs.training.layout import Layout, Parallel, divided
+from jobs.training.layout import Layout, Parallel, divided, estimate, implementation
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
 from jobs.training.report import train_rank

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
+from jobs.diagnosis.advice import imbalance
 from jobs.measure.check import WrongResult
 from jobs.process.messages import Beat as RankBeat
 from jobs.process.messages import Note, RankFailure, RankProcess, Samples, Warned
@@ -20,10 +23,12 @@ from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
 from jobs.training.data.base import DataError
 from jobs.training.elastic import ElasticLauncher
 from jobs.training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
-from jobs.training.rank_metrics import LiveImbalance
+from jobs.training.live import RANK_COMPUTE_TIME
+from jobs.training.metrics import RANK_IMBALANCE
 from jobs.training.report import RankReport
 
 _ENDS = (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
+_RECENT = 20  # samples of a rank: ten seconds, or as many steps where those take longer
 _KNOWN = {cls.__name__: cls for cls in _ENDS}
 
 
@@ -100,10 +105,12 @@ class RankWatch:
     def __init__(self, ranks: int, beat: Beat) -> None:
         self._ranks = ranks
         self._report = reporter(beat)
-        self._imbalance = LiveImbalance(ranks, self._report)
+        self._compute_ms: dict[int, deque[float]] = {}  # latest own compute times by rank
+        self._steps: dict[int, int] = {}  # that these are of
         self._pids: dict[int, int] = {}
         self._beats: dict[int, RankBeat] = {}
         self._begun = False
+        self._compared = 0  # the step of the last reported imbalance
         self._sent = 0  # number of the last forwarded beat
         self._failures: dict[int, RankFailure] = {}  # in the order of arrival
 
@@ -119,7 +126,8 @@ class RankWatch:
                 self._failures.setdefault(number, message)
             case Samples(rank=number, step=step, values=values):
                 self._report.sample(step, values, number)
-                self._imbalance.take(message)
+                if (ms := values.get(RANK_COMPUTE_TIME.name)) is not None:
+                    self._compare(number, step, ms)
             case Warned(text=text):
                 self._report.warn(text)
             case Note(name=name, text=text):
@@ -129,6 +137,21 @@ class RankWatch:
             case RankBeat(rank=number):
                 self._beats[number] = message
                 self._forward()
+
+    def _compare(self, number: int, step: int, compute_ms: float) -> None:
+        """Report the imbalance of the ranks once all have got to another step.
+
+        Of medians, because a rank's first step compiles, and the one after a checkpoint waits: by chance one rank's
+        longer.
+        """
+        self._compute_ms.setdefault(number, deque(maxlen=_RECENT)).append(compute_ms)
+        self._steps[number] = step
+        slowest = min(self._steps.values())
+        if len(self._steps) < self._ranks or slowest <= self._compared:
+            return
+        self._compared = slowest
+        if (share := imbalance({rank: median(times) for rank, times in self._compute_ms.items()})) is not None:
+            self._report.sample(slowest, {RANK_IMBALANCE.name: share})
 
     def waiting(self, reason: str) -> None:
         """Report that the ranks wait to be started."""

@@ -1,86 +1,141 @@
-"""The live series of a training: what is told of each step while it runs."""
+"""The live series of a training: what is reported of each step while it runs."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 
+from jobs.measure.flops import training_flops_per_token
+from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import THROUGHPUT, Better, Plot, Quantity, Role
+from jobs.training.layout import Layout
+from nsa_core.model import ModelConfig
 
 LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.HEADLINE, Plot.CURVE)
+HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
 GRADIENT_NORM = Quantity("gradient_norm", "1", "Gradient norm before clipping", "gradient norm")
 LEARNING_RATE = Quantity("learning_rate", "1", "Learning rate")
 TRAINING_MEMORY = Quantity("training_memory", "MiB", "Memory of the training process", "memory")
 MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
+RANK_COMPUTE_TIME = Quantity("rank_compute_time", "ms", "Own compute time of a step by rank", better=Better.LOWER)
 SERIES = (GRADIENT_NORM, LEARNING_RATE, TRAINING_MEMORY)
 
 _WINDOW_S = 1.0
 
 
+@dataclass(frozen=True)
+class ModelFlops:
+    """Model FLOPs of a training against the published peak of its ranks' GPUs.
+
+    Attributes:
+        per_token: FLOPs of a token.
+        peak: of each rank's GPU [FLOP/s].
+        ranks: number of GPUs.
+    """
+
+    per_token: float
+    peak: float
+    ranks: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: Mapping[str, Any], gpu: str) -> ModelFlops | None:
+        """The figures of a point's training on GPUs of this name; None where no peak is known."""
+        if gpu not in BF16_PEAKS or config["precision"] != "bfloat16":
+            return None
+        per_token = training_flops_per_token(model, config["seq_len"])
+        return cls(per_token, BF16_PEAKS[gpu], Layout.from_config(config).ranks)
+
+    def utilization(self, throughput: float) -> float:
+        """Share of the peak of all ranks' GPUs [%] at a throughput of all ranks [tok/s]."""
+        return 100 * throughput * self.per_token / (self.peak * self.ranks)
+
+    @property
+    def method(self) -> str:
+        gpus = f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        return f"{self.per_token:.4g} FLOPs a token, {self.peak:.4g} a second{gpus}"
+
+
 class LiveTraining:
-    """Reports a sample a step of loss, gradient norm, learning rate, throughput, MFU and memory.
+    """Reports a sample a step: memory and own compute time of each rank; the first one's has the training's series,
+    too: loss, gradient norm, learning rate, throughput and MFU.
 
     Args:
         beat: the measurement's; samples are dropped if it takes none.
         tokens: tokens of a step, of all ranks.
-        rank: the rank that reports.
-        utilization: gives the MFU [%] at a throughput [tok/s]; None: no peak is known.
+        flops: None: no peak is known, and no MFU.
     """
 
     def __init__(
-        self,
-        beat: Beat,
-        tokens: int,
-        device: torch.device,
-        rank: int = 0,
-        utilization: Callable[[float], float] | None = None,
+        self, beat: Beat, tokens: int, device: torch.device, rank: int = 0, flops: ModelFlops | None = None
     ) -> None:
         self._report = reporter(beat)
         self._tokens = tokens
         self._device = device
         self._rank = rank
-        self._utilization = utilization
+        self._flops = flops
         self._begun = time.perf_counter()
         self._steps: deque[tuple[float, int]] = deque()  # end and number of the steps of the last second
+        self._compute_ms: deque[tuple[float, float]] = deque()  # end and own compute time of these steps
         self._memory = 0.0  # MiB, as last looked at
         self._looked = -_WINDOW_S
 
-    def step(self, step: int, loss: float, gradient_norm: float, learning_rate: float) -> None:
+    def step(
+        self, step: int, loss: float, gradient_norm: float, learning_rate: float, compute_ms: float | None = None
+    ) -> None:
         """Report that step `step`, from 1, has ended; waits for nothing."""
         clock = time.perf_counter()
         if clock - self._looked >= _WINDOW_S:
             self._looked, self._memory = clock, memory_mib(self._device)
+        values = {TRAINING_MEMORY.name: self._memory}
+        if compute_ms is not None:  # a mean: a step by itself says little of how even the ranks are
+            self._compute_ms.append((clock, compute_ms))
+            while clock - self._compute_ms[0][0] > _WINDOW_S:
+                self._compute_ms.popleft()
+            values[RANK_COMPUTE_TIME.name] = fmean(ms for _, ms in self._compute_ms)
+        if self._rank == 0:
+            throughput = self._throughput(clock, step)
+            values |= {
+                LOSS.name: loss,
+                GRADIENT_NORM.name: gradient_norm,
+                LEARNING_RATE.name: learning_rate,
+                THROUGHPUT.name: throughput,
+            }
+            if self._flops is not None:
+                values[MFU.name] = self._flops.utilization(throughput)
+        self._report.sample(step, values, self._rank)
+
+    def _throughput(self, clock: float, step: int) -> float:
+        """Tokens a second of the steps that ended within the last second, at least of the last one."""
         if not self._steps:
             self._steps.append((self._begun, step - 1))  # a resumed training begins at any step
         self._steps.append((clock, step))
         while len(self._steps) > 2 and clock - self._steps[1][0] >= _WINDOW_S:
             self._steps.popleft()
         since, before = self._steps[0]
-        throughput = (step - before) * self._tokens / max(clock - since, 1e-9)
-        values = {
-            LOSS.name: loss,
-            GRADIENT_NORM.name: gradient_norm,
-            LEARNING_RATE.name: learning_rate,
-            THROUGHPUT.name: throughput,
-            TRAINING_MEMORY.name: self._memory,
-        }
-        if self._utilization is not None:
-            values[MFU.name] = self._utilization(throughput)
-        self._report.sample(step, values, self._rank)
+        return (step - before) * self._tokens / max(clock - since, 1e-9)
+
+    def heldout(self, step: int, loss: float) -> None:
+        """Report the held-out loss after step `step`."""
+        if self._rank == 0:
+            self._report.sample(step, {HELDOUT_LOSS.name: loss})
 
 
 def memory_mib(device: torch.device) -> float:
     """Most memory allocated so far on a GPU, present resident memory of this process on a CPU [MiB]; no waiting."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: no value, which is not reported
-        return float("nan")
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident_bytes() / 2**20
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in the host's memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

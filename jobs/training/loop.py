@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,22 +20,17 @@ from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.route import route_of
 from jobs.process.reporter import CHECKPOINT
-from jobs.schema.point import Beat, reporter
-from jobs.schema.quantities import Better, Quantity, Role
-from jobs.training.ahead import in_order, on_its_way
+from jobs.schema.point import Beat
 from jobs.training.checkpoints.folder import CheckpointError
-from jobs.training.compute_clock import RecentMean
 from jobs.training.data.base import Corpus
 from jobs.training.errors import Diverged, Stopped, Suspended
 from jobs.training.layout import Layout
-from jobs.training.live import TRAINING_MEMORY, LiveTraining, memory_mib
-from jobs.training.model_flops import ModelFlops
+from jobs.training.live import LiveTraining, ModelFlops
 from jobs.training.optimizer import OptimizerSpec, learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, clip_gradients, local
-from jobs.training.results import Run, Step, is_steady
 from jobs.training.soak.history import steps_of
 from jobs.training.soak.watch import SoakWatch
-from jobs.training.state import TrainingState
+from jobs.training.state import Run, Step, TrainingState, is_steady
 from nsa_core import NSAConfig
 from nsa_core.loss import IGNORED
 from nsa_core.model import ModelConfig, NSATransformer
@@ -42,8 +38,7 @@ from nsa_core.model import ModelConfig, NSATransformer
 if TYPE_CHECKING:
     from jobs.training.checkpoints.saving import Checkpoints
 
-HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
-RANK_COMPUTE_TIME = Quantity("rank_compute_time", "ms", "Own compute time of a step by rank", better=Better.LOWER)
+T = TypeVar("T")
 
 
 class Trainer:
@@ -134,7 +129,8 @@ class Trainer:
             run.before = self._heldout_loss(heldout, beat)
         if self._watch is not None:
             self._watch.begin(len(run.begun) - 1)
-        live, begun = _Live(beat, self), self.state.step
+        live = LiveTraining(beat, math.prod(self.size), self.device, self.rank, self.flops)
+        begun = self.state.step
         while not (self._complete() or self._ending()):
             until = self.steps if checkpoints is None else checkpoints.next_stop(self.state.step)
             self._train(until, run, live, beat, stop, telemetry)
@@ -172,7 +168,7 @@ class Trainer:
         return self._asked or (self._watch is not None and self._watch.over)
 
     def _train(
-        self, until: int, run: Run, live: _Live, beat: Beat, stop: threading.Event, telemetry: Telemetry
+        self, until: int, run: Run, live: LiveTraining, beat: Beat, stop: threading.Event, telemetry: Telemetry
     ) -> None:
         """Train up to step `until`, or to the step at which this process ends."""
         ended, before, metered = time.perf_counter(), self.state.step, 0
@@ -187,7 +183,8 @@ class Trainer:
             if not self.energy.running and is_steady(number - 1, self.schedule_steps, run.begun):
                 self.energy.start()
             _check_finite(step.loss, f"at step {number}")
-            live.step(number, step)
+            rate = learning_rate(self.spec, number - 1, self.schedule_steps)
+            live.step(number, step.loss, step.norm, rate, step.compute_ms)
             if self._notes is not None and number == run.begun[-1] + 1:
                 self._notes.first_step(number, self.route)
             self._asked = self._asked or step.stop
@@ -201,14 +198,20 @@ class Trainer:
 
     def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""
+        first: list[Callable[[], Step]] = []
         while self.state.step < until and not self._ending():
             done = self.state.step
             if self._watch is None:
                 beat("train", done, self.steps)
             else:
                 beat("train [s]", int(self._watch.history.elapsed_s), int(60 * self._watch.plan.minutes))
-            self._set_rate(learning_rate(self.spec, done, self.schedule_steps))
-            yield self._start(stop) if self.route else self._start_first(stop)
+            for group in self.state.optimizer.param_groups:
+                group["lr"] = learning_rate(self.spec, done, self.schedule_steps)
+            if self.route:
+                yield self._start(stop)
+            else:  # a compiled model notes its route while it is traced
+                self.route = route_of(lambda: first.append(self._start(stop)))
+                yield first.pop()
             self.state.step += 1
 
     def _stopped(self, checkpoints: Checkpoints | None) -> Stopped:
@@ -223,7 +226,7 @@ class Trainer:
             return Stopped(f"{text}; it has no checkpoint to go on from")
         return Suspended.at(checkpoints.latest, text)
 
-    def _save(self, checkpoints: Checkpoints, run: Run, live: _Live, heldout: float | None) -> None:
+    def _save(self, checkpoints: Checkpoints, run: Run, live: LiveTraining, heldout: float | None) -> None:
         """Save a checkpoint. Raises Diverged instead if the weights are no numbers."""
         weights = [local(weight) for weight in self.model.parameters()]
         bad = torch.stack([~weight.isfinite().all() for weight in weights]).any().float()
@@ -232,12 +235,6 @@ class Trainer:
         if heldout is not None:
             live.heldout(self.state.step, heldout)
         checkpoints.save(self.state, run, self.route, heldout)
-
-    def _start_first(self, stop: threading.Event) -> Callable[[], Step]:
-        """Like `_start`, but records the route; a compiled model notes it while it is traced."""
-        started: list[Callable[[], Step]] = []
-        self.route = route_of(lambda: started.append(self._start(stop)))
-        return started[0]
 
     def step(self) -> float:
         """Run one optimizer step on all ranks and wait for the device; returns the loss [nat/byte]."""
@@ -258,25 +255,19 @@ class Trainer:
                 (loss / len(parts) if len(parts) > 1 else loss).backward()
             losses.append(loss.detach())
         lap = self._parallel.clock.lap()
-        told = self._parallel.averaging(self._numbers(losses, stop))  # on its way while the weights change
+        # Means over the ranks, which agree so on the loss, whether to stop, and a soak's time.
+        numbers = [(torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()]
+        host = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
+        numbers += [torch.full_like(numbers[0], number) for number in host]
+        averaged = self._parallel.averaging(torch.stack(numbers))  # on its way while the weights change
         norm = clip_gradients(self.model, self.spec.grad_clip)
         self.state.optimizer.step()
         self.state.optimizer.zero_grad(set_to_none=True)
-        return self._results(torch.cat((told(), norm.detach().float().view(1))), lap, self._tokens_a_byte(batch[1]))
-
-    def _numbers(self, losses: list[Tensor], stop: threading.Event) -> Tensor:
-        """Loss of a step over its passes, whether to stop, and a soak's time: means over ranks, which agree so."""
-        loss = (torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()
-        told = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
-        return torch.stack([loss, *(torch.full_like(loss, number) for number in told)])
-
-    @staticmethod
-    def _results(numbers: Tensor, lap: Callable[[], float | None], tokens_a_byte: float) -> Callable[[], Step]:
-        """Function that waits for a step's numbers, those of `_numbers` and the gradient norm of all ranks."""
-        found = on_its_way(numbers)
+        results = _copy_to_host(torch.cat((averaged(), norm.detach().float().view(1))))
+        tokens_a_byte = self._tokens_a_byte(batch[1])
 
         def wait() -> Step:
-            loss, asked, *elapsed, norm = found()
+            loss, asked, *elapsed, norm = results()
             return Step(loss * tokens_a_byte, norm, asked > 0, lap(), *elapsed)
 
         return wait
@@ -313,41 +304,30 @@ class Trainer:
         """Context of the model's passes: autocast, if the configuration asks for it."""
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
-    def _set_rate(self, rate: float) -> None:
-        for group in self.state.optimizer.param_groups:
-            group["lr"] = rate
+
+def in_order(started: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:
+    """Results in order; `ahead` more calls are started before one is waited for."""
+    under_way: deque[Callable[[], T]] = deque()
+    for wait in started:
+        under_way.append(wait)
+        if len(under_way) > ahead:
+            yield under_way.popleft()()
+    yield from (wait() for wait in under_way)
 
 
-class _Live:
-    """The live series of a rank: the first one's are those of the training, all have memory and own compute time."""
+def _copy_to_host(x: Tensor) -> Callable[[], list[float]]:
+    """Queue a copy of a few numbers to the host; returns a function that waits for this copy alone."""
+    if not x.is_cuda:
+        return x.tolist
+    numbers = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(self, beat: Beat, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._report = reporter(beat)
-        tokens = math.prod(trainer.size)
-        mfu = None if trainer.flops is None else trainer.flops.utilization
-        first = trainer.rank == 0
-        self._compute = RecentMean()  # a step by itself says little of how even the ranks are
-        self._training = LiveTraining(beat, tokens, trainer.device, utilization=mfu) if first else None
+    def wait() -> list[float]:
+        copied.synchronize()
+        return numbers.tolist()
 
-    def heldout(self, number: int, loss: float) -> None:
-        """Report the held-out loss after step `number`."""
-        if self._training is not None:
-            self._report.sample(number, {HELDOUT_LOSS.name: loss})
-
-    def step(self, number: int, step: Step) -> None:
-        """Report that step `number`, from 1, has ended."""
-        trainer = self._trainer
-        own: dict[str, float] = {}
-        if self._training is not None:
-            rate = learning_rate(trainer.spec, number - 1, trainer.schedule_steps)
-            self._training.step(number, step.loss, step.norm, rate)
-        else:
-            own[TRAINING_MEMORY.name] = memory_mib(trainer.device)
-        if step.compute_ms is not None:
-            own[RANK_COMPUTE_TIME.name] = self._compute.add(step.compute_ms)
-        if own:
-            self._report.sample(number, own, trainer.rank)
+    return wait
 
 
 def _check_finite(loss: float, where: str) -> None:

@@ -7,6 +7,7 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
+from jobs.diagnosis.advice import imbalance
 from jobs.hardware.energy import Energy
 from jobs.hardware.stats import summarize
 from jobs.schema.point import Measurement, Metric
@@ -33,16 +34,18 @@ from jobs.training.checkpoints.report import (
     RESUMED_STEP,
 )
 from jobs.training.data.spec import DataSpec
-from jobs.training.estimate import estimate
-from jobs.training.live import LOSS, MFU, SERIES
-from jobs.training.loop import HELDOUT_LOSS, RANK_COMPUTE_TIME
-from jobs.training.model_flops import ModelFlops
-from jobs.training.rank_metrics import RANK_IMBALANCE, RANK_STEP_TIME, RANK_UTILIZATION, compared
+from jobs.training.layout import estimate
+from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, ModelFlops
 from jobs.training.report import RankReport
-from jobs.training.results import RESUME_WARM_UP, Run, first_steady, steady_steps
+from jobs.training.state import RESUME_WARM_UP, Run, first_steady, steady_steps
 
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
 PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
+RANK_UTILIZATION = Quantity(
+    "rank_utilization", "%", "Utilisation of the least busy rank", "least busy rank", Better.HIGHER, Role.HEADLINE
+)
+RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
+RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
 QUANTITIES = (
     *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
     *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
@@ -106,15 +109,46 @@ def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
     run = reports[0].run
     chosen = steady_steps(run)
     steps = [1000 * median(report.run.seconds[step] for step in chosen) for report in reports]
-    own = [[ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])] for ms in map(_compute, reports)]
-    compute = [fmean(ms) if ms else None for ms in own]
+    compute: list[float | None] = []
+    for ms in (report.run.compute_ms for report in reports):
+        own = [ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])]
+        compute.append(fmean(own) if own else None)
     each = f"median of each rank's steps, {_left_out(run)}"
     busy = [None if (sampled := report.utilization) is None else fmean(sampled.samples) for report in reports]
-    return compared(reports, (steps, each), (compute, "the steady steps"), (busy, "steady steps"))
+    return compared((steps, each), (compute, "the steady steps"), (busy, "steady steps"))
 
 
-def _compute(report: RankReport) -> list[float]:
-    return report.run.compute_ms
+def compared(
+    steps: tuple[Sequence[float], str],
+    compute: tuple[Sequence[float | None], str],
+    busy: tuple[Sequence[float | None], str],
+) -> list[Metric]:
+    """Comparison of several ranks; samples are one a rank. None of a single rank.
+
+    Args:
+        steps: each rank's time of a step [ms], and what it is, in words.
+        compute: each rank's own compute time of a step [ms], None if unknown, and what it is a mean of.
+        busy: the mean utilisation of each rank's GPU [%], None if unknown, and the steps that it is of.
+    """
+    times, each = steps
+    if len(times) == 1:
+        return []
+    metrics = [Metric.of(RANK_STEP_TIME, max(times), tuple(times), f"{each}; value: the slowest rank's")]
+    own = tuple(ms for ms in compute[0] if ms is not None)
+    if len(own) == len(times):
+        until = "from a step's begin until its last gradients are ready to be summed: waits for no other rank"
+        share = imbalance(dict(enumerate(own)))
+        assert share is not None
+        method = f"slowest rank's own compute time over the ranks' mean, less 1; {until}; mean of {compute[1]}"
+        metrics += [
+            Metric.of(RANK_COMPUTE_TIME, max(own), own, f"{until}; value: the slowest rank's"),
+            Metric.of(RANK_IMBALANCE, share, method=method),
+        ]
+    shares = tuple(share for share in busy[0] if share is not None)
+    if len(shares) == len(times):
+        method = f"NVML utilisation of each rank's GPU in {busy[1]}, checkpoints left out; value: the least busy's"
+        metrics.append(Metric.of(RANK_UTILIZATION, min(shares), shares, method))
+    return metrics
 
 
 def _left_out(run: Run) -> str:

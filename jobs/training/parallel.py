@@ -6,8 +6,9 @@ All begin to average gradients over the ranks while the backward pass of a step'
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -15,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.measure.memory import graph_memory, tensor_bytes
-from jobs.training.compute_clock import ComputeClock
 from jobs.training.errors import Ineffective
 from jobs.training.layout import Layout
-from jobs.training.replica import Replica
 from nsa_core.model import NSATransformer
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Inductor's. Otherwise it measures which shape of a reduction is fastest, anew or as another process has left it in the
 # cache, and as the shape decides the order of the sum, the same training has other bits.
 _OPTIONS: dict[str, Any] = {"deterministic": True}
+
+_SHARE = 6  # one block in so many comes before Replica's cut: their backward pass lasts about as long as an average
 
 
 class ParallelModel:
@@ -74,7 +76,24 @@ class ParallelModel:
             return
         self.loss_of = compile_if_asked(model)
         if layout.ranks > 1:
-            self._ddp = self.loss_of = self._distribute(self.loss_of, device)
+            self._ddp = self.loss_of = DistributedDataParallel(
+                self.loss_of,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                bucket_cap_mb=layout.bucket_mb,
+                gradient_as_bucket_view=True,
+            )
+            if layout.gradient_compression == "bf16":
+                reduce: Callable[..., Any] = default_hooks.bf16_compress_hook
+            else:  # gloo cannot average
+                reduce = _averaging if _nccl() else default_hooks.allreduce_hook
+            clock = self.clock
+
+            def hook(state, bucket):  # DDP refuses annotations that are texts
+                if bucket.is_last():
+                    clock.gradients_ready()
+                return reduce(state, bucket)
+
+            self._ddp.register_comm_hook(dist.group.WORLD, hook)
 
     @property
     def resident(self) -> int:
@@ -116,20 +135,6 @@ class ParallelModel:
 
         return wait
 
-    def _distribute(self, module: Any, device: torch.device) -> DistributedDataParallel:
-        ddp = DistributedDataParallel(
-            module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=self.layout.bucket_mb,
-            gradient_as_bucket_view=True,
-        )
-        if self.layout.gradient_compression == "bf16":
-            reduce: Callable[..., Any] = default_hooks.bf16_compress_hook
-        else:  # gloo cannot average
-            reduce = _averaging if dist.get_backend() == "nccl" else default_hooks.allreduce_hook
-        ddp.register_comm_hook(dist.group.WORLD, _marking(reduce, self.clock))
-        return ddp
-
     def _shard(self, device: torch.device, compiled: bool) -> None:
         """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second of the processor to import
@@ -142,6 +147,104 @@ class ParallelModel:
                 block.compile(fullgraph=True, dynamic=False, options=_OPTIONS)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+
+class Replica:
+    """A model that every rank has whole, without DistributedDataParallel: gradients are averaged where they lie.
+
+    DDP copies every gradient to a bucket and back. Here the pass, tokens and targets [B,S] to the rank's loss, is cut
+    once, after the first blocks: as soon as the backward pass has left the later ones, their gradients are averaged
+    while the first blocks' are computed.
+
+    The weights are the first rank's from the start.
+
+    Args:
+        compiled: compiles a part of the pass, or gives it back as it is.
+    """
+
+    def __init__(
+        self, model: NSATransformer, ranks: int, clock: ComputeClock, compiled: Callable[[Any], Callable[..., Tensor]]
+    ) -> None:
+        depth = max(1, len(model.blocks) // _SHARE)
+        self._lower = compiled(lambda tokens: model.lower(tokens, depth))
+        self._upper = compiled(lambda hidden, targets: model.upper(hidden, depth, targets))
+        lower = {id(weight) for part in (model.embedding, *model.blocks[:depth]) for weight in part.parameters()}
+        weights = dict(model.named_parameters())  # a tied head is the embedding
+        self._first = {name: weight for name, weight in weights.items() if id(weight) in lower}
+        self._later = {name: weight for name, weight in weights.items() if id(weight) not in lower}
+        self._ranks, self._clock = ranks, clock
+        self._averaging = False
+        self._under_way: list[Any] = []
+        with torch.no_grad():
+            for weight in model.parameters():
+                dist.broadcast(weight, 0)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self._lower(tokens)
+        if self._averaging and hidden.grad_fn is not None:
+            # PyTorch's engine accumulates gradients as soon as they are there, before it goes on to this node.
+            hidden.grad_fn.register_prehook(lambda _: self._start(self._later))
+        return self._upper(hidden, targets)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context of a forward and backward pass, at whose end the gradients are averages over the ranks."""
+        self._averaging = True
+        try:
+            yield
+        finally:
+            self._averaging = False
+        self._clock.gradients_ready()
+        self._start(self._first)
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+        if not _nccl():
+            for gradient in _gradients(self._first | self._later):
+                gradient /= self._ranks
+
+    def _start(self, weights: Mapping[str, Parameter]) -> None:
+        """Start the sum of gradients, as one operation; NCCL averages on the way, which gloo cannot."""
+        gradients = _gradients(weights)  # an exception in the block would leave the group collecting operations
+        how = dist.ReduceOp.AVG if _nccl() else dist.ReduceOp.SUM
+        with dist._coalescing_manager(async_ops=True) as work:  # pyright: ignore[reportPrivateImportUsage] - as FSDP2
+            for gradient in gradients:
+                dist.all_reduce(gradient, how)
+        self._under_way.append(work)
+
+
+class ComputeClock:
+    """A rank's own compute time of a step: from its begin until its last gradients are ready to be summed over ranks.
+
+    CUDA: events on the current stream, so that nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._begun: Any = None
+        self._ready: Any = None
+
+    def begin(self) -> None:
+        """Mark the begin of a step."""
+        self._begun, self._ready = self._mark(), None
+
+    def gradients_ready(self) -> None:
+        """Mark the end of the step's own computation."""
+        self._ready = self._mark()
+
+    def lap(self) -> Callable[[], float | None]:
+        """Function that returns the step's compute time [ms] once the device has done it; None if nothing marked it."""
+        begun, ready = self._begun, self._ready
+        if ready is None:
+            return lambda: None
+        return lambda: begun.elapsed_time(ready) if self._cuda else 1000 * (ready - begun)
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -160,18 +263,19 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return found is not None and isinstance(tensor, found.DTensor)
 
 
-def _averaging(state, bucket):  # DDP refuses annotations that are texts
+def _averaging(state, bucket):  # without annotations, as above
     """A communication hook that averages on the way; PyTorch's divides the gradients in a pass of its own before."""
     work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def _marking(reduce: Callable[..., Any], clock: ComputeClock) -> Callable[..., Any]:
-    """A communication hook that marks the moment at which the last bucket is ready."""
+def _gradients(weights: Mapping[str, Parameter]) -> list[Tensor]:
+    """Gradients of weights. Raises RuntimeError if one has none: frozen, or without a part in the loss."""
+    found = {name: weight.grad for name, weight in weights.items()}
+    if missing := [name for name, gradient in found.items() if gradient is None]:
+        raise RuntimeError(f"parallel: replicate: {missing[0]} has no gradient; use parallel: fsdp")
+    return [gradient for gradient in found.values() if gradient is not None]
 
-    def hook(state, bucket):  # without annotations, as above
-        if bucket.is_last():
-            clock.gradients_ready()
-        return reduce(state, bucket)
 
-    return hook
+def _nccl() -> bool:
+    return dist.get_backend() == "nccl"

@@ -23,20 +23,18 @@ from jobs.measure.memory import Peak, measure_peak
 from jobs.schema.point import Beat, Metric, reporter
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.specs.fields import torch_dtype
+from jobs.training.checkpoints.exchange import Exchange, check_reach
 from jobs.training.checkpoints.folder import CheckpointError
-from jobs.training.checkpoints.reach import check_reach
 from jobs.training.checkpoints.report import CheckpointReport, CheckpointSpec
 from jobs.training.data.base import Corpus
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.data.spec import DataSpec
 from jobs.training.data.token_corpus import load_tokens
-from jobs.training.estimate import implementation
-from jobs.training.exchange import Exchange
-from jobs.training.layout import Layout
+from jobs.training.layout import Layout, implementation
 from jobs.training.loop import Trainer
-from jobs.training.results import Run
 from jobs.training.soak.history import SoakHistory, SoakPlan, steps_of
 from jobs.training.soak.watch import SoakWatch
+from jobs.training.state import Run
 from nsa_core.model import ModelConfig
 
 if TYPE_CHECKING:

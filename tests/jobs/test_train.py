@@ -22,10 +22,10 @@ from jobs.schema.point import Machine, Measurement, Point
 from jobs.train import Spec, measure
 from jobs.training import loop
 from jobs.training import parallel as parallel_model
-from jobs.training.ahead import in_order
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.errors import Diverged, Ineffective
 from jobs.training.layout import Layout
+from jobs.training.loop import in_order
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
 from nsa_core.backends import chunked

@@ -19,6 +19,7 @@ from jobs.measure.clock import synchronize
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
+from jobs.training.checkpoints.exchange import Exchange
 from jobs.training.checkpoints.folder import (
     MANIFEST,
     CheckpointError,
@@ -28,9 +29,7 @@ from jobs.training.checkpoints.folder import (
 )
 from jobs.training.checkpoints.io import Reader, Writer
 from jobs.training.checkpoints.report import CHECKPOINT_FAILURES, CheckpointReport, CheckpointSpec
-from jobs.training.exchange import Exchange
-from jobs.training.results import Run
-from jobs.training.state import TrainingState, generators, packed, set_generators, unpacked
+from jobs.training.state import Run, TrainingState, generators, packed, set_generators, unpacked
 
 _POLL_S = 0.2
 

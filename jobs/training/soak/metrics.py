@@ -12,7 +12,7 @@ from jobs.schema.point import Measurement, Metric
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training import metrics as of_training
 from jobs.training.live import LOSS
-from jobs.training.rank_metrics import compared
+from jobs.training.metrics import compared
 from jobs.training.report import RankReport
 from jobs.training.soak.history import GB, Interval, SoakHistory, SoakPlan
 from jobs.training.soak.watch import HOST_MEMORY, MEMORY_HELD
@@ -193,7 +193,7 @@ def _ranks(reports: Sequence[RankReport], plan: SoakPlan) -> list[Metric]:
     compute = [_own_compute([i for i in mine if i.compute_ms]) for mine in settled]
     busy = [_busy(mine) for mine in settled]
     own, looked = f"all steps, by {words}", f"looks once a second, {words}"
-    return compared(reports, (steps, f"median of each rank's {words}"), (compute, own), (busy, looked))
+    return compared((steps, f"median of each rank's {words}"), (compute, own), (busy, looked))
 
 
 def _own_compute(intervals: Sequence[Interval]) -> float | None:

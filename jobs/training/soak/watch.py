@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import Better, Quantity
 from jobs.training.errors import MemoryLimit
+from jobs.training.live import resident_bytes
 from jobs.training.soak.history import GB, Interval, SoakHistory, SoakPlan
 
 MEMORY_HELD = Quantity("memory_held", "MiB", "Memory held by a rank", "memory held", Better.LOWER)
@@ -136,12 +135,8 @@ class SoakWatch:
 
 def _memory(device: torch.device) -> tuple[int, int, int]:
     """Bytes allocated (the highest since the last call) and reserved on a GPU, and resident in the host's memory."""
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        resident = 0
     if device.type != "cuda":
-        return 0, 0, resident
+        return 0, 0, resident_bytes()
     allocated = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return allocated, torch.cuda.memory_reserved(device), resident
+    return allocated, torch.cuda.memory_reserved(device), resident_bytes()

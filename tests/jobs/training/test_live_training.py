@@ -18,8 +18,7 @@ from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Machine
 from jobs.schema.quantities import Quantities
 from jobs.train import QUANTITIES, Spec, measure
-from jobs.training.live import LiveTraining
-from jobs.training.model_flops import ModelFlops
+from jobs.training.live import LiveTraining, ModelFlops
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 
 STEPS = 40
@@ -81,7 +80,7 @@ def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
     report = Report()
     flops = ModelFlops(per_token=6e6, peak=1.2e9, ranks=2)
-    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), utilization=flops.utilization)
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), flops=flops)
     for step in range(done + 1, done + 25):
         live.step(step, 1.0, 1.0, 1.0)
     speeds = [values["throughput"] for _, values in report.samples]

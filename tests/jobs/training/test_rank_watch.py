@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from trainings import Keeping
 
 from jobs.process.messages import RankFailure, Samples
 from jobs.process.reporter import ProcessReporter
 from jobs.schema.launcher import RanksEnded
-from jobs.training.compute_clock import RecentMean
 from jobs.training.errors import Stopped
 from jobs.training.launch import RankWatch
+from jobs.training.live import LiveTraining
 
 
 def test_progress_is_that_of_the_slowest_rank() -> None:
@@ -47,10 +48,14 @@ def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: in
 
 def test_a_live_compute_time_is_the_mean_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(0.25 * step for step in range(100))
-    monkeypatch.setattr("jobs.training.compute_clock.time.perf_counter", lambda: next(clock))
-    recent = RecentMean()
-    assert [recent.add(value) for value in (8.0, 4.0)] == [8, 6]
-    assert [recent.add(float(step)) for step in range(10)][-1] == 7, "of five steps"
+    monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
+    told = Keeping()
+    live = LiveTraining(told, tokens=1, device=torch.device("cpu"), rank=1)
+    for step, ms in enumerate([8.0, 4.0, *map(float, range(10))], 1):
+        live.step(step, 1.0, 1.0, 1.0, ms)
+    means = list(told.series["rank_compute_time"].values())
+    assert means[:2] == [8, 6]
+    assert means[-1] == 7, "of five steps"
 
 
 def test_ranks_that_were_stopped_without_a_checkpoint_say_so() -> None:

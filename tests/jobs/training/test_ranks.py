@@ -29,13 +29,12 @@ from jobs.schema.states import PointState
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
-from jobs.training.compute_clock import ComputeClock
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.errors import Diverged, RankFailed, Stopped
 from jobs.training.layout import divided
 from jobs.training.optimizer import learning_rate
+from jobs.training.parallel import ComputeClock, Replica
 from jobs.training.rank import flight_record, write_flight_record
-from jobs.training.replica import Replica
 from nsa_core.model import PRESETS, NSATransformer
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.training.checkpoints import reach
+from jobs.training.checkpoints import exchange
 from jobs.training.checkpoints.folder import CheckpointError
 
 
@@ -30,14 +30,14 @@ class TwoRanks:
         return [*self._blind, value]
 
 
-def _check(folder: Path, exchange: Any) -> None:
-    reach.check_reach(f"file://{folder}", exchange)
+def _check(folder: Path, ranks: Any) -> None:
+    exchange.check_reach(f"file://{folder}", ranks)
 
 
 def test_a_file_of_the_first_rank_that_another_does_not_see_is_an_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(exchange, "_PATIENCE_S", 0.0)
     message = r"NSA_ARTIFACT_STORE: .* does not see what node a writes there; name a store that all nodes reach"
     with pytest.raises(CheckpointError, match=message):
         _check(tmp_path, TwoRanks(1, (f"{tmp_path}/.reach-1", "a"), blind=(None,)))

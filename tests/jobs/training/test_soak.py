@@ -26,10 +26,10 @@ from jobs.train import measure as train
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.report import train_rank
-from jobs.training.results import Run
 from jobs.training.soak.history import INTERVALS, Interval, SoakHistory, SoakPlan
 from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
 from jobs.training.soak.watch import SoakWatch
+from jobs.training.state import Run
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
