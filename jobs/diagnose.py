@@ -10,22 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-
 from jobs import train
 from jobs.diagnosis.advice import Diagnosis, advise
 from jobs.diagnosis.rank_state import PHASES, RankState
 from jobs.diagnosis.text import describe
 from jobs.schema.axes import Axis
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.point import Beat, Measurement, Metric, reporter
 from jobs.schema.quantities import Better, Quantity, Role
-from jobs.training.errors import noting_sigterm
-from jobs.training.launch import run_ranks
-from jobs.training.layout import Layout
 from jobs.training.metrics import RANK_IMBALANCE, measurement
-from jobs.training.report import RankReport, train_rank
+from jobs.training.report import RankReport
 
-__all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
+__all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
 
 WARNINGS = Quantity("warnings", "1", "Warnings of the diagnosis", "warnings", Better.LOWER, Role.HEADLINE)
 _SIZES = {"allocated": "Most memory allocated", "reserved": "Memory reserved", "resident": "Resident memory"}
@@ -35,6 +30,7 @@ PHASE_MEMORY = {
     for size, title in _SIZES.items()
 }
 AXES: tuple[Axis, ...] = train.AXES
+Case = train.Case
 QUANTITIES = (WARNINGS, *PHASE_MEMORY.values(), *train.QUANTITIES)
 
 
@@ -43,23 +39,19 @@ class Spec(train.TrainingSpec):
 
     kind: Literal["diagnose"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
-    def points(self, machine: Machine) -> Sequence[Point]:
+    def case_fields(self) -> Mapping[str, Any]:
         """As TrainingSpec; the ranks look at their hosts, too."""
-        return [replace(point, case={**point.config, "topology": True}) for point in super().points(machine)]
+        return {"topology": True}
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Train with the point's configuration, and diagnose the training.
+def measure(case: Case, beat: Beat) -> Measurement:
+    """Train, and diagnose the training.
 
     Raises:
-        As jobs.train.measure.
+        As jobs.train.trained.
     """
-    with noting_sigterm() as stop:
-        if Layout.from_config(config).ranks > 1:
-            reports = run_ranks(config, beat, stop)
-        else:
-            reports = [train_rank(config, torch.device(config["device"]), 0, beat, stop)]
-    result = measurement(config, reports)
+    reports = train.trained(case, beat)
+    result = measurement(case, reports)
     found = diagnosis(reports, result)
     advice = advise(found)
     for each in advice:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -20,18 +20,18 @@ from jobs.diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
-from jobs.measure.check import HeadShape, check_attention
+from jobs.measure.check import check_attention
 from jobs.measure.memory import measure_peak
-from jobs.measure.model_pass import Implementations, model_axes, model_of_preset
+from jobs.measure.model_pass import Implementations, model_of_preset
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.specs.fields import NSA, Count, Layers, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
+from jobs.training.case import Layout, TrainingCase
 from jobs.training.data.needle_corpus import NeedleCorpus
 from jobs.training.errors import noting_sigterm
-from jobs.training.layout import estimate
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES
 from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
@@ -56,6 +56,15 @@ _LEARNED = 0.1  # of the loss of a guess, below which the mean loss over a twent
 _HELDOUT_BATCHES = 2
 
 Depth = Annotated[int, Field(ge=0, le=100)]
+
+
+class Case(TrainingCase):
+    """A training on a task, and the questions after it: fields as in Spec."""
+
+    task: NeedleCorpus
+    depths: list[int]
+    questions: int
+    converged_nat: float
 
 
 class Spec(JobSpec):
@@ -119,30 +128,36 @@ class Spec(JobSpec):
         base = model_of_preset(self.preset, self.nsa, implementation)
         task = NeedleCorpus(self.needles, self.alphabet, self.seed)
         model = replace(base, vocab_size=task.vocabulary, layers=self.layers or base.layers)
-        batch = self.tokens // seq_len
-        same = {"steps", "precision", "compile", "seed", "optimizer", "depths", "questions", "converged_nat"}
-        config = {
-            **self.model_dump(mode="json", include=same),
-            "model": asdict(model),
-            "implementation": implementation,
-            "seq_len": seq_len,
-            "batch": batch,
-            "task": asdict(task),
-            "device": machine.device,
-            "threads": threads(self, machine),
-        }
-        needed = estimate(model, config)
+        case = Case(
+            implementation=implementation,
+            seq_len=seq_len,
+            batch=(batch := self.tokens // seq_len),
+            dtype=self.precision,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine),
+            model=model,
+            steps=self.steps,
+            compile=self.compile,
+            optimizer=self.optimizer,
+            layout=Layout(batch),
+            task=task,
+            depths=self.depths,
+            questions=self.questions,
+            converged_nat=self.converged_nat,
+        )
+        needed = case.estimate()
         return Point(
             kind="needle",
             label=f"{implementation} {self.preset} S={seq_len}",
-            case=config,
-            axes=model_axes({"pass": "train", **config}, model),
+            case=case,
+            axes=case.axes(),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),
         )
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Train a model on retrieval, and ask it at each depth.
 
     Raises:
@@ -151,48 +166,45 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         Stopped: SIGTERM came before the last step.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    if config["threads"] is not None:
-        torch.set_num_threads(config["threads"])
-    device = torch.device(config["device"])
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+    device, corpus = case.torch_device, case.task
     notes = Notes(beat, device, 0, 1)
     notes.note(BOOT)
-    corpus = NeedleCorpus(**config["task"])
     notes.note(LOADER)
-    trainer = Trainer(config, corpus, device, notes=notes)
-    model = trainer.model.config
+    trainer = Trainer(case, corpus, device, notes=notes)
     beat("check")
-    shape, dtype = HeadShape.of(model), torch_dtype(config["precision"])
-    settings = config["implementation"], model.nsa, shape, dtype, device
-    agreement = check_attention(*settings, backward=True, seed=config["seed"])
+    settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
+    agreement = check_attention(*settings, backward=True, seed=case.seed)
     with noting_sigterm() as stop:
         run = trainer.run(_HELDOUT_BATCHES, beat, stop, Telemetry([]))
-    found = {depth: _recall(trainer, corpus, config, depth, beat) for depth in config["depths"]}
+    found = {depth: _recall(trainer, case, depth, beat) for depth in case.depths}
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
     learning = Learning.of(run.losses, math.log(corpus.alphabet))
     if learning.learned is None:
-        reporter(beat).warn(f"steps: {config['steps']}: the task was not learned; give more steps, or another seed")
-    elif abs(learning.change) > config["converged_nat"]:
+        reporter(beat).warn(f"steps: {case.steps}: the task was not learned; give more steps, or another seed")
+    elif abs(learning.change) > case.converged_nat:
         text = f"the loss still changes by {learning.change:.2g} nat/answer in the last tenth of the steps"
-        reporter(beat).warn(f"steps: {config['steps']}: {text}, more than converged_nat; give more steps")
-    speed = [*_speed(run, config), *energy_per_token([trainer.energy.energy])]
-    metrics = (*_recalls(found, config), *_learned(learning, run, config), *speed, *peak.metrics())
+        reporter(beat).warn(f"steps: {case.steps}: {text}, more than converged_nat; give more steps")
+    speed = [*_speed(run, case), *energy_per_token([trainer.energy.energy])]
+    metrics = (*_recalls(found, case), *_learned(learning, run, case), *speed, *peak.metrics())
     training = {
         "training": {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
     }
-    files = {**peak.files, "recall.csv": _table(found, config)}
+    files = {**peak.files, "recall.csv": _table(found, case)}
     return Measurement((*metrics, *agreement.metrics()), trainer.route, environment(device) | training, files)
 
 
 @torch.no_grad()
-def _recall(trainer: Trainer, corpus: NeedleCorpus, config: Mapping[str, Any], depth: int, beat: Beat) -> float:
+def _recall(trainer: Trainer, case: Case, depth: int, beat: Beat) -> float:
     """Share of needles at a depth whose value is the model's likeliest token [%]."""
     trainer.model.eval()
-    tokens, values = corpus.asked(config["questions"], config["seq_len"], depth)
-    asked, right = config["seq_len"] - corpus.needles, 0
-    for start in range(0, len(tokens), config["batch"]):
+    tokens, values = case.task.asked(case.questions, case.seq_len, depth)
+    asked, right = case.seq_len - case.task.needles, 0
+    for start in range(0, len(tokens), case.batch):
         beat(f"recall at {depth} %", start, len(tokens))
-        part = slice(start, start + config["batch"])
+        part = slice(start, start + case.batch)
         with trainer.precision():
             logits = trainer.model(tokens[part].to(trainer.device))[:, asked]
         right += int((logits.argmax(-1).cpu() == values[part]).sum())
@@ -221,9 +233,9 @@ class Learning:
         return cls(change, next((end for end in ends if fmean(losses[end - window : end]) < _LEARNED * guess), None))
 
 
-def _recalls(found: Mapping[int, float], config: Mapping[str, Any]) -> list[Metric]:
-    method = f"{config['questions']} sequences a depth; the asked needle at the depth, the likeliest token counts"
-    chance = 100 / config["task"]["alphabet"]
+def _recalls(found: Mapping[int, float], case: Case) -> list[Metric]:
+    method = f"{case.questions} sequences a depth; the asked needle at the depth, the likeliest token counts"
+    chance = 100 / case.task.alphabet
     return [
         Metric.of(RECALL, fmean(found.values()), tuple(found.values()), f"{method}; samples: depths"),
         Metric.of(RECALL_WORST, min(found.values()), method=method),
@@ -232,12 +244,10 @@ def _recalls(found: Mapping[int, float], config: Mapping[str, Any]) -> list[Metr
     ]
 
 
-def _learned(learning: Learning, run: Run, config: Mapping[str, Any]) -> list[Metric]:
+def _learned(learning: Learning, run: Run, case: Case) -> list[Metric]:
     last = max(1, len(run.losses) // 10)
-    settled = learning.learned is not None and abs(learning.change) <= config["converged_nat"]
-    bound = (
-        f"learned, and between the last two tenths of the steps the loss changes by {config['converged_nat']:g} at most"
-    )
+    settled = learning.learned is not None and abs(learning.change) <= case.converged_nat
+    bound = f"learned, and between the last two tenths of the steps the loss changes by {case.converged_nat:g} at most"
     metrics = [
         Metric.of(CONVERGED, float(settled), method=bound),
         Metric.of(LOSS_CHANGE, learning.change, method="mean of the last tenth less that of the tenth before"),
@@ -250,19 +260,18 @@ def _learned(learning: Learning, run: Run, config: Mapping[str, Any]) -> list[Me
     return metrics
 
 
-def _speed(run: Run, config: Mapping[str, Any]) -> list[Metric]:
+def _speed(run: Run, case: Case) -> list[Metric]:
     steady = [run.seconds[step] for step in steady_steps(run)]
-    tokens = config["batch"] * config["seq_len"]
     method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
-    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
     return [summarize(TIME, [1000 * s for s in steady], method), throughput]
 
 
-def _table(found: Mapping[int, float], config: Mapping[str, Any]) -> str:
+def _table(found: Mapping[int, float], case: Case) -> str:
     """Recall by depth, as CSV."""
     out = io.StringIO()
     print("implementation,length,depth_percent,questions,recall_percent", file=out)
     for depth, share in found.items():
-        place = f"{config['implementation']},{config['seq_len']},{depth}"
-        print(f"{place},{config['questions']},{share:.6g}", file=out)
+        place = f"{case.implementation},{case.seq_len},{depth}"
+        print(f"{place},{case.questions},{share:.6g}", file=out)
     return out.getvalue()

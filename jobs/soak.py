@@ -6,7 +6,7 @@ A point is one kind of attention. The training is that of `train` with checkpoin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,14 +17,15 @@ from jobs.schema.point import STARTING, Beat, Machine, Measurement, Point
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.errors import Suspended, noting_sigterm
 from jobs.training.launch import run_ranks
-from jobs.training.layout import Layout
 from jobs.training.soak.history import SoakPlan
 from jobs.training.soak.metrics import COUNTS, SLOPES, soak_measurement
 
-__all__ = ["AXES", "QUANTITIES", "Spec", "measure"]
+__all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
 
 AXES = (*train.AXES, Axis("minutes", "whole", "minutes"))
 QUANTITIES = (*SLOPES, *train.QUANTITIES, *COUNTS)
+
+Case = train.Case
 
 _START_S = 900  # of a point's deadline, for start-up, checkpoints and the check of the attention
 _LONGEST_S = 10**6  # that a deadline can be
@@ -77,22 +78,24 @@ class Spec(train.TrainingSpec):
             )
         return self
 
+    def case_fields(self) -> Mapping[str, Any]:
+        """As TrainingSpec."""
+        return {"soak": SoakPlan(self.minutes, self.piece_minutes, self.alert_gb, self.limit_gb)}
+
     def points(self, machine: Machine) -> Sequence[Point]:
         """As TrainingSpec, with the time."""
-        plan = SoakPlan(self.minutes, self.piece_minutes, self.alert_gb, self.limit_gb)
         return [
             replace(
                 point,
                 label=f"{point.label} {self.minutes:g} min",
-                case={**point.config, "soak": asdict(plan)},
                 axes=replace(point.axes, more={**point.axes.more, "minutes": int(self.minutes)}),
             )
             for point in super().points(machine)
         ]
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Train piece by piece with the point's configuration, each piece on ranks that are started anew.
+def measure(case: Case, beat: Beat) -> Measurement:
+    """Train piece by piece, each piece on ranks that are started anew; also one rank is a process of its own.
 
     Raises:
         RankFailed, WrongResult, Diverged, Ineffective, CheckpointError: as run_ranks.
@@ -100,16 +103,15 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         Suspended: SIGTERM came before the end.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
-    pieces = {**config, "ranks": asdict(Layout.from_config(config))}  # also one rank is a process of its own
     restarts = 0
     with noting_sigterm() as stop:
         while True:
-            reports = run_ranks(pieces, beat, stop)
+            reports = run_ranks(case, beat, stop)
             restarts += reports[0].environment["training"]["restarts"]
             history = reports[0].run.soak
             assert history is not None
             if history.done:
-                return soak_measurement(config, reports, restarts)
+                return soak_measurement(case, reports, restarts)
             if stop.is_set():
                 raise Suspended(f"SIGTERM ended the soak after piece {history.pieces}: nsa submit SPEC --resume RUN")
             beat(STARTING)

@@ -7,14 +7,13 @@ get the same batches in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from jobs.measure.model_pass import model_axes
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import TrainingPlan
@@ -22,20 +21,22 @@ from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, threads
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
+from jobs.training.case import Layout, Parallel, TextCase, divided, implementation
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
-from jobs.training.layout import Layout, Parallel, divided, estimate, implementation
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
-from jobs.training.report import train_rank
+from jobs.training.report import RankReport, train_rank
 from nsa_core.backends import default
 from nsa_core.model import PRESETS
 
-__all__ = ["AXES", "QUANTITIES", "Spec", "TrainingSpec", "measure"]
+__all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
 
 AXES = (Axis("ranks", "whole", "ranks"),)
+
+Case = TextCase
 
 
 class TrainingSpec(JobSpec):
@@ -178,60 +179,62 @@ class TrainingSpec(JobSpec):
         Raises:
             SpecError: the backend is unknown or cannot run on this machine, or the vocabulary cannot be told here.
         """
-        reasons = self._reasons(machine) | {"auto": None}
-        if "nsa" in self.attention and reasons.get(self.backend, "there is no such backend") is not None:
-            reason = reasons.get(self.backend, "there is no such backend")
+        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
+        reason = (reasons | {"auto": None}).get(self.backend, "there is no such backend")
+        if "nsa" in self.attention and reason is not None:
             usable = [name for name, why in reasons.items() if why is None]
-            raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join(usable)}")
-        return [self._point(machine, attention) for attention in self.attention]
+            raise SpecError(f"backend: {self.backend!r}: {reason}; use {', '.join([*usable, 'auto'])}")
+        return [self._point(machine, attention, reasons) for attention in self.attention]
 
-    def _backend(self, machine: Machine) -> str:
-        """Name of the backend that runs; resolved here, so that a point names it even if it runs on another host."""
-        if self.backend != "auto":
-            return self.backend
-        return default(torch.device(machine.device), torch_dtype(self.precision), reasons=self._reasons(machine))
-
-    def _reasons(self, machine: Machine) -> dict[str, str | None]:
-        return backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
-
-    def _point(self, machine: Machine, attention: Literal["nsa", "dense"]) -> Point:
-        base = PRESETS[self.preset]
+    def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
+        base, backend = PRESETS[self.preset], self.backend
+        if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
+            backend = default(torch.device(machine.device), torch_dtype(self.precision), reasons=reasons)
         model = replace(
             base,
             vocab_size=self.data.vocabulary() or base.vocab_size,
             attention=attention,
             nsa=self.nsa or base.nsa,
-            backend=self._backend(machine) if attention == "nsa" else "auto",
+            backend=backend if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
-        common = self.model_dump(mode="json", include={"seq_len", "batch", "steps", "precision", "compile", "seed"})
-        sections = self.model_dump(mode="json", include={"optimizer", "data", "plan"})
-        config = {
-            **common,
-            **({"cuda_graphs": True} if self.cuda_graphs else {}),
-            **sections,
-            "model": asdict(model),
-            "device": machine.device,
-            "threads": threads(self, machine, self.ranks),
-            **self.layout.to_config(),
-            **self._resuming(),
-        }
-        needed = estimate(model, config)
-        named = {"implementation": implementation(model), "pass": "train", **config}
+        case = Case(
+            implementation=implementation(model),
+            seq_len=self.seq_len,
+            batch=self.batch,
+            dtype=self.precision,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine, self.ranks),
+            model=model,
+            steps=self.steps,
+            compile=self.compile,
+            cuda_graphs=self.cuda_graphs,
+            optimizer=self.optimizer,
+            layout=self.layout,
+            data=self.data,
+            plan=self.plan,
+            checkpoints=self.checkpoints,
+            restarts=self.restarts,
+            **self.case_fields(),
+        )
+        needed = case.estimate()
+        # On a CPU the ranks share the host's memory.
+        together = needed if needed is None or machine.device == "cuda" else self.ranks * needed
+        ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
+        settings = f"{' compiled' if self.compile else ''}{' graphs' if self.cuda_graphs else ''}{ranks}"
         return Point(
             kind=self.kind,
-            label=f"{attention} {self.preset} S={self.seq_len}{self._ending()}",
-            case=config,
-            axes=model_axes(named, model, more={"ranks": self.ranks} if self.ranks > 1 else {}),
+            label=f"{attention} {self.preset} S={self.seq_len}{settings}",
+            case=case,
+            axes=case.axes(more={"ranks": self.ranks} if self.ranks > 1 else {}),
             estimate_bytes=needed,
-            skip_reason=self._does_not_fit(needed, machine),
+            skip_reason=does_not_fit(together, self, machine, "shorten seq_len, lower batch or turn checkpointing on"),
         )
 
-    def _resuming(self) -> dict[str, Any]:
-        """Section of a point's configuration about checkpoints; {} without any, so that its key stays as it was."""
-        if self.checkpoints is None:
-            return {}
-        return {"checkpoints": self.checkpoints.model_dump(mode="json"), "restarts": self.restarts}
+    def case_fields(self) -> Mapping[str, Any]:
+        """Fields of the points' case that a kind adds or replaces."""
+        return {}
 
     @property
     def recovery(self) -> Recovery:
@@ -242,19 +245,6 @@ class TrainingSpec(JobSpec):
     def world_size(self) -> int:
         """As JobSpec."""
         return self.ranks
-
-    def _ending(self) -> str:
-        """End of the points' labels: settings that are not the usual ones."""
-        ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
-        compiled = " compiled" if self.compile else ""
-        return f"{compiled}{' graphs' if self.cuda_graphs else ''}{ranks}"
-
-    def _does_not_fit(self, needed: int | None, machine: Machine) -> str | None:
-        """Reason to skip a point whose ranks need `needed` bytes each: on a CPU they share the host's memory."""
-        advice = "shorten seq_len, lower batch or turn checkpointing on"
-        if needed is not None and machine.device == "cpu":
-            needed *= self.ranks
-        return does_not_fit(needed, self, machine, advice)
 
 
 class Spec(TrainingSpec):
@@ -272,8 +262,17 @@ class Spec(TrainingSpec):
         return self
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
-    """Train with the point's configuration: in this process, or on several ranks.
+def measure(case: Case, beat: Beat) -> Measurement:
+    """Train in this process, or on several ranks.
+
+    Raises:
+        As trained.
+    """
+    return measurement(case, trained(case, beat))
+
+
+def trained(case: Case, beat: Beat) -> list[RankReport]:
+    """Train in this process, or on several ranks; returns their reports, by rank.
 
     Raises:
         DataError: there is no such text, or too little.
@@ -286,6 +285,6 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     with noting_sigterm() as stop:
-        if Layout.from_config(config).ranks > 1:
-            return measurement(config, run_ranks(config, beat, stop))
-        return measurement(config, [train_rank(config, torch.device(config["device"]), 0, beat, stop)])
+        if case.layout.ranks > 1:
+            return run_ranks(case, beat, stop)
+        return [train_rank(case, case.torch_device, 0, beat, stop)]

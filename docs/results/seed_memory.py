@@ -22,7 +22,7 @@ from seed_evidence import (
 from tables import commits, noted, table
 
 from jobs.schema.plain_text import for_file
-from jobs.training.layout import Layout
+from jobs.training.case import Layout
 
 SPECS = (DIAGNOSE, TRAIN, TRAIN_2GPU, ESTIMATE, CAPACITY, SOAK, SCALING)
 
@@ -97,7 +97,7 @@ def _load(e: Evidence) -> str:
         if not config:
             rows.append([f"`{spec.file}`", spec.not_measured, "", "", "", "", ""])
             continue
-        layout = Layout.from_config(config)
+        layout = Layout(**config.get("ranks", {"micro_batch": config["batch"]}))
         batch, length = config["batch"], config["seq_len"]
         told = [f"{size}" for size in (layout.ranks, batch, layout.micro_batch, layout.accumulation)]
         rows.append([f"`{spec.file}`", *told, f"{length:,}", f"{batch * length:,}"])
@@ -255,7 +255,7 @@ def _distributed(e: Evidence) -> str:
     told = e.environment(DIAGNOSE, **_NSA).get("training", {})
     if not config:
         return f"Ranks: {DIAGNOSE.not_measured}."
-    layout = Layout.from_config(config)
+    layout = Layout(**config.get("ranks", {"micro_batch": config["batch"]}))
     rows = [["ranks", f"{layout.ranks}"], ["parallel", layout.parallel if layout.ranks > 1 else "none: one rank"]]
     return table(["what", "here"], [*rows, ["launcher", f"{told.get('launcher', 'none')}"]])
 

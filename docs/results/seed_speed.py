@@ -29,7 +29,7 @@ from seed_fitness import verdict
 from tables import commits, noted, rate, table
 
 from jobs.schema.training_plan import TrainingPlan
-from jobs.training.layout import divided
+from jobs.training.case import divided
 
 LADDER = Spec("capacity_ladder.yaml")
 SPECS = (

@@ -19,6 +19,7 @@ from jobs.process.reporter import CHECKPOINT
 from jobs.schema.launcher import Launcher, RanksEnded
 from jobs.schema.point import STARTING, WAITING, Beat, Surroundings, reporter
 from jobs.training import rank
+from jobs.training.case import TextCase
 from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
 from jobs.training.data.base import DataError
 from jobs.training.elastic import ElasticLauncher
@@ -32,10 +33,10 @@ _RECENT = 20  # samples of a rank: ten seconds, or as many steps where those tak
 _KNOWN = {cls.__name__: cls for cls in _ENDS}
 
 
-def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> list[RankReport]:
-    """Train with the point's configuration on its ranks; returns their reports, by rank.
+def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankReport]:
+    """Train a case on its ranks; returns their reports, by rank.
 
-    Ranks of which one died are started again together, as often as the configuration says, and go on from the last
+    Ranks of which one died are started again together, as often as the case says, and go on from the last
     checkpoint; `training.restarts` of the environment is how often. A launcher's own restarts would also repeat a
     training that diverged.
 
@@ -51,29 +52,28 @@ def run_ranks(config: Mapping[str, Any], beat: Beat, stop: threading.Event) -> l
     """
     report = reporter(beat)
     launcher = report.surroundings.launcher or ElasticLauncher()
-    allowed = config.get("restarts", 0)
     restarts = 0
     while True:
         try:
-            return [_with(each, restarts=restarts) for each in _run_once(config, beat, launcher, stop)]
+            return [_with(each, restarts=restarts) for each in _run_once(case, beat, launcher, stop)]
         except RankDied as err:
-            if restarts == allowed or isinstance(err.__cause__, MemoryError):  # it would run out again
+            if restarts == case.restarts or isinstance(err.__cause__, MemoryError):  # it would run out again
                 raise
             restarts += 1
             first, *_ = str(err).splitlines()
             where = "the beginning" if _saved_step(report.surroundings) is None else "the last checkpoint"
-            report.warn(f"{first}; restart {restarts} of {allowed} of all ranks from {where}")
+            report.warn(f"{first}; restart {restarts} of {case.restarts} of all ranks from {where}")
             report(STARTING)  # in place of the dead ranks' progress
 
 
-def _run_once(config: Mapping[str, Any], beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
-    ranks = config["ranks"]["ranks"]
+def _run_once(case: TextCase, beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
+    ranks = case.layout.ranks
     watch = RankWatch(ranks, beat)
-    main = partial(rank.train, config, reporter(beat).surroundings.without_launcher())
+    main = partial(rank.train, case, reporter(beat).surroundings.without_launcher())
     try:
         if stop.is_set():
             raise RanksEnded({}, {})
-        reports = launcher.run(ranks, config["device"], main, watch.note, watch.waiting, stop)
+        reports = launcher.run(ranks, case.device, main, watch.note, watch.waiting, stop)
         hosts = [report.environment["host"] for report in reports]
         return [_with(report, launcher=launcher.name, hosts=hosts) for report in reports]
     except RanksEnded as err:

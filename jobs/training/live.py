@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -17,8 +15,7 @@ from jobs.measure.flops import training_flops_per_token
 from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import THROUGHPUT, Better, Plot, Quantity, Role
-from jobs.training.layout import Layout
-from nsa_core.model import ModelConfig
+from jobs.training.case import TrainingCase
 
 LOSS = Quantity("loss", "nat/byte", "Training loss", "loss", Better.LOWER, Role.HEADLINE, Plot.CURVE)
 HELDOUT_LOSS = Quantity("heldout_loss", "nat/byte", "Held-out loss", better=Better.LOWER, role=Role.HEADLINE)
@@ -47,12 +44,11 @@ class ModelFlops:
     ranks: int
 
     @classmethod
-    def of(cls, model: ModelConfig, config: Mapping[str, Any], gpu: str) -> ModelFlops | None:
-        """The figures of a point's training on GPUs of this name; None where no peak is known."""
-        if gpu not in BF16_PEAKS or config["precision"] != "bfloat16":
+    def of(cls, case: TrainingCase, gpu: str) -> ModelFlops | None:
+        """The figures of a training on GPUs of this name; None where no peak is known."""
+        if gpu not in BF16_PEAKS or case.dtype != "bfloat16":
             return None
-        per_token = training_flops_per_token(model, config["seq_len"])
-        return cls(per_token, BF16_PEAKS[gpu], Layout.from_config(config).ranks)
+        return cls(training_flops_per_token(case.model, case.seq_len), BF16_PEAKS[gpu], case.layout.ranks)
 
     def utilization(self, throughput: float) -> float:
         """Share of the peak of all ranks' GPUs [%] at a throughput of all ranks [tok/s]."""

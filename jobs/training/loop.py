@@ -6,9 +6,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,19 +21,17 @@ from jobs.measure.memory import tensor_bytes
 from jobs.measure.route import route_of
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.point import Beat
+from jobs.training.case import TrainingCase
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.data.base import Corpus
 from jobs.training.errors import Diverged, Stopped, Suspended
-from jobs.training.layout import Layout
 from jobs.training.live import LiveTraining, ModelFlops
-from jobs.training.optimizer import OptimizerSpec, learning_rate, new_optimizer
+from jobs.training.optimizer import learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, clip_gradients, local
-from jobs.training.soak.history import steps_of
 from jobs.training.soak.watch import SoakWatch
 from jobs.training.state import Run, Step, TrainingState, is_steady
-from nsa_core import NSAConfig
 from nsa_core.loss import IGNORED
-from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.model import NSATransformer
 
 if TYPE_CHECKING:
     from jobs.training.checkpoints.saving import Checkpoints
@@ -51,40 +49,32 @@ class Trainer:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        case: TrainingCase,
         corpus: Corpus,
         device: torch.device,
         rank: int = 0,
         watch: SoakWatch | None = None,
         notes: Notes | None = None,
     ) -> None:
-        shape = dict(config["model"])
-        shape["nsa"] = NSAConfig(**shape["nsa"])
-        self.steps = steps_of(config)
-        self.schedule_steps: int = config["steps"]
-        self.layout = Layout.from_config(config)
-        self.spec = OptimizerSpec.model_validate(config["optimizer"])
+        self.case = case
         self.device = device
         self.rank = rank
         self.corpus = corpus
         self.route: dict[str, str] = {}
         self.energy = EnergyMeter.of(device)  # of the steady steps, in tokens of all ranks
-        self.size = (config["batch"], config["seq_len"])
         self.gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._autocast = config["precision"] == "bfloat16"
         self._watch = watch
         self._notes = notes
         self._asked = False  # whether a rank was asked to stop
         self._measuring = False  # whether the telemetry has been started
-        torch.manual_seed(config["seed"])
-        model = NSATransformer(ModelConfig(**shape)).to(device).train()
-        if config["compile"]:
+        torch.manual_seed(case.seed)
+        model = NSATransformer(case.model).to(device).train()
+        if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
-        how = {"compiled": config["compile"], "cuda_graphs": config.get("cuda_graphs", False)}
-        self._parallel = ParallelModel(model, self.layout, rank, device, **how)
-        self.flops = ModelFlops.of(model.config, config, self.gpu)  # None where no peak is known
-        batches = corpus.batches(*self.size, config["seed"])
-        self.state = TrainingState(model, new_optimizer(model, self.spec, device), batches)
+        how = {"compiled": case.compile, "cuda_graphs": case.cuda_graphs}
+        self._parallel = ParallelModel(model, case.layout, rank, device, **how)
+        batches = corpus.batches(case.batch, case.seq_len, case.seed)
+        self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), batches)
 
     @property
     def model(self) -> NSATransformer:
@@ -120,7 +110,7 @@ class Trainer:
             MemoryLimit: this rank of a soak holds more memory than its plan allows.
             CheckpointError: the checkpoints of earlier attempts cannot be read, or a soak's piece could save none.
         """
-        heldout = self.corpus.heldout_batches(*self.size, heldout_batches)
+        heldout = self.corpus.heldout_batches(self.case.batch, self.case.seq_len, heldout_batches)
         run, saved_route = Run(soak=None if self._watch is None else self._watch.history), None
         if checkpoints is not None:
             beat(CHECKPOINT)
@@ -129,10 +119,10 @@ class Trainer:
             run.before = self._heldout_loss(heldout, beat)
         if self._watch is not None:
             self._watch.begin(len(run.begun) - 1)
-        live = LiveTraining(beat, math.prod(self.size), self.device, self.rank, self.flops)
+        live = LiveTraining(beat, self.case.tokens, self.device, self.rank, ModelFlops.of(self.case, self.gpu))
         begun = self.state.step
         while not (self._complete() or self._ending()):
-            until = self.steps if checkpoints is None else checkpoints.next_stop(self.state.step)
+            until = self.case.last_step if checkpoints is None else checkpoints.next_stop(self.state.step)
             self._train(until, run, live, beat, stop, telemetry)
             if checkpoints is not None and not self._complete():
                 if self._watch is not None:
@@ -161,7 +151,7 @@ class Trainer:
 
     def _complete(self) -> bool:
         """Whether the whole training is done: its steps, or a soak's time."""
-        return self.state.step >= self.steps if self._watch is None else self._watch.history.done
+        return self.state.step >= self.case.last_step if self._watch is None else self._watch.history.done
 
     def _ending(self) -> bool:
         """Whether this process ends with the present step: it was asked to, or the time of its piece is over."""
@@ -176,14 +166,14 @@ class Trainer:
         started = self._steps(until, beat, stop)
         for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
             before_it, ended = ended, time.perf_counter()
-            if not self._measuring and is_steady(number - 1, self.steps, run.begun):
+            if not self._measuring and is_steady(number - 1, self.case.last_step, run.begun):
                 self._measuring = True
                 telemetry.start()
             metered += self.energy.running
-            if not self.energy.running and is_steady(number - 1, self.schedule_steps, run.begun):
+            if not self.energy.running and is_steady(number - 1, self.case.steps, run.begun):
                 self.energy.start()
             _check_finite(step.loss, f"at step {number}")
-            rate = learning_rate(self.spec, number - 1, self.schedule_steps)
+            rate = learning_rate(self.case.optimizer, number - 1, self.case.steps)
             live.step(number, step.loss, step.norm, rate, step.compute_ms)
             if self._notes is not None and number == run.begun[-1] + 1:
                 self._notes.first_step(number, self.route)
@@ -194,7 +184,7 @@ class Trainer:
             run.losses.append(step.loss)
             run.seconds.append(ended - before_it)
             run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
-        self.energy.stop(metered * math.prod(self.size))
+        self.energy.stop(metered * self.case.tokens)
 
     def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""
@@ -202,11 +192,11 @@ class Trainer:
         while self.state.step < until and not self._ending():
             done = self.state.step
             if self._watch is None:
-                beat("train", done, self.steps)
+                beat("train", done, self.case.last_step)
             else:
                 beat("train [s]", int(self._watch.history.elapsed_s), int(60 * self._watch.plan.minutes))
             for group in self.state.optimizer.param_groups:
-                group["lr"] = learning_rate(self.spec, done, self.schedule_steps)
+                group["lr"] = learning_rate(self.case.optimizer, done, self.case.steps)
             if self.route:
                 yield self._start(stop)
             else:  # a compiled model notes its route while it is traced
@@ -218,7 +208,7 @@ class Trainer:
         """The exception of a training that was asked to end."""
         text = f"SIGTERM ended the training after step {self.state.step}"
         if self._watch is None:
-            text += f" of {self.steps}"
+            text += f" of {self.case.last_step}"
         if checkpoints is None:
             return Stopped(text)
         checkpoints.close()
@@ -260,7 +250,7 @@ class Trainer:
         host = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
         numbers += [torch.full_like(numbers[0], number) for number in host]
         averaged = self._parallel.averaging(torch.stack(numbers))  # on its way while the weights change
-        norm = clip_gradients(self.model, self.spec.grad_clip)
+        norm = clip_gradients(self.model, self.case.optimizer.grad_clip)
         self.state.optimizer.step()
         self.state.optimizer.zero_grad(set_to_none=True)
         results = _copy_to_host(torch.cat((averaged(), norm.detach().float().view(1))))
@@ -274,7 +264,8 @@ class Trainer:
 
     def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a batch [batch,S], on its device."""
-        shape = (self.layout.accumulation, self.layout.ranks, self.layout.micro_batch)
+        layout = self.case.layout
+        shape = (layout.accumulation, layout.ranks, layout.micro_batch)
         mine = [x.unflatten(0, shape)[:, self.rank] for x in (tokens, targets)]
         return [
             (tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
@@ -302,7 +293,7 @@ class Trainer:
 
     def precision(self) -> AbstractContextManager[object]:
         """Context of the model's passes: autocast, if the configuration asks for it."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.case.dtype == "bfloat16" else nullcontext()
 
 
 def in_order(started: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +24,7 @@ from jobs.schema.quantities import (
     Quantity,
     Role,
 )
-from jobs.schema.training_plan import TrainingPlan
+from jobs.training.case import TextCase
 from jobs.training.checkpoints.report import (
     CHECKPOINT_FAILURES,
     CHECKPOINT_SIZE,
@@ -33,8 +33,6 @@ from jobs.training.checkpoints.report import (
     CHECKPOINTS,
     RESUMED_STEP,
 )
-from jobs.training.data.spec import DataSpec
-from jobs.training.layout import estimate
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, ModelFlops
 from jobs.training.report import RankReport
 from jobs.training.state import RESUME_WARM_UP, Run, first_steady, steady_steps
@@ -54,7 +52,7 @@ QUANTITIES = (
 )
 
 
-def measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Measurement:
+def measurement(case: TextCase, reports: Sequence[RankReport]) -> Measurement:
     """Results of a point from its ranks' reports, in the order of the ranks.
 
     Times and losses are the first rank's, as the ranks wait for each other in every step; memory and the agreement with
@@ -64,28 +62,26 @@ def measurement(config: Mapping[str, Any], reports: Sequence[RankReport]) -> Mea
     worst = max(reports, key=lambda report: report.peak.allocated)
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
     steady = [first.run.seconds[step] for step in steady_steps(first.run)]
-    metrics = [*speed(config, first, steady, _left_out(first.run)), *energy_per_token([r.energy for r in reports])]
+    metrics = [*speed(case, first, steady, _left_out(first.run)), *energy_per_token([r.energy for r in reports])]
     metrics += _ranks(reports)
-    metrics += [*_quality(config, first), *memory(config, worst), *checkpoint_costs(first), *agreement.metrics()]
+    metrics += [*_quality(case, first), *memory(case, worst), *checkpoint_costs(first), *agreement.metrics()]
     environment = {**first.environment, "training": first.environment["training"] | history(first)}
     return Measurement(tuple(metrics), first.route, environment, worst.peak.files)
 
 
-def speed(config: Mapping[str, Any], report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
+def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
     """Step time and throughput, MFU if the GPU's peak is known, and figures of the plan if any.
 
     Args:
         steady: times of steps, or means of several in a row [s].
         left_out: the steps that are not among them, in words.
     """
-    tokens = config["batch"] * config["seq_len"]
     method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
-    throughput = summarize(THROUGHPUT, [tokens / s for s in steady], method)
+    throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
     metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
-    if (flops := ModelFlops.of(report.model, config, report.gpu)) is not None:
+    if (flops := ModelFlops.of(case, report.gpu)) is not None:
         metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=flops.method))
-    if config["plan"] is not None:
-        plan = TrainingPlan.model_validate(config["plan"])
+    if (plan := case.plan) is not None:
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
         hours = plan.hours_at(throughput.value)
         metrics.append(Metric.of(PLANNED_TIME, hours, method=f"{work} at the measured throughput"))
@@ -184,36 +180,35 @@ def history(report: RankReport) -> dict[str, Any]:
     return {"checkpoints": found, "resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
 
 
-def _quality(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+def _quality(case: TextCase, report: RankReport) -> list[Metric]:
     """Losses; those of tokens are sums over the tokens, divided by the bytes of their text."""
     run = report.run
     last = max(1, len(run.losses) // 10)
     ending = sum(run.losses[-last:]) / last
-    method = f"mean of the last {last} steps; samples: all steps{per_byte(config)}"
-    if DataSpec.model_validate(config["data"]).tokenized:
+    method = f"mean of the last {last} steps; samples: all steps{per_byte(case)}"
+    if case.data.tokenized:
         method += f"; in epoch {report.environment['training']['corpus']['epochs']} of the documents"
-    return [Metric.of(LOSS, ending, tuple(run.losses), method=method), *heldout_losses(config, run)]
+    return [Metric.of(LOSS, ending, tuple(run.losses), method=method), *heldout_losses(case, run)]
 
 
-def per_byte(config: Mapping[str, Any]) -> str:
+def per_byte(case: TextCase) -> str:
     """The end of a loss's method: of what it is."""
-    tokenized = DataSpec.model_validate(config["data"]).tokenized
-    return ", of tokens, divided by the bytes of their text" if tokenized else ""
+    return ", of tokens, divided by the bytes of their text" if case.data.tokenized else ""
 
 
-def heldout_losses(config: Mapping[str, Any], run: Run) -> list[Metric]:
+def heldout_losses(case: TextCase, run: Run) -> list[Metric]:
     """Held-out loss before and after the training."""
-    texts = "documents" if DataSpec.model_validate(config["data"]).tokenized else "files"
-    heldout = f"mean cross entropy over fixed batches of held-out {texts}{per_byte(config)}"
+    texts = "documents" if case.data.tokenized else "files"
+    heldout = f"mean cross entropy over fixed batches of held-out {texts}{per_byte(case)}"
     return [
         Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
         Metric.of(HELDOUT_LOSS, run.after, method=heldout),
     ]
 
 
-def memory(config: Mapping[str, Any], report: RankReport) -> list[Metric]:
+def memory(case: TextCase, report: RankReport) -> list[Metric]:
     """Peak memory of one whole step, and the error of the estimate."""
-    peak, expected = report.peak, estimate(report.model, config)
+    peak, expected = report.peak, case.estimate()
     if expected is None:
         return peak.metrics()
     error = 100 * (expected - peak.allocated) / peak.allocated

@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.measure.memory import graph_memory, tensor_bytes
+from jobs.training.case import Layout
 from jobs.training.errors import Ineffective
-from jobs.training.layout import Layout
 from nsa_core.model import NSATransformer
 
 if TYPE_CHECKING:

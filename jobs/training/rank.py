@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from jobs.process.reporter import ProcessReporter
 from jobs.process.worker import end_with_parent
 from jobs.schema.launcher import Rank
 from jobs.schema.point import Surroundings
+from jobs.training.case import TextCase
 from jobs.training.errors import noting_sigterm
 from jobs.training.report import RankReport, train_rank
 
@@ -65,8 +66,8 @@ def flight_record(rank: int) -> str:
     return f"flight-recorder-rank{rank}.json"
 
 
-def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> RankReport:
-    """Train with the point's configuration as one of its ranks; reports to the process that started them."""
+def train(case: TextCase, surroundings: Surroundings, rank: Rank) -> RankReport:
+    """Train as one of the case's ranks; reports to the process that started them."""
     threading.current_thread().name = f"rank {rank.number}"  # seen in dumps of stacks
     rank.post(RankProcess(rank.number, os.getpid(), "joined"))
     report = ProcessReporter(
@@ -74,7 +75,7 @@ def train(config: Mapping[str, Any], surroundings: Surroundings, rank: Rank) -> 
     )
     try:
         with _recording_silence(report, rank.folder / flight_record(rank.number)):
-            result = train_rank(config, torch.device(rank.device), rank.number, report, rank.stop)
+            result = train_rank(case, torch.device(rank.device), rank.number, report, rank.stop)
             dist.barrier()  # nobody leaves while another still exchanges
             dist.destroy_process_group()
         report.close()

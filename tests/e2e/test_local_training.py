@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import psutil
 import pytest
 from processes import descendants
 from trainings import by_name, write_text
+from travelling import travelled
 
 from jobs.schema.point import Machine, Metric
 from jobs.schema.states import PointState
@@ -121,5 +121,5 @@ def _uninterrupted(spec: Path) -> dict[str, Metric]:
     """Metrics of the same training on one rank, in this process and without checkpoints."""
     loaded = load_spec(spec)
     assert isinstance(loaded, Spec)
-    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
-    return by_name(measure(json.loads(json.dumps({**config, "checkpoints": None})), lambda *_: None))
+    case = travelled(loaded.points(Machine("cpu", "test", 8 << 30))[0])
+    return by_name(measure(case.model_copy(update={"checkpoints": None}), lambda *_: None))

@@ -19,6 +19,7 @@ import pytest
 from ray_clusters import Cluster, point_processes, running_node
 from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Keeping, Watching, interrupt, of_the_kill, trains_alike, write_text
+from travelling import travelled
 from waiting import wait_for
 
 from jobs.process import temporary
@@ -272,8 +273,8 @@ def _of_one_rank(spec: Path) -> tuple[float, ...]:
     """The losses of the same training on one rank, in this process."""
     loaded = load_spec(spec, ["ranks=1"])
     assert isinstance(loaded, Spec)
-    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
-    return _losses(measure(json.loads(json.dumps(config)), Keeping()).metrics)
+    case = travelled(loaded.points(Machine("cpu", "test", 8 << 30))[0])
+    return _losses(measure(case, Keeping()).metrics)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a checkpoint is read by one process
@@ -322,9 +323,9 @@ def _uninterrupted(spec: Path, changes: list[str], folder: Path, steps: int) -> 
     """The loss of each step of the same training by the elastic launcher, stopped after `steps` or a few more."""
     loaded = load_spec(spec, [*changes, "checkpoints={every: 100000}"])
     assert isinstance(loaded, Spec)
-    config = loaded.points(Machine("cpu", "test", 8 << 30))[0].config
+    case = travelled(loaded.points(Machine("cpu", "test", 8 << 30))[0])
     with pytest.raises(Suspended):
-        measure(json.loads(json.dumps(config)), Watching(folder, at=steps, act=interrupt))
+        measure(case, Watching(folder, at=steps, act=interrupt))
     return _trained(folder)[0]
 
 

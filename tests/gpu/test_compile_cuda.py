@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from travelling import travelled
 
 from jobs.measure.memory import measure_peak
 from jobs.schema.point import Machine
@@ -99,7 +100,7 @@ def train(**changes):
     sizes = {"seq_len": 1024, "batch": 4, "steps": 12}
     spec = Spec.model_validate({"kind": "train", "name": "compiled", **settings, **sizes, **changes})
     (point,) = spec.points(Machine("cuda", "card", 2**36))
-    return {metric.name: metric for metric in measure(point.config, lambda *_: None).metrics}
+    return {metric.name: metric for metric in measure(travelled(point), lambda *_: None).metrics}
 
 
 def test_a_training_by_cuda_graphs_has_the_same_losses_and_its_memory_is_counted():

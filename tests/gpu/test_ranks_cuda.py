@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from travelling import travelled
 
 from jobs.schema.point import Machine
 from jobs.train import Spec, measure
@@ -18,7 +19,7 @@ def train(**changes):
     sizes |= {"device": "cuda", "precision": "float32"}
     spec = Spec.model_validate({"kind": "train", "name": "ranks", "preset": "tiny", **sizes, **changes})
     (point,) = spec.points(Machine("cuda", "card", 2**36))
-    return {metric.name: metric for metric in measure(point.config, lambda *_: None).metrics}
+    return {metric.name: metric for metric in measure(travelled(point), lambda *_: None).metrics}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 from trainings import Keeping
+from travelling import travelled
 
 from jobs import diagnose
 from jobs.diagnosis.advice import Advice, Diagnosis, advise
@@ -31,7 +31,7 @@ def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, m
     spec = diagnose.Spec.model_validate(data | {"data": {"path": str(tmp_path), "heldout_batches": 1}})
     (point,) = spec.points(CPU)
     report = Keeping()
-    result = diagnose.measure(json.loads(json.dumps(point.config)), report)
+    result = diagnose.measure(travelled(point), report)
     values = {metric.name: metric.value for metric in result.metrics}
     sizes = [values[f"{phase}_resident"] for phase in ("boot", "loader", "step_1", "now")]
     assert sizes[0] > 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from trainings import Keeping
+from travelling import travelled
 
 from jobs.needle import Learning, Spec, measure
 from jobs.schema.point import Machine
@@ -72,7 +72,7 @@ def spec() -> Any:
 @pytest.mark.parametrize("index", [0, 1], ids=["nsa", "dense"])
 def test_a_model_learns_to_find_needles_far_above_chance(spec: Spec, index: int) -> None:
     point = spec.points(CPU)[index]
-    result = measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    result = measure(travelled(point), lambda *_: None)
     values = {metric.name: metric.value for metric in result.metrics}
     assert values["chance"] == 12.5
     assert values["recall"] > 95
@@ -88,7 +88,7 @@ def test_an_untrained_model_guesses_and_says_that_it_still_learns(spec: Spec) ->
     report = Keeping()
     changes = {"steps": 20, "optimizer": {"warmup_steps": 5, "learning_rate": 1e-5}}
     short = Spec.model_validate(spec.model_dump() | changes)
-    values = {m.name: m.value for m in measure(json.loads(json.dumps(short.points(CPU)[1].config)), report).metrics}
+    values = {m.name: m.value for m in measure(travelled(short.points(CPU)[1]), report).metrics}
     assert values["recall"] < 40
     assert values["converged"] == 0
     assert "learned_step" not in values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from trainings import small, trains_alike
+from travelling import travelled
 
 from jobs.hardware import energy
 from jobs.measure import check
@@ -22,9 +22,9 @@ from jobs.schema.point import Machine, Measurement, Point
 from jobs.train import Spec, measure
 from jobs.training import loop
 from jobs.training import parallel as parallel_model
+from jobs.training.case import Layout
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.errors import Diverged, Ineffective
-from jobs.training.layout import Layout
 from jobs.training.loop import in_order
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
@@ -39,8 +39,7 @@ def _spec(text: Path, **changes: Any) -> Spec:
 
 
 def _train(spec: Spec, index: int = 0) -> Measurement:
-    config = json.loads(json.dumps(spec.points(CPU)[index].config))
-    return measure(config, lambda *_: None)
+    return measure(travelled(spec.points(CPU)[index]), lambda *_: None)
 
 
 def _values(result: Measurement) -> dict[str, float]:
@@ -176,9 +175,9 @@ def test_attention_that_is_wrong_is_not_trained_with(text: Path, monkeypatch: py
     monkeypatch.setattr(chunked, "window", lambda *args: right(*args) * 1.01)
     check.check_attention.cache_clear()
     phases: list[str] = []
-    config = _spec(text).points(CPU)[0].config
+    case = travelled(_spec(text).points(CPU)[0])
     with pytest.raises(WrongResult, match="chunked: "):
-        measure(config, lambda phase, done=0, total=0: phases.append(phase))
+        measure(case, lambda phase, done=0, total=0: phases.append(phase))
     assert "train" not in phases
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from jobs.specs.fields import Count
 from jobs.specs.spec import SpecError, Strict
@@ -19,7 +19,6 @@ GPT2 = 50_257
 
 _MULTIPLE = 64  # of a model's vocabulary: GEMMs of other widths are slower
 _PACKAGES = ("datasets", "tokenizers")
-_FIRST = ("path", "heldout", "heldout_batches")  # fields from before there were documents
 
 
 class DataSpec(Strict):
@@ -68,16 +67,10 @@ class DataSpec(Strict):
         idle = () if self.dataset else ("subset", "split", "revision")
         idle += () if self.tokenized else ("text_field", "end_token")
         for name in idle:
-            if (value := getattr(self, name)) != _default(name):
+            if (value := getattr(self, name)) != DataSpec.model_fields[name].default:
                 owner = "a tokenizer" if name in ("text_field", "end_token") else "dataset"
                 raise ValueError(f"{name}: {value!r}: has no effect without {owner}; leave it out")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings that add nothing: specs and keys from before they existed stay equal."""
-        data = handler(self)
-        return {name: data[name] for name in data if name in _FIRST or getattr(self, name) != _default(name)}
 
     @property
     def tokenized(self) -> bool:
@@ -132,10 +125,6 @@ class DataSpec(Strict):
             f"{self.tokenizer_source}: {file.name} cannot be read here ({reason}), and the vocabulary depends on it; "
             "give the tokenizer.json of a byte-level BPE tokenizer, or a folder with vocab.json and merges.txt"
         )
-
-
-def _default(name: str) -> Any:
-    return DataSpec.model_fields[name].default
 
 
 def tokenizer_file(path: Path) -> Path:

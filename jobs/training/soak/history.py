@@ -14,9 +14,6 @@ INTERVALS = 1000
 WARM_UP_S = 60.0
 """Longest warm-up of a process [s of training]; of shorter pieces it is their first tenth."""
 
-ENDLESS = 2**62
-"""Steps of a training that its time ends."""
-
 GB = 10**9
 
 _COLUMNS = (  # of the table
@@ -28,7 +25,7 @@ _COLUMNS = (  # of the table
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """Section `soak` of a point's configuration.
+    """Times and bounds of a soak.
 
     Attributes:
         minutes: of training, over all pieces.
@@ -50,17 +47,6 @@ class SoakPlan:
     def warm_up_s(self) -> float:
         """Seconds of each process that do not count for slopes and times."""
         return min(WARM_UP_S, 6 * self.piece_minutes)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> SoakPlan | None:
-        """The plan of a point; None of a training that ends after its steps."""
-        section = config.get("soak")
-        return None if section is None else cls(**section)
-
-
-def steps_of(config: Mapping[str, Any]) -> int:
-    """Steps after which the training of a point ends."""
-    return config["steps"] if config.get("soak") is None else ENDLESS
 
 
 @dataclass

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from jobs.measure import trend
 from jobs.schema.point import Measurement, Metric
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training import metrics as of_training
+from jobs.training.case import TextCase
 from jobs.training.live import LOSS
 from jobs.training.metrics import compared
 from jobs.training.report import RankReport
@@ -40,7 +40,7 @@ HISTORY = "soak.csv"
 _LEFT_OUT = "means of intervals of {:.3g} s, the first {:.3g} s of each process left out"
 
 
-def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], restarts: int) -> Measurement:
+def soak_measurement(case: TextCase, reports: Sequence[RankReport], restarts: int) -> Measurement:
     """Results of a whole soak from the reports of its last process, by rank.
 
     Times and losses are the first rank's; memory is that of the rank that holds the most.
@@ -48,20 +48,20 @@ def soak_measurement(config: Mapping[str, Any], reports: Sequence[RankReport], r
     Args:
         restarts: of all pieces in this attempt.
     """
-    plan = SoakPlan.from_config(config)
+    plan = case.soak
     assert plan is not None
     first, worst = reports[0], max(reports, key=lambda report: _most(_history(report).intervals, _held))
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
     metrics = [
         *_memory(worst, plan),
-        *_times(config, first, plan),
+        *_times(case, first, plan),
         *of_training.energy_per_token([report.energy for report in reports]),
         *_ranks(reports, plan),
         *_counts(worst),
         Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
-        *of_training.heldout_losses(config, first.run),
+        *of_training.heldout_losses(case, first.run),
     ]
-    metrics += [*of_training.memory(config, worst), *of_training.checkpoint_costs(first), *agreement.metrics()]
+    metrics += [*of_training.memory(case, worst), *of_training.checkpoint_costs(first), *agreement.metrics()]
     training = {**first.environment["training"], **of_training.history(first), "restarts": restarts}
     environment = {**first.environment, "training": training}
     files = {**worst.peak.files, HISTORY: _history(worst).to_csv()}
@@ -162,14 +162,13 @@ def _memory(report: RankReport, plan: SoakPlan) -> list[Metric]:
     return found
 
 
-def _times(config: Mapping[str, Any], report: RankReport, plan: SoakPlan) -> list[Metric]:
+def _times(case: TextCase, report: RankReport, plan: SoakPlan) -> list[Metric]:
     """Step time, throughput and its drift, figures of the plan if any, and the loss."""
     intervals, settled = _history(report).intervals, _settled(report, plan)
-    tokens = config["batch"] * config["seq_len"]
     words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
     drift = _Slopes(settled).of(
         THROUGHPUT_DRIFT,
-        lambda i: tokens * i.steps / i.seconds,
+        lambda i: case.tokens * i.steps / i.seconds,
         _hours,
         "throughput in percent of its mean",
         relative=True,
@@ -177,9 +176,9 @@ def _times(config: Mapping[str, Any], report: RankReport, plan: SoakPlan) -> lis
     )
     losses = tuple(interval.loss / interval.steps for interval in intervals)
     last = losses[-max(1, len(losses) // 10) :]
-    method = f"mean of the last {len(last)} intervals; samples: means of all intervals{of_training.per_byte(config)}"
+    method = f"mean of the last {len(last)} intervals; samples: means of all intervals{of_training.per_byte(case)}"
     return [
-        *of_training.speed(config, report, [i.seconds / i.steps for i in settled], words),
+        *of_training.speed(case, report, [i.seconds / i.steps for i in settled], words),
         *drift,
         Metric.of(LOSS, fmean(last), losses, method),
     ]

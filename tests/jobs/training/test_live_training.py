@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 import torch
 from trainings import small
+from travelling import travelled
 
 from jobs.process.messages import Samples
 from jobs.process.reporter import ProcessReporter
 from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Machine
 from jobs.schema.quantities import Quantities
-from jobs.train import QUANTITIES, Spec, measure
+from jobs.train import QUANTITIES, Case, Spec, measure
 from jobs.training.live import LiveTraining, ModelFlops
-from jobs.training.optimizer import OptimizerSpec, learning_rate
+from jobs.training.optimizer import learning_rate
 
 STEPS = 40
 
 
 @pytest.fixture
-def config(text: Path) -> dict[str, Any]:
+def case(text: Path) -> Case:
     spec = Spec.model_validate(small(text, seq_len=48, steps=STEPS))
-    return dict(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0].config)
+    return travelled(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0])
 
 
 class Report:
@@ -48,7 +49,7 @@ class Report:
         assert name == "rank0.json"
 
 
-def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -58,7 +59,7 @@ def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
     report = Report()
-    result = measure(config, report)
+    result = measure(case, report)
     losses = next(metric.samples for metric in result.metrics if metric.name == "loss")
     assert [step for step, _ in report.samples] == list(range(1, STEPS + 1))
     declared = Quantities(QUANTITIES)
@@ -67,9 +68,7 @@ def test_every_step_is_reported_as_it_was(config: dict[str, Any], monkeypatch: p
         assert all(name in declared.names() for name in values)
         assert values["loss"] == loss
         assert values["gradient_norm"] == pytest.approx(norm)
-        assert values["learning_rate"] == learning_rate(
-            OptimizerSpec.model_validate(config["optimizer"]), step - 1, STEPS
-        )
+        assert values["learning_rate"] == learning_rate(case.optimizer, step - 1, STEPS)
         assert 50 < values["training_memory"] < 8 * 1024
     assert ("train", STEPS - 1, STEPS) in report.beats
 
@@ -89,12 +88,12 @@ def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPat
     assert [values["mfu"] for _, values in report.samples[:8]] == pytest.approx([100] * 8), "400 tok/s x 6 MFLOPs"
 
 
-def test_reporting_costs_a_step_less_than_a_hundredth(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reporting_costs_a_step_less_than_a_hundredth(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BF16_PEAKS, "", 1e12)  # the name of no GPU
-    config["precision"] = "bfloat16"
+    case = case.model_copy(update={"dtype": "bfloat16"})
     sent: list[Any] = []
     report = ProcessReporter(sent.append, units={quantity.name: quantity.unit for quantity in QUANTITIES})
-    result = measure(config, report)
+    result = measure(case, report)
     step_s = next(metric.value for metric in result.metrics if metric.name == "time") / 1000
     live = LiveTraining(report, tokens=100, device=torch.device("cpu"))
     costs = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainings import Keeping, small
+from travelling import travelled
 
 from jobs.hardware.telemetry import TelemetrySummary
 from jobs.schema.point import Machine, Metric
@@ -63,11 +63,10 @@ def other_rank() -> Iterator[None]:
 
 def _train(text: Path, ranks: int, meter: Meter, monkeypatch: pytest.MonkeyPatch) -> RankReport:
     monkeypatch.setattr(report, "Telemetry", meter.of)
-    monkeypatch.setattr(report, "_gpu", lambda device: "GPU-1")
+    monkeypatch.setattr(report.nvml, "visible_gpus", lambda: ["GPU-1"])
     parallel = {"ranks": ranks, "parallel": "replicate"} if ranks > 1 else {}
     spec = Spec.model_validate(small(text, steps=STEPS, **parallel))
-    config = json.loads(json.dumps(spec.points(CPU)[0].config))
-    return train_rank(config, torch.device("cpu"), 0, meter, threading.Event())
+    return train_rank(travelled(spec.points(CPU)[0]), torch.device("cpu"), 0, meter, threading.Event())
 
 
 def test_a_rank_samples_its_gpu_in_the_steady_steps_alone(

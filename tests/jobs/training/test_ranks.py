@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from processes import is_alive
 from trainings import EARLY, Keeping, by_name, small, trains_alike
+from travelling import travelled
 from warm_ranks import WarmRanks
 
 import jobs
@@ -29,9 +31,9 @@ from jobs.schema.states import PointState
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
+from jobs.training.case import divided
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.errors import Diverged, RankFailed, Stopped
-from jobs.training.layout import divided
 from jobs.training.optimizer import learning_rate
 from jobs.training.parallel import ComputeClock, Replica
 from jobs.training.rank import flight_record, write_flight_record
@@ -53,8 +55,7 @@ def _spec(text: Path, **changes: Any) -> Spec:
 
 
 def _train(spec: Spec, beat: Callable[..., None] = lambda *_: None) -> Measurement:
-    config = json.loads(json.dumps(spec.points(CPU)[0].config))
-    return measure(config, beat)
+    return measure(travelled(spec.points(CPU)[0]), beat)
 
 
 class _AtStep:
@@ -129,15 +130,8 @@ def test_a_batch_is_divided_over_ranks_and_passes() -> None:
     assert divided(8, 1, 8) == (8, 1)
 
 
-def test_specs_and_points_of_one_rank_are_as_they_were(text: Path) -> None:
-    spec = _spec(text)
-    assert not {"cuda_graphs", "ranks", "micro_batch", "parallel", "gradient_compression", "bucket_mb"} & set(
-        spec.model_dump()
-    )
-    (point,) = spec.points(CPU)
-    assert "ranks" not in point.config
-    assert point.axes.more == {}
-    assert _spec(text, ranks=1, micro_batch=8).points(CPU)[0].config == point.config
+def test_a_point_of_one_rank_has_no_axis_of_ranks(text: Path) -> None:
+    assert _spec(text).points(CPU)[0].axes.more == {}
 
 
 def test_several_ranks_are_an_axis_and_get_a_gpu_or_a_share_of_the_cores_each(text: Path) -> None:
@@ -146,7 +140,7 @@ def test_several_ranks_are_an_axis_and_get_a_gpu_or_a_share_of_the_cores_each(te
     (point,) = spec.points(CPU)
     assert point.axes.more == {"ranks": 2}
     assert "2 ranks ddp" in point.label
-    assert point.config["threads"] == 2
+    assert travelled(point).threads == 2
     assert spec.layout.accumulation == 2
     assert _spec(text, **two, device="cuda").resources.num_gpus == 2
     assert _spec(text, **two, device="cuda").model_dump()["ranks"] == 2
@@ -320,10 +314,10 @@ def test_a_killed_rank_ends_the_training_and_is_named(
 
 
 def test_a_rank_that_raises_is_named_with_its_exception(text: Path) -> None:
-    config = json.loads(json.dumps(_spec(text, ranks=2).points(CPU)[0].config))
-    config["model"]["backend"] = "missing"
+    case = travelled(_spec(text, ranks=2).points(CPU)[0])
+    case = case.model_copy(update={"model": replace(case.model, backend="missing")})
     with pytest.raises(RankFailed) as caught:
-        measure(config, lambda *_: None)
+        measure(case, lambda *_: None)
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("rank ")
     assert "missing" in first

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from trainings import Keeping, small
+from travelling import travelled
 
 from jobs.process.messages import Beat, RankFailure
 from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.point import Machine, Surroundings
-from jobs.train import Spec, measure
+from jobs.train import Case, Spec, measure
 from jobs.training import elastic
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
 from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
@@ -27,9 +28,9 @@ from jobs.training.launch import RankWatch, run_ranks
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
-def _config(text: Path, **changes: Any) -> dict[str, Any]:
+def _case(text: Path, **changes: Any) -> Case:
     data = small(text, ranks=2, **{"checkpoints": {"every": 4}, **changes})
-    return dict(Spec.model_validate(data).points(CPU)[0].config)
+    return travelled(Spec.model_validate(data).points(CPU)[0])
 
 
 class _Ends:
@@ -105,7 +106,7 @@ def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path
     told = _Told(launcher, tmp_path)
     stop = threading.Event()
     with pytest.raises(RankDied):
-        run_ranks(_config(text, restarts=2), told, stop)
+        run_ranks(_case(text, restarts=2), told, stop)
     assert told.warnings == [
         "rank 1 of 2 was killed by SIGKILL; restart 1 of 2 of all ranks from the beginning",
         "rank 1 of 2 was killed by SIGKILL; restart 2 of 2 of all ranks from the last checkpoint",
@@ -118,7 +119,7 @@ def test_a_training_that_other_code_finished_begins_anew(text: Path, tmp_path: P
     _save(tmp_path, step=8, key="other")
     told = _Told(_Ends(_die, _die), tmp_path)
     with pytest.raises(RankDied):
-        run_ranks(_config(text, restarts=1), told, threading.Event())
+        run_ranks(_case(text, restarts=1), told, threading.Event())
     assert told.warnings[0].endswith("of all ranks from the beginning")
 
 
@@ -167,7 +168,7 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(
         _save(tmp_path, step=saved)
     launcher = _Ends(act)
     with pytest.raises(Stopped) as caught:
-        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+        run_ranks(_case(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
     assert type(caught.value) is error
     assert str(caught.value) == message
 
@@ -177,14 +178,14 @@ def test_ranks_are_not_started_after_sigterm(text: Path, tmp_path: Path) -> None
     stop.set()
     launcher = _Ends()
     with pytest.raises(Suspended, match=r"before its ranks had begun"):
-        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), stop)
+        run_ranks(_case(text, restarts=3), _Told(launcher, tmp_path), stop)
     assert launcher.stops == []
 
 
 def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
     launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
     with pytest.raises(RankFailed) as caught:
-        run_ranks(_config(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+        run_ranks(_case(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
     assert isinstance(caught.value.__cause__, MemoryError)
     assert len(launcher.stops) == 1
 
@@ -208,7 +209,7 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
 
     acting = Acting(tmp_path)
     with pytest.raises(Suspended) as caught:
-        measure(_config(text, steps=100_000, checkpoints={"every": 5}, restarts=1), acting)
+        measure(_case(text, steps=100_000, checkpoints={"every": 5}, restarts=1), acting)
     found = re.fullmatch(
         r"SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step (\d+): "
         r"nsa submit SPEC --resume RUN",
@@ -226,7 +227,7 @@ def test_sigterm_while_ranks_start_ends_them_at_once(
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     with pytest.raises(Suspended) as caught:
-        measure(_config(text, steps=100_000, restarts=1), Keeping(tmp_path))
+        measure(_case(text, steps=100_000, restarts=1), Keeping(tmp_path))
     assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
     assert not started_ranks()
 

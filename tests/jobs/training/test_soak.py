@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import descendants
 from trainings import EARLY, Keeping, by_name, of_the_kill, small
+from travelling import travelled
 
 from jobs.measure.trend import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
@@ -55,7 +56,7 @@ class Watching(Keeping):
 
 def _soak(text: Path, watching: Watching, **changes: Any) -> Measurement:
     spec = Spec.model_validate(_data(text, **changes))
-    return measure(json.loads(json.dumps(spec.points(CPU)[0].config)), watching)
+    return measure(travelled(spec.points(CPU)[0]), watching)
 
 
 def _rows(result: Measurement) -> list[dict[str, float]]:
@@ -316,7 +317,7 @@ def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed
     alone = Watching(folder, at=max(losses), act=enough)
     spec = TrainSpec.model_validate(small(text, steps=5000))
     with pytest.raises(_Enough):
-        train(json.loads(json.dumps(spec.points(CPU)[0].config)), alone)
+        train(travelled(spec.points(CPU)[0]), alone)
     expected = {step: alone.series["loss"][step] for step in losses}
     if ranks == 1:
         assert losses == expected
@@ -388,9 +389,7 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its processes would train the same steps for ever."""
-    config = json.loads(
-        json.dumps(Spec.model_validate(_data(text, minutes=0.02, piece_minutes=0.01)).points(CPU)[0].config)
-    )
+    case = travelled(Spec.model_validate(_data(text, minutes=0.02, piece_minutes=0.01)).points(CPU)[0])
 
     def full(*_: object, **__: object) -> None:
         raise OSError("full")
@@ -398,5 +397,5 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
     monkeypatch.setattr("jobs.training.checkpoints.io.Writer.finish", full)
     watching = Watching(tmp_path)
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
-        train_rank(config, torch.device("cpu"), 0, watching, threading.Event())
+        train_rank(case, torch.device("cpu"), 0, watching, threading.Event())
     assert "was not saved: OSError: full" in watching.warnings[-1]

@@ -1,0 +1,122 @@
+"""What one training is: its case, the division of its steps over ranks, and the memory that each rank needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from jobs.measure.call import ModelCase
+from jobs.schema.training_plan import TrainingPlan
+from jobs.training.checkpoints.report import CheckpointSpec
+from jobs.training.data.spec import DataSpec
+from jobs.training.optimizer import OptimizerSpec
+from jobs.training.soak.history import SoakPlan
+from nsa_core.memory import estimate_model, predicts
+from nsa_core.model import ModelConfig
+
+ENDLESS = 2**62
+"""Steps of a training that its time ends."""
+
+Parallel = Literal["ddp", "replicate", "fsdp"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of a step over ranks and passes: batch = micro-batch × ranks × accumulation.
+
+    Attributes:
+        micro_batch: sequences of one rank in one forward and backward pass.
+        ranks: processes, each with its own device.
+        accumulation: passes of each rank whose gradients make one step.
+        parallel: "ddp": every rank has all weights, by PyTorch's DistributedDataParallel; "replicate": the same, with
+            gradients averaged where they lie; "fsdp": weights, gradients and optimizer state are sharded.
+        gradient_compression: dtype in which gradients are summed over ranks; None: that of the weights.
+        bucket_mb: size of DDP's buckets of gradients [MB, 2^20 bytes]; None: PyTorch's.
+    """
+
+    micro_batch: int
+    ranks: int = 1
+    accumulation: int = 1
+    parallel: Parallel = "ddp"
+    gradient_compression: Literal["bf16"] | None = None
+    bucket_mb: float | None = None
+
+
+class TrainingCase(ModelCase):
+    """A training by `jobs.training.loop`, of float32 weights; a `dtype` of bfloat16 means autocast.
+
+    Attributes:
+        steps: of the learning rate's schedule, which end the training unless it is a soak.
+        soak: of a training that its time ends.
+    """
+
+    pass_: str = "train"
+    steps: int
+    compile: bool
+    cuda_graphs: bool = False
+    optimizer: OptimizerSpec
+    layout: Layout
+    soak: SoakPlan | None = None
+
+    @property
+    def last_step(self) -> int:
+        """Steps after which the training ends."""
+        return self.steps if self.soak is None else ENDLESS
+
+    def estimate(self) -> int | None:
+        """Predicted peak memory of one rank [bytes]; None without a prediction: compiled training, sharded weights."""
+        layout = self.layout
+        sharded = layout.ranks > 1 and layout.parallel == "fsdp"
+        if self.compile or sharded or not predicts(self.implementation):
+            return None
+        predicted = estimate_model(
+            self.model,
+            implementation=self.implementation,
+            batch=layout.micro_batch,
+            seq_len=self.seq_len,
+            dtype=torch.float32,
+            backward=True,
+            optimizer="adamw",
+            device=self.torch_device,
+            autocast=None if self.dtype == "float32" else self.torch_dtype,
+        )
+        # During the whole pass there are DDP's buckets, and beside them the gradients of earlier passes.
+        kept = (layout.ranks > 1 and layout.parallel == "ddp") + (layout.accumulation > 1)
+        return predicted.total + kept * predicted.parameters
+
+
+class TextCase(TrainingCase):
+    """A training on text, which may have checkpoints and several ranks.
+
+    Attributes:
+        plan: the long run that this short one is to judge.
+        topology: whether the ranks look at their hosts.
+    """
+
+    data: DataSpec
+    plan: TrainingPlan | None = None
+    checkpoints: CheckpointSpec | None = None
+    restarts: int = 0
+    topology: bool = False
+
+
+def implementation(model: ModelConfig) -> str:
+    """Name of the attention's implementation, as axes and estimates have it."""
+    return "dense" if model.attention == "dense" else str(model.backend)
+
+
+def divided(batch: int, ranks: int, micro_batch: int | None) -> tuple[int, int]:
+    """Micro-batch and accumulation of a batch; without a micro-batch each rank takes its part in one pass.
+
+    Raises:
+        ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches that do.
+    """
+    unit = ranks * (micro_batch or 1)
+    if batch % unit:
+        below, above = batch - batch % unit, batch - batch % unit + unit
+        given = f"micro_batch {micro_batch}" if micro_batch else "a micro_batch"
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(f"batch: {batch}: is not {given} × ranks {ranks} × accumulation; use {nearest}")
+    return (micro_batch, batch // unit) if micro_batch else (batch // ranks, 1)
