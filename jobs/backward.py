@@ -8,26 +8,28 @@ tried until the smallest that fails is known (jobs.measure.bisection); a point o
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
+from torch import Tensor, nn
 
-from jobs.hardware.environment import environment
-from jobs.hardware.stats import summarize
-from jobs.measure.backward_pass import BackwardPass, branch_trace, check_route, failure_folder
 from jobs.measure.bisection import BISECTION, Bisection, Size, UntriedSize
-from jobs.measure.call import TimingSpec
-from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.layers import Watched
-from jobs.measure.memory import measure_held, measure_peak, tensor_bytes
-from jobs.measure.model_pass import agree, model_axes, predicted
-from jobs.measure.route import route_of
+from jobs.measure.call import TimingSpec, measure_call
+from jobs.measure.check import Agreement, WrongResult
+from jobs.measure.clock import TimingPlan
+from jobs.measure.isolation import trace_branch
+from jobs.measure.layers import LayerWatch, Watched
+from jobs.measure.memory import measure_held, tensor_bytes
+from jobs.measure.model_pass import ModelPass, PassCase
 from jobs.schema.axes import Axis
-from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
+from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.schema.states import FAILED, PointState
 from jobs.specs.fields import (
@@ -109,6 +111,26 @@ class BisectSpec(Strict):
     size_s: float = Field(
         default=180, gt=0, le=10**5, description="seconds that one size may take, at most deadlines.point_s"
     )
+
+
+class Case(PassCase):
+    """One size of a model.
+
+    Attributes:
+        repeats: times that a layer runs its attention, one after the other.
+        anomaly: PyTorch's anomaly mode.
+        hang_in_layer: layer whose backward pass never ends, for a drill; None: none.
+        timing: of the pass without the watch; None: a search times nothing.
+        search: label of the search that tries this size.
+        answer: metrics of a conclusion, which is not measured.
+    """
+
+    repeats: int
+    anomaly: bool
+    hang_in_layer: int | None = None
+    timing: TimingPlan | None = None
+    search: str | None = None
+    answer: Mapping[str, float] | None = None
 
 
 class Spec(JobSpec):
@@ -210,8 +232,8 @@ class Spec(JobSpec):
             return ()
         tried: dict[str, dict[Size, EndedPoint]] = defaultdict(dict)
         for each in (each for each in ended if each.point.conclusion is None):
-            config = each.point.config
-            tried[config["search"]][config["model"]["layers"], config["seq_len"]] = each
+            size = Case.model_validate(each.point.config)
+            tried[size.search or ""][size.model.layers, size.seq_len] = each
         found = []
         for case in self.cases:
             for variant, name in self._series(case):
@@ -228,11 +250,11 @@ class Spec(JobSpec):
 
     def _conclusion(self, point: Point, answer: Bisection) -> Point:
         metrics = tuple(answer.metrics())
-        config = {**point.config, "found": {metric.name: metric.value for metric in metrics}}
+        case = Case.model_validate({**point.config, "answer": {metric.name: metric.value for metric in metrics}})
         return Point(
             kind=point.kind,
-            label=point.config["search"],
-            case=config,
+            label=case.search or "",
+            case=case,
             axes=replace(point.axes, seq_len=None, layers=None),
             conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
         )
@@ -240,52 +262,47 @@ class Spec(JobSpec):
     def _point(self, machine: Machine, case: CaseSpec, size: Size, variant: tuple[str, int, bool], name: str) -> Point:
         branch, repeats, anomaly = variant
         layers, seq_len = size
-        model = self._model(case.preset, layers, branch, name)
-        config = {
-            "model": asdict(model),
-            "implementation": name,
-            "pass": "forward+backward",
-            "seq_len": seq_len,
-            "batch": self.batch,
-            "precision": self.precision,
-            "repeats": repeats,
-            "anomaly": anomaly,
-            "drill": self._drill(size),
-            "device": machine.device,
-            "seed": self.seed,
-            "threads": threads(self, machine),
-        }
+        base, drill = MODELS[case.preset], self.drill
+        branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
+        model = replace(
+            base,
+            layers=layers,
+            branches=branches,
+            backend=name,
+            nsa=self.nsa or base.nsa,
+            checkpointing=self.checkpointing,
+        )
+        hangs = drill is not None and layers >= drill.hang_in_layer and seq_len >= drill.from_length
+        point_case = Case(
+            implementation=name,
+            pass_="forward+backward",
+            seq_len=seq_len,
+            batch=self.batch,
+            dtype=self.precision,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine),
+            model=model,
+            repeats=repeats,
+            anomaly=anomaly,
+            hang_in_layer=drill.hang_in_layer if drill is not None and hangs else None,
+            timing=None if self.bisect else self.timing.plan,
+            search=f"{name} {_label(case.preset, *variant)}" if self.bisect else None,
+        )
         needed = None
-        if self.bisect:
-            config["search"] = f"{name} {_label(case.preset, *variant)}"
-        else:
-            config["timing"] = self.timing.model_dump(mode="json")
-            if branch == ALL and repeats == 1 and predicts(name):
-                needed = predicted(config).total
+        if not self.bisect and branch == ALL and repeats == 1 and predicts(name):
+            needed = point_case.estimate().total
         more = {"preset": case.preset, "branch": branch, "repeats": repeats, "anomaly": "on" if anomaly else "off"}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         return Point(
             kind="backward",
             label=f"{name} {_label(case.preset, *variant, *size)}",
-            case=config,
-            axes=model_axes(config, model, more=more),
+            case=point_case,
+            axes=point_case.axes(more=more),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, advice),
             answers=FAILED - {PointState.LOST} if self.bisect else frozenset(),
         )
-
-    def _model(self, preset: str, layers: int, branch: str, implementation: str) -> ModelConfig:
-        base = MODELS[preset]
-        branches: tuple[Branch, ...] = tuple(name for name in BRANCHES if branch in (ALL, name))
-        changes = {"layers": layers, "branches": branches, "backend": implementation}
-        return replace(base, nsa=self.nsa or base.nsa, checkpointing=self.checkpointing, **changes)
-
-    def _drill(self, size: Size) -> dict[str, int] | None:
-        """The drill as part of a configuration; None for a size that it does not concern."""
-        drill = self.drill
-        if drill is None or size[0] < drill.hang_in_layer or size[1] < drill.from_length:
-            return None
-        return drill.model_dump(mode="json")
 
 
 def _label(
@@ -295,7 +312,7 @@ def _label(
     return f"{branch}{f' x{repeats}' if repeats > 1 else ''} {preset} {size}{' anomaly mode' if anomaly else ''}"
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Check a model, watch a pass of it layer by layer, and time others; in a search nothing is timed.
 
     Raises:
@@ -303,30 +320,75 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
         BrokenGradient: a layer has no gradient, or one that is not finite.
         PassFailed: the pass raised; caused by an error of memory if memory ran out.
     """
-    shutil.rmtree(failure_folder(), ignore_errors=True)  # of an earlier point of this process
-    beat("check")
-    agreement, files = agree(config), branch_trace(config)
-    beat("inputs")
-    trial = BackwardPass(config)
-    watched: list[Watched] = []
-    route = route_of(lambda: watched.append(trial.watched(beat)))
-    check_route(config, route)
-    files |= watched[0].files
-    if "search" in config:
-        return Measurement(tuple(agreement.metrics()), route, environment(trial.device), files)
-    timing = measure_time(trial.call, trial.device, TimingPlan(**config["timing"]), beat)
-    beat("memory")
-    trial.clear()
-    resident = tensor_bytes(trial.resident)
-    held = measure_held(trial.forward, trial.device, resident)
-    peak = measure_peak(trial.run, trial.device, resident)
-    tokens = config["batch"] * config["seq_len"]
-    per_second = [1000 * tokens / ms for ms in timing.samples_ms]
-    metrics = (
-        summarize(TIME, timing.samples_ms, timing.method),
-        summarize(THROUGHPUT, per_second, f"{tokens} tokens over each sample of time"),
-        Metric.of(FORWARD_MEMORY, held / 2**20, method="all tensors while the loss is alive"),
-        *peak.metrics(),
-        *agreement.metrics(),
+    folder = Path(tempfile.gettempdir()) / FAILURE_FILES
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier point of this process
+    files: dict[str, str] = {}
+
+    def check() -> Agreement:
+        agreement = case.check()
+        if case.model.branches != BRANCHES:
+            settings = replace(case.model.nsa, compress="mean"), case.shape, case.torch_dtype, case.torch_device
+            files["trace.txt"] = trace_branch(case.model.branches[0], case.implementation, *settings, backward=True)
+        return agreement
+
+    def watch(call: BackwardPass) -> None:
+        files.update(call.watched(beat, folder).files)
+
+    def rest(call: BackwardPass, measured: Measurement) -> Measurement:
+        if {*case.model.branches} != set(measured.route) - {"select"}:
+            own, ran = ", ".join(sorted(case.model.branches)), ", ".join(measured.route)
+            raise WrongResult(f"{case.implementation}: a model of {own} ran {ran}")
+        metrics = measured.metrics
+        if case.search is None:
+            call.clear()
+            held = measure_held(call.forward, call.device, tensor_bytes(call.resident)) / 2**20
+            metrics = (Metric.of(FORWARD_MEMORY, held, method="all tensors while the loss is alive"), *metrics)
+        return replace(measured, metrics=metrics, files={**measured.files, **files})
+
+    return measure_call(
+        case,
+        check,
+        lambda: BackwardPass(case),
+        beat,
+        first_run=watch,
+        timing=case.timing,
+        memory=case.search is None,
+        then=rest,
     )
-    return Measurement(metrics, route, environment(trial.device), {**peak.files, **files})
+
+
+class BackwardPass(ModelPass):
+    """A model's forward and backward pass, with repeated attention and in anomaly mode if the case says so."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._case = case
+        if case.repeats > 1:
+            for block in self.model.blocks:
+                block.attention = Repeated(block.get_submodule("attention"), case.repeats)
+
+    def forward(self) -> Tensor:
+        with torch.autograd.set_detect_anomaly(self._case.anomaly):
+            return super().forward()
+
+    def _backward(self, loss: Tensor) -> None:
+        with torch.autograd.set_detect_anomaly(self._case.anomaly):
+            super()._backward(loss)
+
+    def watched(self, beat: Beat, folder: Path) -> Watched:
+        """Run the pass once, watched layer by layer. Raises BrokenGradient, PassFailed."""
+        watch = LayerWatch([*self.model.blocks], self.device, beat, folder, self._case.hang_in_layer)
+        return watch.run(self.forward, self._backward)
+
+
+class Repeated(nn.Module):
+    """Attention that a layer runs several times, each time on the sum of its input and its output."""
+
+    def __init__(self, attention: nn.Module, times: int) -> None:
+        super().__init__()
+        self.attention, self.times = attention, times
+
+    def forward(self, x: Tensor, cache: None = None) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.attention(x)
+        return x

@@ -10,27 +10,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
+from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
-from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.model_pass import (
     Implementations,
     ModelPass,
-    agree,
-    model_axes,
-    model_of,
+    PassCase,
     model_of_preset,
-    pass_case,
-    predicted,
 )
-from jobs.measure.route import route_of
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
@@ -56,6 +50,18 @@ QUANTITIES = (
 AXES = (Axis("checkpointing", "text", "checkpointing"),)
 
 _STEPS = 3  # timed at the longest length
+
+
+class Case(PassCase):
+    """A few steps at one length.
+
+    Attributes:
+        limit_bytes: memory that they may use.
+        answer: metrics of a conclusion, which is not measured.
+    """
+
+    limit_bytes: int
+    answer: Mapping[str, float] | None = None
 
 
 class Spec(JobSpec):
@@ -93,8 +99,8 @@ class Spec(JobSpec):
         """For each search the next length to try, or its conclusion."""
         tried: dict[tuple[Any, ...], dict[int, EndedPoint]] = defaultdict(dict)
         for each in (each for each in ended if each.point.conclusion is None):
-            config = each.point.config
-            tried[config["implementation"], config["batch"], config["model"]["checkpointing"]][config["seq_len"]] = each
+            case = Case.model_validate(each.point.config)
+            tried[case.implementation, case.batch, case.model.checkpointing][case.seq_len] = each
         found = []
         for series in product(self.implementations, self.batches, self.checkpointing):
             known = tried[series]
@@ -104,8 +110,10 @@ class Spec(JobSpec):
 
     def _next(self, machine: Machine, series: tuple[str, int, bool], tried: Mapping[int, EndedPoint]) -> Point:
         lengths = sorted(self.lengths)
-        configs = [self._config(machine, series, length) for length in lengths]
-        predicted_to_fit = _predicted_to_fit(configs)
+        cases = [self._case(machine, series, length) for length in lengths]
+        predicted_to_fit = 0  # number of lengths, from the shortest on
+        if predicts(series[0]):
+            predicted_to_fit = sum(case.estimate().total <= case.limit_bytes for case in cases)
         try:
             longest = search(
                 lambda place: _tried(tried, lengths[place]).state is PointState.OK,
@@ -114,13 +122,12 @@ class Spec(JobSpec):
             )
             metrics, warning = self._answer(lengths, longest, tried)
         except _UntriedLength as untried:
-            return self._trial(machine, configs[lengths.index(untried.length)])
+            return self._trial(machine, cases[lengths.index(untried.length)])
         if predicted_to_fit:
             longest_predicted = lengths[predicted_to_fit - 1]
             metrics.append(Metric.of(LONGEST_PREDICTED, longest_predicted, method="nsa_core.memory"))
-        found = {metric.name: metric.value for metric in metrics}
-        config = {**configs[0], "seq_len": None, "found": found}
-        return self._point(config, "", conclusion=Conclusion(tuple(metrics), warning))
+        answered = cases[0].model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
+        return _point(answered, "", None, conclusion=Conclusion(tuple(metrics), warning))
 
     def _answer(
         self, lengths: Sequence[int], longest: int | None, tried: Mapping[int, EndedPoint]
@@ -157,44 +164,45 @@ class Spec(JobSpec):
             )
         return metrics, warning
 
-    def _config(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> dict[str, Any]:
+    def _case(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> Case:
         implementation, batch, checkpointing = series
         model = replace(model_of_preset(self.preset, self.nsa, implementation), checkpointing=checkpointing)
         limit = machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
-        return {
-            "model": asdict(model),
-            "implementation": implementation,
-            "pass": "train",
-            "seq_len": seq_len,
-            "batch": batch,
-            "precision": self.precision,
-            "limit_bytes": limit,
-            "device": machine.device,
-            "seed": self.seed,
-            "threads": threads(self, machine),
-        }
+        return Case(
+            implementation=implementation,
+            pass_="train",
+            seq_len=seq_len,
+            batch=batch,
+            dtype=self.precision,
+            device=machine.device,
+            seed=self.seed,
+            threads=threads(self, machine),
+            model=model,
+            limit_bytes=limit,
+        )
 
-    def _trial(self, machine: Machine, config: dict[str, Any]) -> Point:
+    def _trial(self, machine: Machine, case: Case) -> Point:
         """A length to try, also where it is predicted not to fit; skipped where not even the weights do."""
-        estimate = predicted(config) if predicts(config["implementation"]) else None
+        estimate = case.estimate() if predicts(case.implementation) else None
         weights = None if estimate is None else estimate.parameters + estimate.optimizer
         skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset")
-        return self._point(
-            config,
-            f" S={config['seq_len']}",
+        return _point(
+            case,
+            f" S={case.seq_len}",
+            case.seq_len,
             estimate_bytes=None if estimate is None else estimate.total,
             skip_reason=skip,
             answers=frozenset({PointState.OOM}),
         )
 
-    def _point(self, config: dict[str, Any], ending: str, **fields: Any) -> Point:
-        model = model_of(config)
-        kept = "on" if model.checkpointing else "off"
-        label = f"{config['implementation']} batch {config['batch']}, checkpointing {kept}{ending}"
-        axes = model_axes(config, model, more={"checkpointing": kept})
-        return Point(kind="capacity", label=label, case=config, axes=axes, **fields)
+
+def _point(case: Case, ending: str, seq_len: int | None, **fields: Any) -> Point:
+    kept = "on" if case.model.checkpointing else "off"
+    label = f"{case.implementation} batch {case.batch}, checkpointing {kept}{ending}"
+    axes = case.axes(seq_len=seq_len, more={"checkpointing": kept})
+    return Point(kind="capacity", label=label, case=case, axes=axes, **fields)
 
 
 class _UntriedLength(Exception):  # noqa: N818 - control flow of a search
@@ -211,28 +219,25 @@ def _tried(tried: Mapping[int, EndedPoint], length: int) -> EndedPoint:
     return tried[length]
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Check the model, then train a few steps at one length.
 
     Raises:
-        WrongResult: the attention disagrees with the oracle.
+        As measure_call.
     """
-    beat("check")
-    agreement = agree(config)
-    beat("steps")
-    trial = ModelPass(pass_case(config))
-    route = route_of(trial.run)
-    trial.clear()
-    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
-    rates = []
-    for _ in range(_STEPS):
-        trial.clear()
-        start = time.perf_counter()
-        trial.run()
-        synchronize(trial.device)
-        rates.append(config["batch"] * config["seq_len"] / (time.perf_counter() - start))
-    metrics = (summarize(THROUGHPUT, rates, "steps"), *peak.metrics(), *agreement.metrics())
-    return Measurement(metrics, route, environment(trial.device), peak.files)
+
+    def steps(call: ModelPass, measured: Measurement) -> Measurement:
+        beat("steps")
+        rates = []
+        for _ in range(_STEPS):
+            call.clear()
+            start = time.perf_counter()
+            call.run()
+            synchronize(call.device)
+            rates.append(case.tokens / (time.perf_counter() - start))
+        return replace(measured, metrics=(summarize(THROUGHPUT, rates, "steps"), *measured.metrics))
+
+    return measure_call(case, case.check, lambda: ModelPass(case), beat, then=steps)
 
 
 def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
@@ -245,10 +250,3 @@ def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
             guess += 1
         return guess
     return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
-
-
-def _predicted_to_fit(configs: Sequence[Mapping[str, Any]]) -> int:
-    """Number of configurations, from the shortest on, that are predicted to fit; 0 also without a prediction."""
-    if not predicts(configs[0]["implementation"]):
-        return 0
-    return sum(predicted(config).total <= config["limit_bytes"] for config in configs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,32 +18,42 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs._comparison import (
-    COMPARISON,
-    DIFFERENCES,
-    Outputs,
-    compare_outputs,
-    comparison_metrics,
-    comparison_table,
-    differences,
-    lock_file,
-    toolchain_name,
-)
-from jobs.hardware.environment import environment
 from jobs.hardware.variables import effective
-from jobs.measure.call import TimingSpec
+from jobs.measure.call import TimingSpec, measure_call
 from jobs.measure.check import CEILING
-from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.model_pass import ModelPass, PassCase, PassSpec, agree, model_of, pass_case
-from jobs.measure.route import route_of
+from jobs.measure.clock import TimingPlan
+from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.process.trial import Limits, Toolchain, own_gpu_share, run_trial
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME
+from jobs.schema.quantities import (
+    AGREEMENT,
+    MEMORY,
+    PEAK_EXTRA_MEMORY,
+    TELEMETRY,
+    TIME,
+    Better,
+    Quantity,
+    Role,
+)
+from jobs.specs.environments import env_text
 from jobs.specs.fields import torch_dtype
 from jobs.specs.spec import Strict
 from nsa_core.model import NSATransformer
 
+DIFFERENCES = Quantity(
+    "differences", "1", "Differences beyond their tolerance", "differences", Better.LOWER, Role.HEADLINE
+)
+OUTPUT_DIFFERENCE = Quantity(
+    "output_difference", "1", "Largest difference of an output", "output difference", Better.LOWER, Role.HEADLINE
+)
+TENSORS_EQUAL = Quantity("tensors_equal", "%", "Outputs equal bit for bit", better=Better.HIGHER)
+TIME_CHANGE = Quantity("time_change", "%", "Time against the first toolchain's", "time change", role=Role.HEADLINE)
+MEMORY_CHANGE = Quantity(
+    "memory_change", "%", "Memory against the first toolchain's", "memory change", role=Role.HEADLINE
+)
+FIRST_TIME = Quantity("first_time", "ms", "Time under the first toolchain", better=Better.LOWER)
+FIRST_MEMORY = Quantity("first_memory", "MiB", "Peak memory beyond inputs under the first", better=Better.LOWER)
+COMPARISON = (DIFFERENCES, OUTPUT_DIFFERENCE, TENSORS_EQUAL, TIME_CHANGE, MEMORY_CHANGE, FIRST_TIME, FIRST_MEMORY)
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 _MOST_NAMED = 5  # tensors in the message of a failed point
@@ -61,6 +71,31 @@ class ToleranceSpec(Strict):
     )
     time_percent: float = Field(default=10, gt=0, le=10**4, description="of the medians")
     memory_percent: float = Field(default=2, gt=0, le=10**4, description="of the peak beyond the inputs")
+
+
+class Case(PassCase):
+    """A pass under two toolchains; `tolerance.outputs` is given.
+
+    Attributes:
+        versions: of the second toolchain's interpreter, a part of the key: the first's are already.
+        settings: names of the variables that the spec sets.
+        inputs, outputs: files of one try (`try_pass`), which measures under one of the toolchains.
+    """
+
+    timing: TimingPlan
+    tolerance: ToleranceSpec
+    limits: Limits
+    settings: list[str]
+    toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
+    versions: Mapping[str, str] = {}
+    inputs: str = ""
+    outputs: str = ""
+
+    def toolchain_name(self, number: int) -> str:
+        """The first (1) or second (2) toolchain in words."""
+        toolchain = self.toolchains[number - 1]
+        words = [toolchain.python or "", env_text(toolchain.env) or ""]
+        return f"toolchain {number} ({' '.join(filter(None, words)) or 'as it is'})"
 
 
 class Spec(PassSpec):
@@ -88,30 +123,22 @@ class Spec(PassSpec):
         for point in super().all_points(machines):
             other = Toolchain(point.python, point.env)
             if other != first:
-                config = {
-                    **point.config,
-                    "toolchains": [asdict(first), asdict(other)],
-                    "versions": dict(machines[other.python].fingerprint),  # a part of the key: the first's is already
-                }
-                found.append(replace(point, case=config, env={}, python=first.python))
+                versions = dict(machines[other.python].fingerprint)
+                case = Case.model_validate({**point.config, "toolchains": (first, other), "versions": versions})
+                found.append(replace(point, case=case, env={}, python=first.python))
         return found
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """As PassSpec.pass_points."""
-        points = self.pass_points(machine, PassCase)
-        return [replace(point, case={**point.config, **self._own()}) for point in points]
-
-    def _own(self) -> dict[str, Any]:
-        tolerance = self.tolerance.model_dump(mode="json")
-        if tolerance["outputs"] is None:
-            tolerance["outputs"] = CEILING[torch_dtype(self.precision)]
-        deadlines = self.deadlines
-        return {
-            "timing": self.timing.model_dump(mode="json"),
-            "tolerance": tolerance,
-            "limits": asdict(Limits(deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s)),
-            "settings": self.settings,
-        }
+        outputs = self.tolerance.outputs or CEILING[torch_dtype(self.precision)]
+        return self.pass_points(
+            machine,
+            Case,
+            timing=self.timing.plan,
+            tolerance=self.tolerance.model_copy(update={"outputs": outputs}),
+            limits=Limits(self.deadlines.startup_s, self.deadlines.heartbeat_s, self.deadlines.point_s),
+            settings=self.settings,
+        )
 
 
 class ToolchainFailed(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -122,7 +149,7 @@ class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"
     """The outputs under two toolchains differ by more than the tolerance."""
 
 
-def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
+def measure(case: Case, beat: Beat) -> Measurement:
     """Run the pass under both toolchains and compare them.
 
     Raises:
@@ -133,60 +160,58 @@ def measure(config: Mapping[str, Any], beat: Beat) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="toolchain-") as name:
         folder = Path(name)
         beat("inputs")
-        _write_inputs(config, folder / "inputs.pt")
-        first, other = (_run(config, number, folder, beat) for number in (1, 2))
+        _write_inputs(case, folder / "inputs.pt")
+        first, other = (_run(case, number, folder, beat) for number in (1, 2))
         beat("comparison")
         outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
     metrics = comparison_metrics(first, other, outputs)
     values = {metric.name: metric.value for metric in metrics}
-    found = differences(values, config["tolerance"], first["route"], other["route"])
-    files = {f"lock-{number}.txt": lock_file(config, number, run) for number, run in ((1, first), (2, other))}
-    wrong = _other_outputs(config, outputs)
-    files["comparison.txt"] = comparison_table(config, first, other, values, [*([wrong] if wrong else []), *found])
+    found = differences(values, case.tolerance, first["route"], other["route"])
+    files = {f"lock-{number}.txt": lock_file(case, number, run) for number, run in ((1, first), (2, other))}
+    wrong = _other_outputs(case, outputs)
+    files["comparison.txt"] = comparison_table(case, first, other, values, [*([wrong] if wrong else []), *found])
     if wrong:  # an error keeps no files: what explains it is printed
         print(*(f"{name}:\n{text}" for name, text in files.items()), sep="\n", file=sys.stderr)
         raise OutputsDiffer(wrong)
     for difference in found:
-        reporter(beat).warn(f"{toolchain_name(config, 2)} against {toolchain_name(config, 1)}: {difference}")
+        reporter(beat).warn(f"{case.toolchain_name(2)} against {case.toolchain_name(1)}: {difference}")
     method = "changes of time and memory beyond the tolerance, and other kernels"
     counted = Metric.of(DIFFERENCES, len(found), method=method)
     return Measurement((*metrics, counted), other["route"], other["environment"], files)
 
 
-def _other_outputs(config: Mapping[str, Any], outputs: Outputs) -> str | None:
+def _other_outputs(case: Case, outputs: Outputs) -> str | None:
     """Names of the tensors that differ by more than the tolerance, in a sentence; None if none does."""
-    allowed = config["tolerance"]["outputs"]
+    allowed = case.tolerance.outputs or 0.0
     beyond = {name: x for name, x in outputs.differences.items() if not x <= allowed}
     if not beyond:
         return None
     worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
     named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
     return (
-        f"{toolchain_name(config, 2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
-        f"{toolchain_name(config, 1)} by more than {allowed:.1e} of their norm: {named}"
+        f"{case.toolchain_name(2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
+        f"{case.toolchain_name(1)} by more than {allowed:.1e} of their norm: {named}"
     )
 
 
-def _write_inputs(config: Mapping[str, Any], path: Path) -> None:
+def _write_inputs(case: Case, path: Path) -> None:
     """Write weights and tokens, made once: generators may differ between versions of PyTorch."""
-    torch.manual_seed(config["seed"])
-    model = model_of(config)
-    tokens = torch.randint(model.vocab_size, (config["batch"], config["seq_len"] + 1))
-    torch.save({"weights": NSATransformer(model).state_dict(), "tokens": tokens}, path)
+    torch.manual_seed(case.seed)
+    tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1))
+    torch.save({"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}, path)
 
 
-def _run(config: Mapping[str, Any], number: int, folder: Path, beat: Beat) -> Mapping[str, Any]:
+def _run(case: Case, number: int, folder: Path, beat: Beat) -> Mapping[str, Any]:
     """Findings of `try_pass` under the first or second toolchain."""
-    toolchain = Toolchain(**config["toolchains"][number - 1])
-    name = toolchain_name(config, number)
+    name = case.toolchain_name(number)
 
     def told(phase: str, done: int = 0, total: int = 0) -> None:
         beat(f"{name}: {phase}", done, total)
 
-    order = {**config, "inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
-    limits = Limits(**config["limits"])
-    share = own_gpu_share(config["device"])
-    trial = run_trial("jobs.toolchain:try_pass", order, limits, told, share, toolchain)
+    files = {"inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
+    order = case.model_copy(update=files).model_dump(mode="json")
+    settings = own_gpu_share(case.device), case.toolchains[number - 1]
+    trial = run_trial("jobs.toolchain:try_pass", order, case.limits, told, *settings)
     return trial.needed(name, ToolchainFailed)
 
 
@@ -196,37 +221,26 @@ def try_pass(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     Raises:
         WrongResult: the attention disagrees with the oracle.
     """
-    settings = effective(config["settings"])  # before anything else uses CUDA
-    beat("check")
-    agreement = agree(config)
-    beat("inputs")
-    trial = ModelPass(pass_case(config))
-    given = _load(Path(config["inputs"]))
-    trial.model.load_state_dict(given["weights"])
-    tokens = given["tokens"].to(trial.device)
-    trial.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    del given, tokens
-    beat("first run")
-    losses: list[Tensor] = []
-    route = route_of(lambda: losses.append(trial.run().detach()))
-    grads = {f"gradient of {name}": p.grad for name, p in trial.model.named_parameters() if p.grad is not None}
-    torch.save({name: x.cpu() for name, x in {"loss": losses[0], **grads}.items()}, config["outputs"])
-    del grads
+    case = Case.model_validate(config)
+    settings = effective(case.settings)  # before anything else uses CUDA
 
-    def call() -> object:
-        trial.clear()
-        return trial.run()
+    def made() -> ModelPass:
+        call, saved = ModelPass(case), _load(Path(case.inputs))
+        call.model.load_state_dict(saved["weights"])
+        tokens = saved["tokens"].to(call.device)
+        call.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+        return call
 
-    timing = measure_time(call, trial.device, TimingPlan(**config["timing"]), beat)
-    beat("memory")
-    trial.clear()
-    peak = measure_peak(trial.run, trial.device, tensor_bytes(trial.resident))
+    def first_run(call: ModelPass) -> None:
+        outputs = {"loss": call.run().detach()}
+        outputs |= {f"gradient of {name}": p.grad for name, p in call.model.named_parameters() if p.grad is not None}
+        torch.save({name: x.cpu() for name, x in outputs.items()}, case.outputs)
+
+    measured = measure_call(case, case.check, made, beat, first_run=first_run, timing=case.timing, throughput=None)
     return {
-        "samples_ms": timing.samples_ms,
-        "method": timing.method,
-        "metrics": [asdict(metric) for metric in (*peak.metrics(), *agreement.metrics())],
-        "route": route,
-        "environment": {**environment(trial.device), "settings": settings},
+        "metrics": [asdict(metric) for metric in measured.metrics],
+        "route": measured.route,
+        "environment": {**measured.environment, "settings": settings},
         "packages": packages(),
     }
 
@@ -239,3 +253,112 @@ def packages() -> dict[str, str]:
 
 def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Comparison of the loss and the gradients.
+
+    Attributes:
+        differences: of each tensor, relative to its norm under the first toolchain.
+        equal: number of tensors that are equal bit for bit.
+    """
+
+    differences: Mapping[str, float]
+    equal: int
+
+
+def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Outputs:
+    """Differences of tensors by name. One that is not finite, or that only one side has, differs infinitely."""
+    found, equal = {}, 0
+    for name in dict.fromkeys([*first, *other]):
+        if name not in first or name not in other or first[name].shape != other[name].shape:
+            found[name] = float("inf")
+            continue
+        equal += torch.equal(first[name], other[name])
+        norm = first[name].double().norm().item()
+        difference = (other[name].double() - first[name].double()).norm().item()
+        relative = difference / norm if norm > 0 else difference
+        found[name] = relative if relative == relative else float("inf")
+    return Outputs(found, equal)
+
+
+def differences(
+    values: Mapping[str, float], tolerance: ToleranceSpec, first: Mapping[str, str], other: Mapping[str, str]
+) -> list[str]:
+    """Changes of time and memory beyond their tolerance, and other routes: a phrase each."""
+    found = []
+    for word, change, allowed in (
+        ("time", values[TIME_CHANGE.name], tolerance.time_percent),
+        ("peak memory", values[MEMORY_CHANGE.name], tolerance.memory_percent),
+    ):
+        if abs(change) > allowed:
+            found.append(f"{word} {change:+.1f} %, beyond {allowed:g} %")
+    for branch in dict.fromkeys([*first, *other]):
+        kernels = first.get(branch, "nothing"), other.get(branch, "nothing")
+        if kernels[0] != kernels[1]:
+            found.append(f"branch {branch} ran {kernels[1]}, not {kernels[0]}")
+    return found
+
+
+def comparison_metrics(first: Mapping[str, Any], other: Mapping[str, Any], outputs: Outputs) -> list[Metric]:
+    """Metrics of the second toolchain, its changes against the first, and the first's time and memory."""
+    metrics, before = ({each["name"]: _metric(each) for each in run["metrics"]} for run in (other, first))
+    time, memory = metrics[TIME.name], metrics[PEAK_EXTRA_MEMORY.name]
+    first_memory = before[PEAK_EXTRA_MEMORY.name]
+    method = "relative to the first toolchain's, on the same device in the same point"
+    norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
+    share = 100 * outputs.equal / len(outputs.differences)
+    return [
+        *metrics.values(),
+        replace(before[TIME.name], name=FIRST_TIME.name),
+        Metric.of(TIME_CHANGE, 100 * (time.value / before[TIME.name].value - 1), method=f"medians; {method}"),
+        replace(first_memory, name=FIRST_MEMORY.name),
+        Metric.of(MEMORY_CHANGE, 100 * (memory.value / first_memory.value - 1), method=method),
+        Metric.of(OUTPUT_DIFFERENCE, max(outputs.differences.values()), method=norms),
+        Metric.of(TENSORS_EQUAL, share, method=f"{outputs.equal} of {len(outputs.differences)} tensors"),
+    ]
+
+
+def _metric(stored: Mapping[str, Any]) -> Metric:
+    return Metric(**{**stored, "samples": tuple(stored["samples"])})
+
+
+def lock_file(case: Case, number: int, run: Mapping[str, Any]) -> str:
+    """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it."""
+    there = run["environment"]
+    head = [case.toolchain_name(number), f"Python {there['python']}, {there['interpreter']}", there["platform"]]
+    if "cuda" in there:
+        head.append(f"CUDA {there['cuda']}, cuDNN {there['cudnn']}, driver {there['gpu'].get('driver', 'unknown')}")
+    head += [f"{name} in effect: {value}" for name, value in there["settings"].items()]
+    lines = [f"{name}=={version}" for name, version in run["packages"].items()]
+    return "\n".join([*(f"# {line}" for line in head), *lines, ""])
+
+
+def comparison_table(
+    case: Case,
+    first: Mapping[str, Any],
+    other: Mapping[str, Any],
+    values: Mapping[str, float],
+    found: Sequence[str],
+) -> str:
+    """Text of the comparison; `values` are its metrics by name, `found` the phrases of `differences`."""
+    rows = [
+        f"1: {case.toolchain_name(1)}",
+        f"2: {case.toolchain_name(2)}",
+        "",
+        f"time         {values['first_time']:12.3f} {values['time']:12.3f} ms   {values['time_change']:+7.1f} %",
+        f"peak memory  {values['first_memory']:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  "
+        f"{values['memory_change']:+7.1f} %",
+        f"outputs      {values['output_difference']:.2e} at most, {values['tensors_equal']:.1f} % equal bit for bit",
+        "",
+        *(found or ["no difference beyond the tolerance"]),
+        "",
+        "packages that differ:",
+    ]
+    versions = first["packages"], other["packages"]
+    for name in sorted({*versions[0], *versions[1]}, key=str.lower):
+        before, after = (each.get(name, "none") for each in versions)
+        if before != after:
+            rows.append(f"  {name}: {before}, {after}")
+    return "\n".join([*rows, ""])

@@ -151,6 +151,7 @@ def measure_call(
     inputs: Callable[[], C],
     beat: Beat,
     *,
+    first_run: Callable[[C], object] | None = None,
     timing: TimingPlan | None = None,
     throughput: Quantity | None = THROUGHPUT,
     graphed: Callable[[Mapping[str, str]], bool] | None = None,
@@ -162,6 +163,7 @@ def measure_call(
     Args:
         check: compares the implementation with the oracle; raises WrongResult.
         inputs: makes the call, once the check has passed.
+        first_run: runs the call for the first time, which tells the route; None: as it is run later.
         timing: limits of the time measurement; None: it is not timed.
         throughput: quantity of the tokens per second of a timed call; None: none.
         graphed: whether a route is timed by replays of a CUDA graph; None: all are called eagerly.
@@ -180,7 +182,7 @@ def measure_call(
     beat("inputs")
     call = inputs()
     beat("first run")
-    route = route_of(call.run)
+    route = route_of(call.run if first_run is None else lambda: first_run(call))
     metrics: list[Metric] = []
     files: dict[str, Any] = {}
     if timing is not None:

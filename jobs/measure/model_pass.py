@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
-from jobs.schema.axes import Axes
 from jobs.schema.point import Machine, Point
 from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, implementation_names, torch_dtype
 from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
@@ -176,28 +175,3 @@ class ModelPass:
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
-
-
-# For kinds whose cases are not typed yet.
-
-
-def pass_case(config: Mapping[str, Any]) -> PassCase:
-    renamed = {{"pass": "pass_", "precision": "dtype"}.get(name, name): value for name, value in config.items()}
-    return PassCase.model_validate({name: value for name, value in renamed.items() if name in PassCase.model_fields})
-
-
-def model_axes(config: Mapping[str, Any], model: ModelConfig, **own: Any) -> Axes:
-    case = pass_case({"pass": "train", **config, "seq_len": config.get("seq_len") or 0, "model": model})
-    return case.axes(**{"seq_len": config.get("seq_len")} | own)
-
-
-def predicted(config: Mapping[str, Any]) -> MemoryEstimate:
-    return pass_case(config).estimate()
-
-
-def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    return pass_case({**config, "seq_len": config.get("seq_len") or 0}).model
-
-
-def agree(config: Mapping[str, Any]) -> Agreement:
-    return pass_case(config).check()

@@ -88,7 +88,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     else:
         corpus = load_corpus(case.data.path, case.data.heldout, case.seq_len)
     notes.note(LOADER)
-    gpu = None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)
+    gpu = _gpu(device)
     watch = None
     if case.soak is not None:
         watch = SoakWatch(case.soak, SoakHistory(), device, rank, beat, nvml.UtilizationMeter(gpu).now)
@@ -157,3 +157,8 @@ def _new_checkpoints(case: TextCase, corpus: Corpus, device: torch.device, rank:
     checkpoints = Checkpoints(case.checkpoints, *settings)
     check_reach(there.checkpoints, exchange)
     return checkpoints
+
+
+def _gpu(device: torch.device) -> str | None:
+    """NVML's id of this rank's GPU; None on a CPU and without NVML."""
+    return None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)

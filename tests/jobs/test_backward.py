@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 from supervised import Ended, supervised
 from torch import Tensor, nn
+from travelling import travelled
 
-from jobs.backward import Spec, measure
-from jobs.measure.backward_pass import BackwardPass
+from jobs.backward import BackwardPass, Spec, measure
 from jobs.measure.check import WrongResult
 from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
 from jobs.process.exhaustion import ran_out_of_memory
@@ -40,13 +41,9 @@ def _points(*cases: dict[str, Any], **changes: Any) -> list[Point]:
     return list(Spec.model_validate(_data(*cases, **{"timing": TIMING} | changes)).points(CPU))
 
 
-def _config(point: Point) -> dict[str, Any]:
-    return json.loads(json.dumps(point.config))
-
-
 def _measure(point: Point, beats: list[str] | None = None) -> Measurement:
     told = [] if beats is None else beats
-    return measure(_config(point), lambda phase, done=0, total=0: told.append(phase))
+    return measure(travelled(point), lambda phase, done=0, total=0: told.append(phase))
 
 
 def test_the_matrix_of_the_seeds_has_its_sizes_branches_and_settings() -> None:
@@ -80,27 +77,25 @@ def test_a_model_of_a_branch_is_watched_and_measured(branch: str) -> None:
     assert all("VmRSS" in str(result.files[f"memory_{side}.txt"]) for side in ("before", "after"))
     assert ("trace.txt" in result.files) == (branch != "all")
     values = {metric.name: metric.value for metric in result.metrics}
-    parameters = sum(p.numel() for p in BackwardPass(_config(point)).parameters) * 4 / 2**20
+    parameters = sum(p.numel() for p in BackwardPass(travelled(point)).parameters) * 4 / 2**20
     assert parameters < values["forward_memory"] < values["peak_memory"]
     assert values["time"] > 0
 
 
 def test_a_model_that_runs_another_branch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (point,) = _points({"branches": ["win"]})
-    config = _config(point)
-    own, config["model"]["branches"] = config["model"]["branches"], ["cmp", "slc", "win"]
-    whole = BackwardPass(config)
-    config["model"]["branches"] = own
+    case = travelled(point)
+    whole = BackwardPass(case.model_copy(update={"model": replace(case.model, branches=("cmp", "slc", "win"))}))
     monkeypatch.setattr("jobs.backward.BackwardPass", lambda _: whole)
     with pytest.raises(WrongResult, match="a model of win ran cmp, select, slc, win"):
-        measure(config, lambda *_: None)
+        measure(case, lambda *_: None)
 
 
-def test_a_toy_repeats_a_branch_within_a_layer() -> None:
+def test_a_toy_repeats_a_branch_within_a_layer(tmp_path: Path) -> None:
     (point,) = _points({"layers": [1], "branches": ["cmp"], "repeats": [3]})
-    trial = BackwardPass(_config(point))
+    trial = BackwardPass(travelled(point))
     with capture() as runs:
-        trial.watched(lambda *_: None)
+        trial.watched(lambda *_: None, tmp_path)
     assert [run.branch for run in runs] == ["cmp"] * 3
     assert all(p.grad is not None for p in trial.parameters)
 
@@ -108,7 +103,7 @@ def test_a_toy_repeats_a_branch_within_a_layer() -> None:
 @pytest.mark.parametrize("anomaly", [True, False])
 def test_anomaly_mode_is_on_in_both_passes_of_its_points_alone(anomaly: bool) -> None:
     (point,) = _points({"anomaly": [anomaly]})
-    trial = BackwardPass(_config(point))
+    trial = BackwardPass(travelled(point))
     found: list[bool] = []
 
     def note(_: nn.Module, __: Any, out: Tensor) -> None:
@@ -116,7 +111,7 @@ def test_anomaly_mode_is_on_in_both_passes_of_its_points_alone(anomaly: bool) ->
         out.register_hook(lambda _: found.append(torch.is_anomaly_enabled()))
 
     trial.model.blocks[0].register_forward_hook(note)
-    trial.call()
+    trial.run()
     assert found == [anomaly, anomaly]
     assert not torch.is_anomaly_enabled()
 
@@ -195,7 +190,7 @@ def test_memory_that_runs_out_in_a_layer_is_still_out_of_memory(tmp_path: Path) 
 def test_a_checkpointed_layer_is_told_when_it_is_computed_again() -> None:
     beats: list[str] = []
     (point,) = _points(checkpointing=True)
-    BackwardPass(_config(point)).watched(lambda phase, done=0, total=0: beats.append(phase))
+    BackwardPass(travelled(point)).watched(lambda phase, done=0, total=0: beats.append(phase), tmp_path)
     again = beats.index("recomputation of layer 2")
     assert beats[again - 1] == "backward of layer 2"
     assert beats.count("backward of layer 1") == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from searches import searched, values
+from travelling import travelled
 
 from jobs import backward
 from jobs.measure.bisection import Bisection, smallest_failing
@@ -118,8 +119,8 @@ def test_only_sizes_that_were_tried_are_said_to_pass(
 
 def test_a_size_is_watched_and_not_timed() -> None:
     (point,) = _spec().points(CPU)
-    config = json.loads(json.dumps(point.config))
-    result = backward.measure(config | {"model": config["model"] | {"layers": 1}}, lambda *_: None)
+    case = travelled(point)
+    result = backward.measure(case.model_copy(update={"model": replace(case.model, layers=1)}), lambda *_: None)
     assert {metric.name for metric in result.metrics} == {"oracle_error", "oracle_error_bound"}
     assert "layers.json" in result.files
 

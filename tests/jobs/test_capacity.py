@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from searches import searched, values
 from supervised import Ended, supervised
+from travelling import travelled
 
 from jobs import capacity
 from jobs.capacity import search
@@ -28,7 +28,7 @@ def _spec(**changes: Any) -> capacity.Spec:
 
 def _until(longest: int, rates: dict[int, float] | None = None) -> Any:
     def outcome(point: Point) -> Any:
-        length = point.config["seq_len"]
+        length = point.case.seq_len
         if length > longest:
             return PointState.OOM, {}
         return PointState.OK, {"throughput": (rates or {}).get(length, 5000.0), "peak_memory": 7.0}
@@ -136,7 +136,7 @@ def test_a_limit_below_the_weights_alone_skips_the_point_with_the_arithmetic() -
 
 def test_a_length_trains_a_few_steps() -> None:
     (point,) = _spec(lengths=[32]).points(CPU)
-    result = capacity.measure(json.loads(json.dumps(point.config)), lambda *_: None)
+    result = capacity.measure(travelled(point), lambda *_: None)
     found = {metric.name: metric for metric in result.metrics}
     assert len(found["throughput"].samples) == 3
     assert found["peak_memory"].value > 0

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from other_interpreters import make_interpreter, own_packages
+from travelling import travelled
 
 from jobs import toolchain
-from jobs._comparison import compare_outputs, differences
 from jobs.process.trial import End, Toolchain, Trial
 from jobs.schema.point import Machine, Measurement, Metric, Point
-from jobs.schema.quantities import PEAK_EXTRA_MEMORY
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
-from jobs.toolchain import OutputsDiffer, ToolchainFailed, measure
+from jobs.toolchain import OutputsDiffer, ToleranceSpec, ToolchainFailed, compare_outputs, differences, measure
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})
 OTHER = Machine("cpu", "test processor", 8 * 2**30, {"torch": "3"})
@@ -50,7 +50,7 @@ def _measure(point: Point, warnings: list[str] | None = None) -> Measurement:
             assert warnings is not None, text
             warnings.append(text)
 
-    return measure(json.loads(json.dumps(point.config)), Reporter())
+    return measure(travelled(point), Reporter())
 
 
 def test_every_toolchain_but_the_first_is_compared_with_it() -> None:
@@ -61,7 +61,7 @@ def test_every_toolchain_but_the_first_is_compared_with_it() -> None:
         *[(length, "/b/python", "ATEN_CPU_CAPABILITY=default") for length in (32, 64)],
     ]
     assert {(point.python, str(point.env)) for point in points} == {(None, "{}")}
-    assert all(point.config["toolchains"][0] == asdict(Toolchain()) for point in points)
+    assert all(travelled(point).toolchains[0] == Toolchain() for point in points)
     assert len({point.label for point in points}) == len({point.key("code", CPU) for point in points}) == 6
     newer = parse_spec(
         {"kind": "toolchain", "name": "t", "preset": "tiny", "implementations": ["chunked"], "lengths": [32]}
@@ -114,12 +114,10 @@ def _stub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int, Mapping[str, A
 
 
 def _found(number: int, kernel: str = "a") -> Trial:
-    memory = asdict(Metric.of(PEAK_EXTRA_MEMORY, 100.0 + 10 * number))
+    metrics = [Metric.of(TIME, 100.0 * number), Metric.of(PEAK_EXTRA_MEMORY, 100.0 + 10 * number)]
     there = {"python": "3", "interpreter": "/python", "platform": "Linux", "settings": {}}
     found = {
-        "samples_ms": [100.0 * number],
-        "method": "clock",
-        "metrics": [memory],
+        "metrics": [asdict(metric) for metric in metrics],
         "route": {"slc": kernel},
         "environment": there,
         "packages": {"torch": f"2.{number}", "numpy": "2.0"},
@@ -180,7 +178,7 @@ def test_outputs_that_are_not_finite_or_missing_differ() -> None:
 
 def test_a_branch_that_ran_on_one_side_alone_is_a_difference() -> None:
     same = {"time_change": 0.0, "memory_change": 0.0}
-    allowed = {"time_percent": 10.0, "memory_percent": 2.0}
+    allowed = ToleranceSpec(time_percent=10, memory_percent=2)
     assert differences(same, allowed, {"win": "a"}, {"cmp": "b"}) == [
         "branch win ran nothing, not a",
         "branch cmp ran b, not nothing",

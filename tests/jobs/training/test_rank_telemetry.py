@@ -63,7 +63,7 @@ def other_rank() -> Iterator[None]:
 
 def _train(text: Path, ranks: int, meter: Meter, monkeypatch: pytest.MonkeyPatch) -> RankReport:
     monkeypatch.setattr(report, "Telemetry", meter.of)
-    monkeypatch.setattr(report.nvml, "visible_gpus", lambda: ["GPU-1"])
+    monkeypatch.setattr(report, "_gpu", lambda device: "GPU-1")
     parallel = {"ranks": ranks, "parallel": "replicate"} if ranks > 1 else {}
     spec = Spec.model_validate(small(text, steps=STEPS, **parallel))
     return train_rank(travelled(spec.points(CPU)[0]), torch.device("cpu"), 0, meter, threading.Event())
