@@ -47,8 +47,7 @@ class Telemetry:
         gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty for a CPU point.
         period_s: seconds between samples; doubled whenever there are too many to keep.
 
-    `start()` and `stop()` never raise if NVML is missing or no thread can be started; the summary's text states the
-    reason instead.
+    `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
 
     def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
@@ -64,13 +63,8 @@ class Telemetry:
     def start(self) -> None:
         if self._problem is not None:
             return
-        thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as err:
-            self._problem = f"the host has no room for the thread that samples ({err})"
-        else:
-            self._thread = thread
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
 
     def stop(self) -> TelemetrySummary:
         """End the sampling and summarize it; a second call gives the same summary."""

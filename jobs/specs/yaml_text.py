@@ -26,34 +26,22 @@ class RepeatedKeyError(YamlError):
 
 
 class _Loader(yaml.SafeLoader):
-    _anchors_open = 0
-
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node; refuse aliases within what others stand for: a few lines of them are billions of values."""
-        event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
-            if self._anchors_open:
-                raise TooLargeError(f"has an alias, *{event.anchor}, within what another stands for; write it out")
-            return super().compose_node(parent, index)
-        anchored = event.anchor is not None
-        self._anchors_open += anchored
-        node = super().compose_node(parent, index)
-        self._anchors_open -= anchored
-        return node
+        if self.check_event(yaml.AliasEvent):  # a few lines of them are billions of values
+            event: Any = self.peek_event()
+            raise TooLargeError(f"has an alias, *{event.anchor}; write out what it stands for")
+        return super().compose_node(parent, index)
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
+            name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise RepeatedKeyError(
-                    f"{shown(key.value)[1:-1]}: given twice, in lines {lines[name]} and {line}; keep one of the two"
+                    f"{shown(name)[1:-1]}: given twice, in lines {lines[name]} and {line}; keep one of the two"
                 )
             lines[name] = line
-        return node
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
@@ -97,7 +85,7 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
-        TooLargeError: it is longer than MOST_CHARACTERS, has aliases within aliases, or is nested too deep to read.
+        TooLargeError: it is longer than MOST_CHARACTERS, has an alias, or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
     if len(text) > MOST_CHARACTERS:

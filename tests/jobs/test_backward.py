@@ -187,7 +187,7 @@ def test_memory_that_runs_out_in_a_layer_is_still_out_of_memory(tmp_path: Path) 
     assert ran_out_of_memory(caught.value)
 
 
-def test_a_checkpointed_layer_is_told_when_it_is_computed_again() -> None:
+def test_a_checkpointed_layer_is_reported_when_it_is_computed_again(tmp_path: Path) -> None:
     beats: list[str] = []
     (point,) = _points(checkpointing=True)
     BackwardPass(travelled(point)).watched(lambda phase, done=0, total=0: beats.append(phase), tmp_path)

@@ -100,7 +100,11 @@ MISTAKES = [
     (BENCH, {"lengths": [1], "tokens": 2**21}, r"tokens: 2097152: use at most 1048576, 1,048,576 sequences of 1$"),
     (BENCH, {"shapes": []}, r"shapes: \[\]: .*at least 1"),
     (BENCH, {"shapes": [{**SCALING["shape"], "head_dim": 15}]}, r"shapes\.0\.head_dim: 15: use an even"),
-    (BENCH, {"shapes": [SCALING["shape"], WIDE] * 2}, r"shapes: .*head_dim=16, .*head_dim=32 appears more than once"),
+    (
+        BENCH,
+        {"shapes": [SCALING["shape"], WIDE] * 2},
+        r"shapes: .*head_dim=16, .*head_dim=32 appears more than once",
+    ),
     (BENCH, {"shapes": [{**SCALING["shape"], "kv_heads": 3}]}, r"shapes\.0\.kv_heads: 3: use a divisor of .*4"),
     (BENCH, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean"),
     (BENCH, {"profiles": -1}, r"profiles: -1: .*greater than or equal to 0"),
@@ -133,7 +137,11 @@ MISTAKES = [
     (SCALING, {"env": {"TORCH_LOGS": True}}, r"env\.TORCH_LOGS: True: .*; write a text, in quotes"),
     (SCALING, {"env": {"TORCH_LOGS": "a\nb"}}, r"env\.TORCH_LOGS: 'a\\nb': has characters that cannot be printed"),
     (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
-    (SCALING, {"env": [{"TORCH_LOGS": "x"}] * 2}, r"env: .*TORCH_LOGS=x appears more than once; name each once"),
+    (
+        SCALING,
+        {"env": [{"TORCH_LOGS": "x"}] * 2},
+        r"env: .*TORCH_LOGS=x appears more than once; name each once",
+    ),
     (SCALING, {"env": []}, r"env: \[\]: .*at least 1"),
     (SCALING, {"env": 3}, r"env(\.0)?: 3: .*dictionary; write a section"),
     (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
@@ -146,9 +154,14 @@ MISTAKES = [
 ]
 
 
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def _load(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Any:
     file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump(data, sort_keys=False))
+    file.write_text(yaml.dump(data, Dumper=_Dumper, sort_keys=False))
     return load_spec(file, overrides)
 
 
