@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -315,7 +314,7 @@ def test_a_killed_rank_ends_the_training_and_is_named(
 
 def test_a_rank_that_raises_is_named_with_its_exception(text: Path) -> None:
     case = travelled(_spec(text, ranks=2).points(CPU)[0])
-    case = case.model_copy(update={"model": replace(case.model, backend="missing")})
+    case = case.model_copy(update={"implementation": "missing"})
     with pytest.raises(RankFailed) as caught:
         measure(case, lambda *_: None)
     first, *rest = str(caught.value).splitlines()
