@@ -53,7 +53,6 @@ IN_PROCESSES = (
     "tests/orchestrator/execute/",
     "tests/orchestrator/run/",
     "tests/orchestrator/store/test_claim.py",
-    "tests/orchestrator/test_artifacts.py",
 )
 GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/kernels/test_aot.py",))  # the last: tests of one tracing
 
