@@ -22,7 +22,7 @@ from seed_pages import seed_pages
 from take_in import DATA, take_in
 
 from jobs.specs.load import load_spec
-from orchestrator.cli.packaged import reference_data
+from orchestrator.cli.files import reference_data
 from orchestrator.errors import UserError
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.report import report, write_report

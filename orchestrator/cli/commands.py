@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.schema.states import Origin, RunState
+from jobs.schema.states import Origin, Result, RunState
 from orchestrator import terminal
-from orchestrator.cli import deciding, results
-from orchestrator.cli.usage import Commands, Overrides, Run
+from orchestrator.cli.usage import Format, Overrides, Rules, Run, Runs, UsageError, in_words
 from orchestrator.errors import UserError
-from orchestrator.settings import check_current_folder, example_spec, load_settings, misspelled
+from orchestrator.settings import Settings, check_current_folder, example_spec, load_settings, misspelled
 from orchestrator.terminal import say
+
+if TYPE_CHECKING:
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.verdicts import Gates
+    from orchestrator.store import Store
+
+_TARGET = "TARGET, or TARGET/HARDWARE"
 
 app = typer.Typer(
     name="nsa",
-    cls=Commands,
     help="Benchmarks of Native Sparse Attention: submit jobs, follow them, and judge their results.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -37,14 +43,19 @@ def main() -> None:
     for line in misspelled():
         terminal.warn(f"warning: {line}")
     try:
-        app(prog_name="nsa")
+        code = app(prog_name="nsa", standalone_mode=False)
     except (UserError, SpecError) as err:
         terminal.complain(err)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except UsageError as err:
+        if type(err).__name__ == "NoArgsIsHelpError":
+            terminal.say(err.message)
+        else:
+            terminal.warn(f"error: {in_words(err)}")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except SystemExit as end:
-        sys.exit(end.code or int(terminal.output_lost()))
+    sys.exit(code or int(terminal.output_lost()))
 
 
 @app.command()
@@ -53,7 +64,7 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
 
     A .rayignore in the current folder keeps .env out of what `ray job submit --working-dir .` sends.
     """
-    from orchestrator.cli.packaged import RAYIGNORE, PackagedError, ignore_env, write_specs
+    from orchestrator.cli.files import RAYIGNORE, PackagedError, ignore_env, write_specs
 
     copied = write_specs(folder)
     say(f"wrote {len(copied.written)} specs to {folder}/")
@@ -88,7 +99,7 @@ def up(
     num_gpus: Annotated[int | None, typer.Option(help="GPUs Ray may use; default: all")] = None,
 ) -> None:
     """Start a local Ray cluster and the dashboard, with the database migrated."""
-    from orchestrator.cli import console, exposure, services
+    from orchestrator.cli import console, services
     from orchestrator.store import upgrade
 
     settings = load_settings()
@@ -96,7 +107,7 @@ def up(
     upgrade(settings.database)
     rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
     console.services(rows)
-    console.access(exposure.token_place(), exposure.exposures(settings, rows[0].pid))
+    console.access(services.token_place(), services.exposures(settings, rows[0].pid))
 
 
 @app.command()
@@ -137,8 +148,8 @@ def submit(
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
+    from orchestrator.cli.files import check_spec_exists
     from orchestrator.cli.lookup import find_run, open_store
-    from orchestrator.cli.packaged import check_spec_exists
     from orchestrator.run import driver
 
     settings = load_settings()
@@ -217,7 +228,34 @@ def logs(
         say(text, end="")
 
 
-app.command()(results.artifacts)
+@app.command()
+def artifacts(
+    run: Run,
+    point: Annotated[int | None, typer.Option(help="index of one point; default: all")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
+) -> None:
+    """List the files of a run's points; with --out copy them from the artifact store, verified."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.execute.artifacts import fetch, kept_in, stored_files
+    from orchestrator.store import queries
+
+    settings = load_settings()
+    with open_store(settings) as store:
+        run_id = find_run(store, run)
+        if point is not None:
+            find_point(store, run_id, point)
+        files = stored_files(store, run_id, point)
+        run_row = queries.run(store, run_id) or {}
+    console.files(files)
+    if out is None:
+        return
+    problems = fetch(settings.artifact_store_url, files, out)
+    where = f"{kept_in(run_row)} (host {run_row.get('host') or 'unknown'})"
+    for problem in problems:
+        terminal.warn(f"error: {problem}; the run kept its files in {where}")
+    say(f"copied {len(files) - len(problems)} of {len(files)} files to {out}")
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command()
@@ -240,25 +278,193 @@ def diagnose(
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="time to watch the processes for")] = 3.0,
 ) -> None:
     """Memory by phase, routes, topology and warnings of a live run, without disturbing it; or of this host."""
-    from orchestrator.cli import attaching
+    from orchestrator.cli import diagnose as diagnosis
 
     check_current_folder()
-    attaching.give_way()
+    diagnosis.give_way()
     if attach is None:
         if point is not None:
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
-        say(attaching.this_host())
+        say(diagnosis.this_host())
         return
     from orchestrator.cli.lookup import find_run, open_store
 
     with open_store() as store:
-        for text in attaching.attach(store, find_run(store, attach), point, seconds):
+        for text in diagnosis.attach(store, find_run(store, attach), point, seconds):
             say(text)
 
 
-app.command()(results.report)
-for decision in (deciding.gate, deciding.plan, deciding.resolve):
-    app.command()(decision)
-app.command("import")(results.import_)
-app.command()(results.export)
-db.command("upgrade")(results.upgrade_database)
+@app.command()
+def report(
+    runs: Runs = None,
+    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
+    out: Annotated[
+        Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
+    ] = None,
+    template: Annotated[
+        Path | None, typer.Option(help="a report of your own: a Jinja file (docs/reports.md), or a folder of them")
+    ] = None,
+) -> None:
+    """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
+    from orchestrator import report as reports
+    from orchestrator.cli.lookup import find_runs, open_store
+
+    with open_store() as store:
+        run_ids = find_runs(store, runs)
+        if template is not None:
+            _from_template(store, template, run_ids, out)
+        elif out is None:
+            say(reports.report(store, run_ids, format=format.value))
+        else:
+            reports.write_report(store, run_ids, out)
+            say(f"wrote {out}")
+
+
+def _from_template(store: Store, template: Path, run_ids: Sequence[str], out: Path | None) -> None:
+    from jobs.specs.load import load_spec
+    from orchestrator.judge.rules import READY_SPECS
+    from orchestrator.report.template import render, render_folder
+
+    def load(file: str, settings: Sequence[str]) -> Any:
+        return load_spec(Path(file) if Path(file).exists() else READY_SPECS / file, settings)
+
+    if template.is_dir():
+        if out is None:
+            raise UserError("--out: is missing; give the folder to write the reports to")
+        for path in render_folder(store, template, run_ids, load, out):
+            say(f"wrote {path}")
+        return
+    text = render(store, template, run_ids, load, out)
+    say(text.rstrip("\n") if out is None else f"wrote {out}")
+
+
+@app.command()
+def gate(
+    runs: Runs = None,
+    gates: Rules = None,
+    target: Annotated[str | None, typer.Option(help=f"only this: {_TARGET}")] = None,
+) -> None:
+    """Judge stored results, with reasons. Exit 0: all decisions GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_runs
+    from orchestrator.judge.decisions import decisions
+    from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
+    from orchestrator.report import summary
+    from orchestrator.store import Store, StoreError
+
+    settings = load_settings()
+    rules = load_gates(gates or settings.gates).only(target)
+    with Store.open(settings.database, create=False, readonly=True) as store:
+        verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
+    if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
+        try:
+            with Store.open(settings.database, create=False) as store:
+                save_verdicts(store, None, verdicts)
+        except StoreError as err:
+            terminal.warn(f"warning: {err}; v_gate keeps the verdicts of before")
+    found = decisions(rules, verdicts)
+    summary.print_decisions(found, console.out)
+    raise typer.Exit(_exit_code(found))
+
+
+@app.command()
+def plan(
+    target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None, gates: Rules = None
+) -> None:
+    """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
+    from orchestrator.cli import console
+    from orchestrator.cli import resolve as resolving
+    from orchestrator.judge.verdicts import load_gates
+
+    settings = load_settings()
+    rules = load_gates(gates or settings.gates).only(target)
+    resolving.check_commands(rules)
+    console.plan(_decide(settings, rules))
+
+
+@app.command()
+def resolve(
+    target: Annotated[str, typer.Argument(help=_TARGET)],
+    gates: Rules = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say which commands would run, and run none")] = False,
+) -> None:
+    """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
+    from orchestrator.cli import console
+    from orchestrator.cli import resolve as resolving
+    from orchestrator.judge.verdicts import load_gates
+    from orchestrator.report import summary
+
+    settings = load_settings()
+    rules = load_gates(gates or settings.gates).only(target)
+    resolving.check_commands(rules)
+    resolving.run(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
+    found = _decide(settings, rules)
+    summary.print_decisions(found, console.out)
+    raise typer.Exit(_exit_code(found))
+
+
+def _decide(settings: Settings, rules: Gates) -> list[Decision]:
+    """The decisions by what is stored; before anything was, by nothing."""
+    from orchestrator.judge.decisions import decide, decisions
+    from orchestrator.judge.verdicts import judge
+    from orchestrator.store import Store
+
+    if settings.no_database_yet:
+        return decisions(rules, judge([], rules))
+    with Store.open(settings.database, create=False, readonly=True) as store:
+        return decide(store, rules)
+
+
+def _exit_code(found: Sequence[Decision]) -> int:
+    results = {each.result for each in found}
+    return 1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0
+
+
+@app.command("import")
+def import_(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="journal (.jsonl, .jsonl.gz), or CSV of reported results"),
+    ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference", help="what comes with this package: our own GPU runs, and figures that others report"
+        ),
+    ] = False,
+) -> None:
+    """Store journals of runs made elsewhere, or results that others report."""
+    from orchestrator.cli.files import reference_data
+    from orchestrator.cli.lookup import open_store
+    from orchestrator.store import importer
+
+    paths = [*(files or ()), *(reference_data() if reference else ())]
+    if not paths:
+        raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
+    with open_store(create=True, readonly=False) as store:
+        for path in paths:
+            say(importer.import_file(store, path))
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="file to write: .csv or .json")],
+    runs: Runs = None,
+) -> None:
+    """Write the stored results of runs, one row a metric."""
+    from orchestrator.cli.lookup import find_runs, open_store
+    from orchestrator.store import exporter
+
+    with open_store() as store:
+        say(exporter.export(store, out, find_runs(store, runs)))
+
+
+@db.command("upgrade")
+def upgrade_database() -> None:
+    """Create the database's tables and views, or bring them up to date."""
+    from orchestrator.database_url import hide_password
+    from orchestrator.store import upgrade
+
+    settings = load_settings()
+    upgrade(settings.database)
+    say(f"{hide_password(settings.database)} is up to date")

@@ -18,8 +18,7 @@ from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
     from orchestrator.cli.doctor import Finding, SettingRow
-    from orchestrator.cli.exposure import Exposure
-    from orchestrator.cli.services import ServiceStatus
+    from orchestrator.cli.services import Exposure, ServiceStatus
     from orchestrator.execute.artifacts import StoredFile
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.steps import Step

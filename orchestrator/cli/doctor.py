@@ -218,14 +218,13 @@ def _ray(settings: Settings) -> Finding:
 
 def _ray_access(settings: Settings) -> Finding:
     from orchestrator.cli import services
-    from orchestrator.cli.exposure import exposures
     from orchestrator.execute import ray_token
 
     name = "ray access"
     try:
         file = ray_token.token_file()
         ray = next(one for one in services.status(settings) if one.name == "ray")
-        found = exposures(settings, ray.pid)
+        found = services.exposures(settings, ray.pid)
     except UserError as err:
         return Finding(name, Health.MISSING, str(err))
     if found:

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +63,20 @@ class ServiceStatus:
 
 
 def local_services(settings: Settings, *ray_options: str) -> list[Service]:
-    """The services of this machine, in starting order."""
-    return [_ray(settings, ray_options), _dashboard(settings)]
+    """Ray and the dashboard of this machine, in starting order."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    ray += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
+    ray += [f"--dashboard-port={_port(settings.ray_dashboard)}", "--dashboard-agent-listen-port=0"]
+    ray += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
+    app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
+    dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
+    dashboard += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
+    dashboard += ["--browser.gatherUsageStats=false"]
+    ray_health = f"{settings.ray_dashboard.rstrip('/')}/api/version"
+    return [
+        Service("ray", (*ray, *ray_options), ray_health, says="ray_version"),
+        Service("dashboard", tuple(dashboard), f"{dashboard_url(settings)}/_stcore/health", says="ok"),
+    ]
 
 
 def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
@@ -80,15 +92,18 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
         settings.home.mkdir(parents=True, exist_ok=True)
     except OSError as err:
         raise ServiceError(f"NSA_HOME: '{settings.home}': cannot be made ({err.strerror}); name another") from None
-    if settings.ray_host not in _addresses():
+    interfaces = [address.address for each in psutil.net_if_addrs().values() for address in each]
+    if settings.ray_host not in {address.partition("%")[0] for address in interfaces}:
         raise ServiceError(
             f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
         )
     if was_open := ray_token.wanted() and ray_token.problem():
         warn(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up")
     folder = folder_of_a_new_cluster(settings)
-    given = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": _free_port()}
-    services = local_services(settings, *(f"--{name}={value}" for name, value in given.items() if value is not None))
+    with socket.create_server((LOOPBACK, 0)) as server:
+        client_port = server.getsockname()[1]  # Ray Client's of one user would otherwise share 10001, and its calls
+    options = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": client_port}
+    services = local_services(settings, *(f"--{name}={value}" for name, value in options.items() if value is not None))
     with _alone(settings):
         begun = [service for service in services if _pid(settings, service) is None]
         for service in begun:
@@ -123,12 +138,12 @@ def status(settings: Settings) -> list[ServiceStatus]:
 
 def ray_answers(settings: Settings) -> bool:
     """Whether a Ray cluster answers at NSA_RAY_DASHBOARD."""
-    return is_healthy(_ray(settings))
+    return is_healthy(local_services(settings)[0])
 
 
 def dashboard_answers(settings: Settings) -> bool:
     """Whether a dashboard answers at NSA_DASHBOARD_PORT of this machine."""
-    return is_healthy(_dashboard(settings))
+    return is_healthy(local_services(settings)[1])
 
 
 def is_healthy(service: Service) -> bool:
@@ -162,30 +177,6 @@ def service_env(settings: Settings) -> dict[str, str]:
     }
 
 
-def ray_env(settings: Settings) -> dict[str, str]:
-    """The environment of Ray and its jobs. Raises TokenError."""
-    # Ray binds to loopback alone in its mode for one host, which this variable chooses, whatever the system.
-    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": str(int(settings.ray_host != LOOPBACK))}
-    return service_env(settings) | alone | ray_token.environment_of_a_cluster()
-
-
-def _ray(settings: Settings, options: Sequence[str] = ()) -> Service:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
-    command += [f"--dashboard-port={_port(settings.ray_dashboard)}", "--dashboard-agent-listen-port=0"]
-    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
-    health = f"{settings.ray_dashboard.rstrip('/')}/api/version"
-    return Service("ray", (*command, *options), health, says="ray_version")
-
-
-def _dashboard(settings: Settings) -> Service:
-    app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
-    command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
-    command += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
-    command += ["--browser.gatherUsageStats=false"]
-    return Service("dashboard", tuple(command), f"{dashboard_url(settings)}/_stcore/health", says="ok")
-
-
 def dashboard_url(settings: Settings) -> str:
     """Address of this machine's dashboard."""
     return f"http://127.0.0.1:{settings.dashboard_port}"
@@ -202,22 +193,19 @@ def _alone(settings: Settings) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as err:  # also of a service's log or pid file
+        what = f"{err.strerror}: '{err.filename}'" if err.filename else err.strerror
         raise ServiceError(
-            f"NSA_HOME: '{settings.home}': services cannot be started or stopped there ({_told(err)}); "
+            f"NSA_HOME: '{settings.home}': services cannot be started or stopped there ({what}); "
             "name a folder of your own"
         ) from None
 
 
-def _told(err: OSError) -> str:
-    return f"{err.strerror}: '{err.filename}'" if err.filename else str(err.strerror)
-
-
 def _refuse_taken(service: Service) -> None:
     """Raise ServiceError if another process holds a service's port, whatever it says there: it would get our calls."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind((LOOPBACK, _port(service.health)))
+            probe.bind((LOOPBACK, _port(service.health)))
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
                 raise _taken(service) from None
@@ -233,7 +221,11 @@ def _taken(service: Service) -> ServiceError:
 
 
 def _start(settings: Settings, service: Service) -> None:
-    environment = ray_env(settings) if service.name == "ray" else service_env(settings)
+    environment = service_env(settings)
+    if service.name == "ray":
+        # Ray binds to loopback alone in its mode for one host, which this variable chooses, whatever the system.
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = str(int(settings.ray_host != LOOPBACK))
+        environment |= ray_token.environment_of_a_cluster()
     with _log(settings, service).open("ab") as log:
         process = subprocess.Popen(
             service.command,
@@ -244,13 +236,8 @@ def _start(settings: Settings, service: Service) -> None:
             cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
-    try:
-        record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-        _pidfile(settings, service).write_text(json.dumps(record))
-    except OSError:  # without its pid nothing would ever stop it
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+    record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    _pidfile(settings, service).write_text(json.dumps(record))
 
 
 def _await(settings: Settings, service: Service, noted: bool) -> None:
@@ -301,7 +288,7 @@ def _pid(settings: Settings, service: Service) -> int | None:
         process = psutil.Process(record["pid"])
         same = abs(process.create_time() - record["created"]) < 1
         return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):  # also of a file of another shape
+    except (OSError, ValueError, KeyError, psutil.Error):
         return None
 
 
@@ -313,18 +300,6 @@ def _log(settings: Settings, service: Service) -> Path:
     return settings.home / f"{service.name}.log"
 
 
-def _addresses() -> set[str]:
-    """The addresses of this host's interfaces."""
-    return {one.address.partition("%")[0] for interface in psutil.net_if_addrs().values() for one in interface}
-
-
-def _free_port() -> int:
-    """A free port for Ray Client, whose servers of one user would otherwise share 10001 and get each other's calls."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def _base(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
@@ -332,3 +307,63 @@ def _base(url: str) -> str:
 
 def _port(url: str) -> int:
     return urlsplit(url).port or 8265
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Something that others reach, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+def token_place() -> str | None:
+    """The file or variable with the token of this user's clusters; None if they are to ask for none."""
+    return str(ray_token.token_file() or "RAY_AUTH_TOKEN") if ray_token.wanted() else None
+
+
+def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
+    """Parts of the cluster that others reach; `ray_pid`: its process, if `nsa up` started it."""
+    found = []
+    if not asks_for_token(settings):
+        again = "nsa down; nsa up" if ray_token.wanted() else "nsa down; unset RAY_AUTH_MODE; nsa up"
+        what = "runs code for everyone who reaches it, as it was started without a token"
+        found.append(Exposure(f"the cluster at {settings.ray_dashboard} {what}", again))
+    if ray_pid is not None and (ports := _open_ports(ray_pid)):
+        fix = "nsa down; nsa up" if settings.ray_host == LOOPBACK else "let only the cluster's hosts through a firewall"
+        listed = ", ".join(map(str, ports[:8])) + (", ..." if len(ports) > 8 else "")
+        found.append(Exposure(f"Ray listens on other addresses than loopback (ports {listed})", fix))
+    if problem := ray_token.problem():
+        found.append(Exposure(problem, "nsa down; remove the file; nsa up"))
+    return found
+
+
+def asks_for_token(settings: Settings) -> bool:
+    """Whether the cluster at NSA_RAY_DASHBOARD refuses those without its token; True if none answers."""
+    url = f"{settings.ray_dashboard.rstrip('/')}/api/authentication_mode"
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return json.load(answer).get("authentication_mode") != "disabled"
+    except urllib.error.HTTPError as err:
+        return err.code != 404  # a Ray older than its tokens
+    except (OSError, http.client.HTTPException, ValueError, AttributeError):
+        return True
+
+
+def _open_ports(pid: int) -> list[int]:
+    """The TCP ports on which a process or its children listen beyond loopback."""
+    ports = set()
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.Error):
+                ports |= {
+                    one.laddr.port
+                    for one in process.net_connections(kind="tcp")
+                    if one.status == psutil.CONN_LISTEN and not _is_loopback(one.laddr.ip)
+                }
+    return sorted(ports)
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.removeprefix("::ffff:").startswith("127.")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jobs.schema.plain_text import in_a_line
 from jobs.specs.load import load_spec
-from orchestrator.cli.exposure import asks_for_token
-from orchestrator.cli.services import ray_answers
+from orchestrator.cli.services import asks_for_token, ray_answers
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from typer.core import TyperGroup
 
 from jobs.schema.plain_text import in_a_line, shown
-from orchestrator.errors import UserError
 
-_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of Typer have a copy of
+UsageError: Any = typer.BadParameter.__base__
+"""An option or argument that is unknown, missing or wrong: click's class, of which newer versions of Typer have a copy
+without a public name."""
+
 _VALUE = 200  # characters
 
 Run = Annotated[
@@ -20,6 +22,7 @@ Run = Annotated[
 ]
 Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+Rules = Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")]
 
 
 class Format(StrEnum):
@@ -31,62 +34,35 @@ class Format(StrEnum):
     JSON = "json"
 
 
-class CommandLineError(UserError):
-    """An option or argument that is unknown, missing or wrong."""
-
-
-class Commands(TyperGroup):
-    """A group of commands whose mistakes of usage are CommandLineErrors."""
-
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        try:
-            return super().make_context(*args, **options)
-        except _UsageError as err:
-            raise _in_words(err) from None
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except _UsageError as err:
-            raise _in_words(err) from None
-
-
-def _in_words(err: Any) -> Exception:
-    """The error as one line; that no command was given, which shows the help, stays as it is."""
-    if type(err).__name__ == "NoArgsIsHelpError":
-        return err
+def in_words(err: Any) -> str:
+    """A UsageError as one line."""
     command = err.ctx.command_path if err.ctx else "nsa"
     help_ = f"see `{command} --help`"
     message = str(err.message).removesuffix(".")
     if type(err).__name__ == "NoSuchOption":
-        fix = " or ".join(sorted(err.possibilities or ()))
-        return CommandLineError(
-            f"{_short(err.option_name)}: is no option of `{command}`; {f'use {fix}' if fix else help_}"
-        )
+        fix = f"use {' or '.join(sorted(err.possibilities))}" if err.possibilities else help_
+        return f"{_short(err.option_name)}: is no option of `{command}`; {fix}"
     if (param := getattr(err, "param", None)) is not None:
         field = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name.upper()
         if type(err).__name__ == "MissingParameter":
-            return CommandLineError(f"{field}: is missing; give it, {help_}")
-        return CommandLineError(f"{field}: {_wrong(err)}; give another, {help_}")
+            return f"{field}: is missing; give it, {help_}"
+        if isinstance(cause := err.__cause__, ValidationError):  # of newer versions of Typer
+            details = cause.errors(include_url=False)[0]
+            rule = details["msg"].removeprefix("Value error, ").removeprefix(f"{details['input']!r} ").removesuffix(".")
+            return f"{field}: {shown(details['input'], _VALUE)}: {rule}; give another, {help_}"
+        value, is_not, rest = message.partition(" is not ")
+        wrong = f"{_short(value)}: is not {in_a_line(rest)}" if is_not else in_a_line(value)
+        return f"{field}: {wrong}; give another, {help_}"
     if option := getattr(err, "option_name", None):
-        said = message.replace(f"Option {option!r} ", "")
-        return CommandLineError(f"{_short(option)}: {_short(said)}; {help_}")
-    words = {"No such command ": "is no command of", "Got unexpected extra argument": "is too much for"}
-    for beginning, said in words.items():
+        return f"{_short(option)}: {_short(message.replace(f'Option {option!r} ', ''))}; {help_}"
+    for beginning, mistake in (
+        ("No such command ", "is no command of"),
+        ("Got unexpected extra argument", "is too much for"),
+    ):
         if message.startswith(beginning):
-            given = message.removeprefix(beginning).removeprefix("(s)").strip(" ()'")
-            return CommandLineError(f"{_short(given)}: {said} `{command}`; {help_}")
-    return CommandLineError(f"{command}: {_short(message)}; {help_}")
-
-
-def _wrong(err: Any) -> str:
-    """The value and what is wrong with it."""
-    if isinstance(cause := err.__cause__, ValidationError):  # of newer versions of Typer
-        details = cause.errors(include_url=False)[0]
-        said = details["msg"].removeprefix("Value error, ").removeprefix(f"{details['input']!r} ").removesuffix(".")
-        return f"{shown(details['input'], _VALUE)}: {said}"
-    value, found, rest = str(err.message).removesuffix(".").partition(" is not ")
-    return f"{_short(value)}: is not {in_a_line(rest)}" if found else in_a_line(value)
+            argument = message.removeprefix(beginning).removeprefix("(s)").strip(" ()'")
+            return f"{_short(argument)}: {mistake} `{command}`; {help_}"
+    return f"{command}: {_short(message)}; {help_}"
 
 
 def _short(text: str) -> str:

@@ -17,8 +17,15 @@ import pandas as pd
 
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.quantities import Plot
-from orchestrator.judge.growth import NORMAL_INTERVAL, Growth, PowerLaw, fit_growth, fit_power_law
-from orchestrator.judge.local_slopes import LocalSlope, local_slopes
+from orchestrator.judge.growth import (
+    NORMAL_INTERVAL,
+    Growth,
+    LocalSlope,
+    PowerLaw,
+    fit_growth,
+    fit_power_law,
+    local_slopes,
+)
 
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")

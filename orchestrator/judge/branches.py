@@ -192,28 +192,30 @@ def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
     by_series: dict[tuple[Any, ...], list[BranchShares]] = {}
     for one in shares:
         by_series.setdefault(tuple(one.series.values()), []).append(one)
-    return [_take_over(found) for found in by_series.values()]
+    return [_take_over(of_series) for of_series in by_series.values()]
 
 
 def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
     """The take-over in one series; `shares`: its lengths, ascending."""
     series, lengths = shares[0].series, tuple(one.seq_len for one in shares)
+    others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
+    compressed, rest = _Curve.of(shares, [Branch.COMPRESSED]), _Curve.of(shares, others)
+    reason = ""
     if any(Branch.SHARED in one.milliseconds for one in shares):
         reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
-        return TakeOver(series, lengths, None, None, None, None, reason, reason)
-    compressed = _Curve.of(shares, [Branch.COMPRESSED])
-    if compressed is None:
+        compressed = None
+    elif compressed is None:
         reason = "no stage of the compressed branch was measured at every length"
-        return TakeOver(series, lengths, None, None, None, None, reason, reason)
-    others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
-    rest = _Curve.of(shares, others)
-    if rest is None:
+    elif rest is None:
         reason = "no other stage was measured at every length"
-        return TakeOver(series, lengths, compressed.law, None, None, None, reason, reason)
+    if compressed is None or rest is None:
+        return TakeOver(series, lengths, compressed and compressed.law, None, None, None, reason, reason)
     rivals = [curve for branch in others if (curve := _Curve.of(shares, [branch])) is not None]
     equal, equal_reason = _crossing(compressed, rest)
-    largest, largest_reason = _last([_crossing(compressed, rival) for rival in rivals])
-    return TakeOver(series, lengths, compressed.law, rest.law, largest, equal, largest_reason, equal_reason)
+    crossings = [_crossing(compressed, rival) for rival in rivals]
+    lacking = next((reason for crossing, reason in crossings if crossing is None), "")
+    largest = None if lacking else max((c for c, _ in crossings if c is not None), key=lambda c: c.seq_len)
+    return TakeOver(series, lengths, compressed.law, rest.law, largest, equal, lacking, equal_reason)
 
 
 @dataclass(frozen=True)
@@ -231,47 +233,33 @@ class _Curve:
         return cls(lengths, times, fit_growth(lengths, times)) if min(times) > 0 else None
 
 
-_Found = tuple[Crossing | None, str]
-
-
-def _crossing(ours: _Curve, theirs: _Curve) -> _Found:
+def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
     """The length from which on `ours` is the greater, or None with the reason.
 
     Between measured lengths by a line on log-log axes; beyond them by both asymptotic exponents.
     """
-    lengths = ours.lengths
+    lengths, longest = ours.lengths, ours.lengths[-1]
     ratios = [our / their for our, their in zip(ours.times, theirs.times, strict=True)]
-    below = [place for place, ratio in enumerate(ratios) if ratio < 1]
+    below = [index for index, ratio in enumerate(ratios) if ratio < 1]
     if not below:
         return Crossing(lengths[0], 0, lengths[0], extrapolated=False), ""
-    if (last := below[-1]) == len(lengths) - 1:
-        return _extrapolated(ours.law, theirs.law, lengths[-1], ratios[-1])
-    low, high = lengths[last : last + 2]
-    part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
-    return Crossing(low * (high / low) ** part, low, high, extrapolated=False), ""
-
-
-def _extrapolated(ours: Growth | None, theirs: Growth | None, longest: int, ratio: float) -> _Found:
-    """The crossing beyond `longest`, at which `ours` is `ratio` of `theirs`."""
-    if ours is None or theirs is None:
+    if (last := below[-1]) < len(lengths) - 1:
+        low, high = lengths[last : last + 2]
+        part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
+        return Crossing(low * (high / low) ** part, low, high, extrapolated=False), ""
+    law, other = ours.law, theirs.law
+    if law is None or other is None:
         return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
-    if max(ours.residual, theirs.residual) > HOLDS:
+    if max(law.residual, other.residual) > HOLDS:
         return None, f"it lies beyond {longest:,}, and no law of growth holds"
-    if ours.ci_low <= theirs.ci_high:
+    if law.ci_low <= other.ci_high:
         return None, f"it lies beyond {longest:,}, and the growth of both is not told apart"
-    faster = ours.exponent - theirs.exponent, ours.ci_high - theirs.ci_low, ours.ci_low - theirs.ci_high
-    octaves = [-math.log2(ratio) / difference for difference in faster]
-    found, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
-    if found > _FAR * longest:
+    faster = law.exponent - other.exponent, law.ci_high - other.ci_low, law.ci_low - other.ci_high
+    octaves = [-math.log2(ratios[-1]) / difference for difference in faster]
+    seq_len, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
+    if seq_len > _FAR * longest:
         return None, f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
-    return Crossing(found, low, high, extrapolated=True), ""
-
-
-def _last(found: Sequence[_Found]) -> _Found:
-    """The longest of several crossings; none with the reason of one that lacks."""
-    reasons = [reason for crossing, reason in found if crossing is None]
-    crossings = [crossing for crossing, _ in found if crossing is not None]
-    return (None, reasons[0]) if reasons else (max(crossings, key=lambda crossing: crossing.seq_len), "")
+    return Crossing(seq_len, low, high, extrapolated=True), ""
 
 
 def _at(series: Mapping[str, Any], rows: pd.DataFrame) -> BranchShares:
@@ -307,18 +295,15 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
     (constant, slope), _ = optimize.nnls(terms, np.ones(len(times)))
     if np.abs(terms @ (constant, slope) - 1).max() > _SPLIT_HOLDS:
         return shares
-    parts = slope * lengths / (constant + slope * lengths)
-    return [_with_part(one, float(part)) for one, part in zip(shares, parts, strict=True)]
-
-
-def _with_part(one: BranchShares, part: float) -> BranchShares:
-    """The shares with `part` of the shared time given to the compressed branch, the rest of it to the window."""
-    times = {branch: one.milliseconds.get(branch, 0.0) for branch in Branch}
-    shared = times.pop(Branch.SHARED)
-    times[Branch.COMPRESSED] += part * shared
-    times[Branch.WINDOW] += (1 - part) * shared
-    kept = {branch: time for branch, time in times.items() if time > 0}
-    return BranchShares(one.series, one.seq_len, one.batch, kept, one.unknown)
+    split = []
+    for one, part in zip(shares, slope * lengths / (constant + slope * lengths), strict=True):
+        parts = {branch: one.milliseconds.get(branch, 0.0) for branch in Branch}
+        shared = parts.pop(Branch.SHARED)
+        parts[Branch.COMPRESSED] += float(part) * shared
+        parts[Branch.WINDOW] += (1 - float(part)) * shared
+        parts = {branch: time for branch, time in parts.items() if time > 0}
+        split.append(BranchShares(one.series, one.seq_len, one.batch, parts, one.unknown))
+    return split
 
 
 def _rounded(length: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
-from orchestrator.judge.analysis import Fit, surroundings
+from orchestrator.judge.analysis import surroundings
 from orchestrator.judge.evidence import Run, Scope
 from orchestrator.judge.filters import Row, Where
 from orchestrator.judge.rules import ExponentRule, MetricRule, RatioRule
@@ -73,22 +73,16 @@ def wanted(rule: BoundedRule, scope: Scope) -> str:
 
 def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
     fits = [fit for fit in run.fits(rule.metric, scope) if len(fit.lengths) >= rule.min_lengths]
-    return Found(
-        [
-            Candidate(fit.exponent, list(fit.point_ids), _growth(fit, len(fits)), (fit.ci_low, fit.ci_high))
-            for fit in fits
-        ]
-    )
-
-
-def _growth(fit: Fit, number: int) -> str:
-    series = f"{fit.series['implementation']} {fit.series['pass']}"
-    series += "".join(f" [{text}]" for text in surroundings(fit.series))
-    return (
-        f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
-        f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
-        + _more(number, "series")
-    )
+    candidates = []
+    for fit in fits:
+        series = f"{fit.series['implementation']} {fit.series['pass']}"
+        series += "".join(f" [{text}]" for text in surroundings(fit.series))
+        what = (
+            f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
+            f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
+        ) + _of_several(len(fits), "series")
+        candidates.append(Candidate(fit.exponent, list(fit.point_ids), what, (fit.ci_low, fit.ci_high)))
+    return Found(candidates)
 
 
 def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
@@ -96,7 +90,7 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     candidates = []
     for row in rows:
         value = abs(row["value"]) if rule.absolute else row["value"]
-        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _more(len(rows), "points")
+        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _of_several(len(rows), "points")
         candidates.append(Candidate(value, [row["point_id"]], what))
     unit = rows[0]["unit"] if rows else rule.unit
     return Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, scope), unit)
@@ -110,8 +104,12 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
             under[_alike(rule, row)].append(row)
     tops = run.of(above.metric, scope, above.where) if under else []  # metrics are read on demand
     pairs = [(top, bottom) for top in tops for bottom in under[_alike(rule, top)]]
-    apart = [pair for pair in pairs if _of_other_texts(run, *pair)]
+    apart = [pair for pair in pairs if _on_other_texts(run, *pair)]
     pairs = [pair for pair in pairs if pair not in apart]
+    refused = ""
+    if apart:
+        labels = " and ".join(row["label"] for row in apart[0])
+        refused = f"{labels} were trained on different texts, as the files changed between them"
     candidates = []
     for top, bottom in pairs:
         what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
@@ -119,22 +117,17 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
         what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
         ratio = top["per_sequence"] / bottom["per_sequence"]
-        candidates.append(Candidate(ratio, points, what + _more(len(pairs), "pairs")))
-    refused = _apart(*apart[0]) if apart else ""
+        candidates.append(Candidate(ratio, points, what + _of_several(len(pairs), "pairs")))
     lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
     return Found(candidates, lacking, refused=refused)
 
 
-def _of_other_texts(run: Run, top: Row, bottom: Row) -> bool:
+def _on_other_texts(run: Run, top: Row, bottom: Row) -> bool:
     """Whether two losses are of trainings on different texts, e.g. as files were edited between two points."""
     if not all(row["unit"].startswith("nat/") for row in (top, bottom)):
         return False  # how fast a training is does not depend on what it reads
     texts = [run.texts.get(row["point_id"]) for row in (top, bottom)]
     return None not in texts and len(set(texts)) > 1
-
-
-def _apart(top: Row, bottom: Row) -> str:
-    return f"{top['label']} and {bottom['label']} were trained on different texts, as the files changed between them"
 
 
 def _alike(rule: RatioRule, row: Row) -> tuple:
@@ -157,5 +150,5 @@ def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], scope: Scop
     return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
 
 
-def _more(number: int, what: str) -> str:
+def _of_several(number: int, what: str) -> str:
     return f", the worst of {number} {what}" if number > 1 else ""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from jobs.schema.states import Result
 from jobs.schema.training_plan import TrainingPlan
-from orchestrator.judge.results import RuleVerdict, TargetVerdict
 from orchestrator.judge.rules import Gates
 from orchestrator.judge.steps import Step, merged
-from orchestrator.judge.verdicts import evaluate
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
 
 _NAMED = 3  # more rules than these are counted

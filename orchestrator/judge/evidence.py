@@ -14,8 +14,7 @@ from jobs.schema.states import FAILED, Origin, RunState
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.filters import Row, Where
 from orchestrator.judge.hardware import Hardware
-from orchestrator.judge.outlines import Outline, Series, outlines
-from orchestrator.judge.source import Source
+from orchestrator.judge.stored import Outline, Series, Source, outlines
 from orchestrator.store import Store, queries
 
 Lengths = Mapping[Series, int]
@@ -69,6 +68,8 @@ class Run:
     outline: Outline
     source: Source
     resumed: bool
+    _metrics: dict[str, list[Row]] = field(default_factory=dict)
+    _fits: dict[tuple[str, ...], list[Fit]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
@@ -86,9 +87,10 @@ class Run:
         known = scope.lengths.get(shape.number)
         if known is None:
             series: dict[Series, set[Any]] = defaultdict(set)
-            for part in (part for parts in shape.places if scope.is_here(parts[0].row) for part in parts):
-                if scope.where.matches_but_length(part.row):
-                    series[part.series] |= {length for length in part.lengths if scope.where.matches_length(length)}
+            for parts in shape.by_machine:
+                if scope.is_here(parts[0].row):
+                    for part in filter(lambda part: scope.where.matches_but_length(part.row), parts):
+                        series[part.series] |= set(filter(scope.where.matches_length, part.lengths))
             known = {name: len(lengths) for name, lengths in series.items() if lengths}
             scope.lengths[shape.number] = known
         return known
@@ -98,7 +100,7 @@ class Run:
         if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
             return []
         if metric not in self._metrics:
-            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own)
+            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own_columns)
         rows = (row for row in self._metrics[metric] if scope.matches(row))
         return [row for row in rows if all(each.matches(row) for each in more)]
 
@@ -139,55 +141,36 @@ class Run:
     def _points(self) -> list[Row]:
         return self.source.points(self.run_id, self.gpu)
 
-    @cached_property
-    def _metrics(self) -> dict[str, list[Row]]:
-        return {}
-
-    @cached_property
-    def _fits(self) -> dict[tuple[str, ...], list[Fit]]:
-        return {}
-
 
 def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     """The measured runs, newest first. Raises StoreUnavailable."""
-    rows = _rows(queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED))
-    known, source = outlines(store, rows, everything=run_ids is None), Source(store, run_ids)
-    return [
-        Run(
-            row["run_id"],
-            row["name"],
-            row["kind"],
-            row["gpu"],
-            RunState(row["state"]),
-            _commit(row),
-            _minutes(row),
-            known[row["run_id"]],
-            source,
-            row["resumed"] > 0,
-        )
-        for row in rows
-    ]
-
-
-def _rows(frame: pd.DataFrame) -> list[Row]:
-    """A frame's rows with None for missing values."""
-    return [
+    rows: list[Row] = [
         {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
-        for row in frame.to_dict("records")
+        for row in queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED).to_dict("records")
     ]
-
-
-def _commit(run: Row) -> str | None:
-    """A run's commit in short, with a mark for uncommitted changes."""
-    if not run["git_commit"]:
-        return None
-    return str(run["git_commit"])[:10] + (" (uncommitted changes)" if run["git_dirty"] else "")
-
-
-def _minutes(run: Row) -> float | None:
-    if run["ended_at"] is None or run["resumed"]:
-        return None
-    return (run["ended_at"] - run["created_at"]).total_seconds() / 60
+    known, source = outlines(store, rows, everything=run_ids is None), Source(store, run_ids)
+    runs = []
+    for row in rows:
+        commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
+        if commit and row["git_dirty"]:
+            commit += " (uncommitted changes)"
+        if row["ended_at"] is not None and not row["resumed"]:
+            minutes = (row["ended_at"] - row["created_at"]).total_seconds() / 60
+        runs.append(
+            Run(
+                row["run_id"],
+                row["name"],
+                row["kind"],
+                row["gpu"],
+                RunState(row["state"]),
+                commit or None,
+                minutes,
+                known[row["run_id"]],
+                source,
+                row["resumed"] > 0,
+            )
+        )
+    return runs
 
 
 def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:

@@ -19,7 +19,7 @@ HOLDS = 0.05  # relative residual up to which a law describes its values
 _EXACT = 0.002  # up to here it is exact, as of memory: preferred to a longer range on which it only holds
 _NOISE = 0.01  # relative noise from which on a value's spread lowers its weight
 _VAGUE = 1e3  # relative spread from which on a value weighs nothing; squares of larger ones overflow
-LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
+_LEAST_NOISE = 0.001  # relative noise that any series has at least: residuals of three values may vanish by chance
 _IMMENSE = 1e100
 _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of these hundred, measured in the tests
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
@@ -27,6 +27,9 @@ _SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons wit
 _EXPONENTS = np.linspace(-1, 4, 2001)
 NORMAL_INTERVAL = 1.959963984540054
 """Standard errors from the middle to the end of a 95 % interval: the normal distribution's quantile of 0.975."""
+_OCTAVE = math.log2(1.9)  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
+_FEW_OCTAVES = 3  # beyond, a slope spans more than one
+_SURE = 0.25  # half of a local slope's interval up to which it stands alone
 
 
 @dataclass(frozen=True)
@@ -54,31 +57,23 @@ class PowerLaw:
 
 
 @dataclass(frozen=True)
-class Growth:
+class Growth(PowerLaw):
     """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds.
 
     Attributes:
-        exponent: the asymptotic exponent: 1 is linear, 2 quadratic.
-        ci_low, ci_high: its 95 % confidence interval, within -1 to 4.
+        exponent: the asymptotic exponent: 1 is linear, 2 quadratic; its interval is within -1 to 4.
         coefficient: log10 of the growing part at S = 1.
+        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
         overhead: the constant part, in the values' unit; 0 where the plain law explains the values as well.
         residual: root mean square of the relative residuals.
-        n: points fitted.
-        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
     """
 
-    exponent: float
-    ci_low: float
-    ci_high: float
-    coefficient: float
     overhead: float
     residual: float
-    n: int
-    lengths: tuple[int, ...]
 
     def at(self, seq_len: float) -> float:
         """Fitted value at a length."""
-        return self.overhead + 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
+        return self.overhead + super().at(seq_len)
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
@@ -91,8 +86,8 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence:
         ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
             state, not a zero).
     """
-    x, y = checked(lengths, values)
-    distinct = distinct_lengths(x)
+    x, y = _checked(lengths, values)
+    distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS:
         return None
     if np.ptp(y) == 0:  # exact, without the rounding of a fit
@@ -132,11 +127,11 @@ def fit_growth(
     Raises:
         ValueError: as in `fit_power_law`, or there is not one spread a value, or one is not a number of 0 or more.
     """
-    x, y = checked(lengths, values)
-    distinct = distinct_lengths(x)
+    x, y = _checked(lengths, values)
+    distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS or y.min() < 1 / _IMMENSE or y.max() > _IMMENSE:
         return None
-    noise = noise_of(len(x), spreads, _NOISE)
+    noise = _noise(len(x), spreads, _NOISE)
     last = max(0, len(distinct) - _MIN_RANGE)
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
     exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
@@ -160,7 +155,7 @@ def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
     """The law of lower information criterion; the overhead needs more points than parameters."""
     weights = noise**-2 / np.mean(noise**-2)
     plain, criterion = _law(x, y, weights, with_overhead=False)
-    if len(distinct_lengths(x)) <= _MIN_RANGE:
+    if len(_distinct(x)) <= _MIN_RANGE:
         return plain
     other, others = _law(x, y, weights, with_overhead=True)
     return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
@@ -175,14 +170,14 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     """
     from scipy import special
 
-    for first in distinct_lengths(x)[:-_MIN_RANGE]:
+    for first in _distinct(x)[:-_MIN_RANGE]:
         kept = x >= first
         weights = noise[kept] ** -2 / np.mean(noise[kept] ** -2)
         other, _ = _law(x[kept], y[kept], weights, with_overhead=True)
         if other.residual <= max(HOLDS, law.residual) and other.overhead > 0:
             plain, _ = _law(x[kept], y[kept], weights, with_overhead=False)
             free = other.n - 3
-            gain = (plain.residual / max(other.residual, LEAST_NOISE)) ** 2 * (free + 1) - free
+            gain = (plain.residual / max(other.residual, _LEAST_NOISE)) ** 2 * (free + 1) - free
             if gain > float(special.fdtri(1, free, _SUSPECT)):
                 return replace(law, ci_low=min(law.ci_low, other.ci_low), ci_high=max(law.ci_high, other.ci_high))
             break
@@ -202,7 +197,7 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
     best = int(fine.total.argmin())
     least = float(fine.total[best])
     seen = least / (n - parameters) * float(special.fdtri(1, n - parameters, _LEVEL))
-    bound = least + max(seen, LEAST_NOISE**2 * float(special.chdtri(1, 1 - _LEVEL)))
+    bound = least + max(seen, _LEAST_NOISE**2 * float(special.chdtri(1, 1 - _LEVEL)))
     inside = np.concatenate([_EXPONENTS[squares.total <= bound], exponents[fine.total <= bound]])
     law = Growth(
         exponent=float(exponents[best]),
@@ -212,7 +207,7 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
         overhead=float(fine.overhead[best]),
         residual=math.sqrt(least / (n - parameters)),
         n=n,
-        lengths=distinct_lengths(x),
+        lengths=_distinct(x),
     )
     return law, _criterion(least, n, parameters + 1)
 
@@ -247,7 +242,7 @@ def _criterion(squares: float, n: int, parameters: int) -> float:
     return n * math.log((squares + exact) / n) + 2 * parameters * n / (n - parameters - 1)
 
 
-def checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and values as float64 [n] each. Raises ValueError as `fit_power_law`."""
     x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
     if len(x) != len(y):
@@ -257,7 +252,7 @@ def checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarr
     return x, y
 
 
-def noise_of(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
+def _noise(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
     """Relative noise of `n` values, `least` at least, float64 [n]. Raises ValueError as `fit_growth`."""
     noise = np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float)
     if len(noise) != n or not (noise >= 0).all():
@@ -265,6 +260,77 @@ def noise_of(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarra
     return np.clip(noise, least, _VAGUE)
 
 
-def distinct_lengths(x: np.ndarray) -> tuple[int, ...]:
+def _distinct(x: np.ndarray) -> tuple[int, ...]:
     """Each length once, ascending."""
     return tuple(sorted({int(length) for length in x}))
+
+
+@dataclass(frozen=True)
+class LocalSlope:
+    """Slope on log-log axes between two lengths, about an octave apart.
+
+    Attributes:
+        low, high: the shortest and the longest length that it rests on.
+        exponent: the slope: 1 is linear, 2 quadratic.
+        error: half of its 95 % interval, from the spread of the values.
+    """
+
+    low: int
+    high: int
+    exponent: float
+    error: float
+
+    def __str__(self) -> str:
+        """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
+        start = f"{_short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
+        slope = round(self.exponent, 1) + 0.0  # not -0.0
+        return f"{start}{_short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
+
+
+def local_slopes(
+    lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None = None
+) -> tuple[LocalSlope, ...]:
+    """Slopes of neighbouring octaves on log-log axes, shortest first; they show bends that a single fit hides.
+
+    Octaves are counted from the longest length down; lengths within one share its slope, by least squares weighted
+    with the spreads. An octave without a length at its lower end reaches to the next one that was measured, as does one
+    whose slope is less certain than ±0.25. Several values at one length count as their geometric mean.
+
+    Args:
+        spreads: as in `fit_growth`; 0.1 % at least.
+
+    Raises:
+        ValueError: as in `fit_growth`.
+    """
+    x, y = _checked(lengths, values)
+    noise = _noise(len(x), spreads, _LEAST_NOISE)
+    at = {length: np.flatnonzero(x.astype(int) == length) for length in _distinct(x)}
+    logs = np.log2(np.array(list(at), dtype=float))
+    means = np.array([np.log2(y[places]).mean() for places in at.values()])
+    errors = np.array([np.sqrt((noise[places] ** 2).sum()) / len(places) for places in at.values()]) / math.log(2)
+
+    def slope(low: int, high: int) -> LocalSlope:
+        """Weighted line through the means of these lengths."""
+        weights = errors[low : high + 1] ** -2.0
+        away = logs[low : high + 1] - np.average(logs[low : high + 1], weights=weights)
+        squares = float(weights @ away**2)
+        exponent = float(weights * away @ means[low : high + 1]) / squares
+        return LocalSlope(list(at)[low], list(at)[high], exponent, NORMAL_INTERVAL / math.sqrt(squares))
+
+    slopes: list[LocalSlope] = []
+    high = len(at) - 1
+    while high > 0:
+        low = high - 1
+        while low > 0 and (logs[high] - logs[low] < _OCTAVE or slope(low, high).error > _SURE):
+            low -= 1
+        slopes.append(slope(low, high))
+        high = low
+    return tuple(reversed(slopes))
+
+
+def _short(length: int) -> str:
+    """A length in three digits: 512, 4K, 90.5K, 1M."""
+    for size, suffix in ((2**20, "M"), (2**10, "K")):
+        if length >= size:
+            return f"{length / size:.3g}{suffix}"
+    return str(length)

@@ -1,16 +1,72 @@
-"""Steps to a verdict: the commands that would settle what is UNKNOWN."""
+"""Steps to a verdict: the commands that would settle what is UNKNOWN, with the minutes that they will take.
+
+Minutes are those of earlier runs of a spec on the card, or of another card, scaled by published peaks.
+"""
 
 from __future__ import annotations
 
+import csv
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from orchestrator.judge.durations import Durations, gpus_of
+import yaml
+
+from jobs.schema.peaks import BF16_PEAKS
+from jobs.schema.states import FAILED, PointState, RunState
+from orchestrator.judge.evidence import Run
 from orchestrator.judge.hardware import Hardware
-from orchestrator.judge.rules import Rule
+from orchestrator.judge.rules import READY_SPECS, Rule
 from orchestrator.settings import example_spec
+
+SHIPPED = Path(__file__).with_name("durations.csv")
+"""Durations of complete runs whose journals are published with the project."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A complete run of a spec: its name, kind, card (None: CPU), GPUs, number of points, and its source in words."""
+
+    name: str
+    kind: str
+    gpu: str | None
+    gpus: int
+    points: int
+    minutes: float
+    source: str
+
+
+def durations(runs: Sequence[Run]) -> list[Duration]:
+    """The known durations: of the stored runs, newest first, then the shipped ones.
+
+    Crashes make a run quick and hangs slow, so runs with either do not count; lack of memory does neither.
+    """
+    stored = [
+        Duration(run.name, run.kind, run.gpu, run.outline.shape.ranks, run.outline.points, run.minutes, f"{run}")
+        for run in runs
+        if run.state is RunState.DONE and run.minutes and not run.outline.states.keys() & (FAILED - {PointState.OOM})
+    ]
+    return [*stored, *_shipped()]
+
+
+@cache
+def _shipped() -> list[Duration]:
+    with SHIPPED.open(newline="") as file:
+        return [
+            Duration(
+                row["name"],
+                row["kind"],
+                row["gpu"] or None,
+                int(row["gpus"] or 1) or 1,
+                int(row["points"]),
+                float(row["minutes"]),
+                "published results" + (f", run {row['run_id']}" if row["run_id"] else ""),
+            )
+            for row in csv.DictReader(file)
+        ]
 
 
 @dataclass(frozen=True)
@@ -40,7 +96,7 @@ class Step:
     accelerator: str | None = None
 
 
-def step_of(rule: Rule, hardware: Hardware | None, durations: Durations) -> Step:
+def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) -> Step:
     """The step that would settle a rule on a hardware; None: on any machine."""
     title, cards = (hardware.title, hardware.gpus) if hardware else ("any machine", 0)
     gpus = cards if rule.gpus == "all" else min(cards, 1)
@@ -48,13 +104,44 @@ def step_of(rule: Rule, hardware: Hardware | None, durations: Durations) -> Step
     if measure.spec is None:
         lacking = measure.lacking or measure.text or ""
         return Step(None, lacking, title, gpus, None, "not known", (rule.rule,))
-    gpus = gpus if hardware else gpus_of(measure.spec)
+    gpus = gpus if hardware else int((_content(measure.spec).get("resources") or {}).get("num_gpus") or 0)
     accelerator = hardware.accelerator if hardware else None
     overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))
     options = [item for override in overrides for item in ("--set", override)]
     command = shlex.join(["nsa", "submit", str(Path(example_spec()).with_name(measure.spec)), *options])
-    minutes, basis = durations.predict(measure.spec, hardware, gpus)
+    minutes, basis = predict(measure.spec, hardware, gpus, known)
     return Step(command, "", title, gpus, minutes, basis, (rule.rule,), measure.spec, overrides, accelerator)
+
+
+def predict(spec: str, hardware: Hardware | None, gpus: int, known: Sequence[Duration]) -> tuple[float | None, str]:
+    """Minutes that a ready spec takes on a hardware, and the ground for it; None where nothing is known."""
+    if hardware is None:
+        return None, "not known"
+    content = _content(spec)
+    if "minutes" in content:  # a soak's, for each kind of attention, on any card
+        minutes = content["minutes"] * len(content.get("attention", [None]))
+        return minutes, "the minutes of the spec, without start-up"
+    alike = [each for each in known if (each.name, each.kind) == (content["name"], content["kind"])]
+    # The spec as it is, not a small run under its name: the most points known.
+    points = max((each.points for each in alike), default=0)
+    alike = [each for each in alike if each.points == points and each.gpus == max(gpus, 1)]
+    here = next((each for each in alike if hardware.is_card(each.gpu)), None)
+    if here is not None:
+        return here.minutes, f"{here.source}: {points} points on {here.gpu or 'CPU'}"
+    peak = next((peak for card, peak in BF16_PEAKS.items() if hardware.is_card(card)), None)
+    other = next((each for each in alike if each.gpu in BF16_PEAKS), None)
+    if hardware.gpu is None or peak is None or other is None or other.gpu is None:
+        return None, "not known"
+    other_peak = BF16_PEAKS[other.gpu]
+    how = f"scaled by published bf16 peaks ({other_peak / 1e12:.0f} to {peak / 1e12:.0f} TFLOP/s)"
+    if other_peak == peak:
+        how = "whose published bf16 peak is the same"
+    return other.minutes * other_peak / peak, f"{other.source}: {other.minutes:.3g} min on {other.gpu}, {how}"
+
+
+@cache
+def _content(spec: str) -> dict[str, Any]:
+    return yaml.safe_load((READY_SPECS / spec).read_text())
 
 
 def merged(steps: Iterable[Step]) -> tuple[Step, ...]:
@@ -62,12 +149,12 @@ def merged(steps: Iterable[Step]) -> tuple[Step, ...]:
 
     A merged step settles the rules of all its parts on the hardware of all.
     """
-    found: dict[tuple, Step] = {}
+    by_key: dict[tuple, Step] = {}
     for step in steps:
         key = (step.command, step.lacking, 0 if step.command else step.gpus)
-        if before := found.get(key):
+        if before := by_key.get(key):
             titles = dict.fromkeys([*before.hardware.split(", "), *step.hardware.split(", ")])
             settles = tuple(dict.fromkeys([*before.settles, *step.settles]))
             step = replace(before, hardware=", ".join(titles), settles=settles)
-        found[key] = step
-    return tuple(sorted(found.values(), key=lambda step: step.command is None))
+        by_key[key] = step
+    return tuple(sorted(by_key.values(), key=lambda step: step.command is None))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, take_overs
-from orchestrator.judge.growth import fit_growth
-from orchestrator.judge.local_slopes import local_slopes
+from orchestrator.judge.growth import fit_growth, local_slopes
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
 

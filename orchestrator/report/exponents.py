@@ -11,7 +11,7 @@ import pandas as pd
 
 from jobs.schema.quantities import Quantities
 from orchestrator.judge.analysis import Fit
-from orchestrator.judge.local_slopes import LocalSlope
+from orchestrator.judge.growth import LocalSlope
 from orchestrator.report import series
 from orchestrator.report.charts import at, fit_rows, layered, length_axis, length_label
 from orchestrator.report.series import GREY

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from orchestrator.judge.analysis import Fit
     from orchestrator.judge.decisions import Decision
-    from orchestrator.judge.results import TargetVerdict
+    from orchestrator.judge.verdicts import TargetVerdict
     from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 

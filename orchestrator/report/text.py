@@ -12,7 +12,7 @@ from jobs.schema.plain_text import for_file, for_html, in_a_line
 from jobs.schema.quantities import Quantity, Role
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import Fit
-from orchestrator.judge.results import TargetVerdict
+from orchestrator.judge.verdicts import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
 from orchestrator.report.table import Table, missing, shape, shape_of, whole

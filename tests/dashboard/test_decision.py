@@ -11,8 +11,8 @@ from jobs.schema.states import Result
 from jobs.schema.training_plan import TrainingPlan
 from orchestrator.judge.decisions import Decision
 from orchestrator.judge.hardware import Hardware
-from orchestrator.judge.results import RuleVerdict, TargetVerdict
 from orchestrator.judge.steps import Step
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 
 PLAN = TrainingPlan(steps=50_000, tokens_per_step=4096, hours=24)
 H100 = Hardware(name="1x-h100", title="1× H100", gpu="*H100*", gpus=1, architecture="sm90", accelerator="H100")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from orchestrator.judge.growth import NORMAL_INTERVAL, fit_growth, fit_power_law
-from orchestrator.judge.local_slopes import local_slopes
+from orchestrator.judge.growth import NORMAL_INTERVAL, fit_growth, fit_power_law, local_slopes
 
 LENGTHS = (512, 1024, 2048, 4096)
 OCTAVES = np.array([512 * 2**n for n in range(8)])  # 512 to 65,536

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from orchestrator.settings import Settings
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Iterator[Settings]:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     ray, dashboard = free_ports(2)
+    monkeypatch.setenv("HOME", str(tmp_path))  # for the token
     made = Settings(home=tmp_path, ray_dashboard=f"http://127.0.0.1:{ray}", dashboard_port=dashboard)
     yield made
     services.down(made)
@@ -91,25 +91,6 @@ def _address_in_a_job(dashboard: str) -> str:
     return client.get_job_logs(job).splitlines()[-1]
 
 
-def test_a_taken_port_is_named_and_its_owner_left_alone(settings: Settings) -> None:
-    class Stranger(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", int(settings.ray_dashboard.rpartition(":")[2])), Stranger)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(ServiceError, match="NSA_RAY_DASHBOARD"):
-            services.up(settings)
-        assert services.down(settings) == []
-        assert services.answers(settings.ray_dashboard)
-    finally:
-        server.shutdown()
-
-
 @pytest.mark.parametrize("field", ["ray_dashboard", "dashboard_port"])
 def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(settings: Settings, field: str) -> None:
     """It could begin to answer once Ray has failed to listen there, and be sent the token."""
@@ -140,17 +121,7 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     assert services.down(settings) == []  # and this process is still alive
 
 
-@pytest.mark.parametrize(
-    "written", ["[]", "null", '{"pid": "x", "created": 1}', '{"pid": 1, "created": "x"}', '{"pid": 1.5, "created": 1}']
-)
-def test_a_pid_file_of_another_shape_names_no_process(settings: Settings, written: str) -> None:
-    (settings.home / "ray.pid.json").write_text(written)
-    assert services.status(settings)[0].pid is None
-    assert services.down(settings) == []
-
-
-def _one_service(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]:
-    """Let `nsa up` start one service, which is slow to be looked at. Returns what it starts."""
+def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[Any]] = []
     popen = subprocess.Popen
 
@@ -163,11 +134,6 @@ def _one_service(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]
     monkeypatch.setattr(services, "answers", lambda *_: bool(time.sleep(0.2)))
     monkeypatch.setattr(services, "_await", lambda *_, **__: None)
     monkeypatch.setattr(services.subprocess, "Popen", start)
-    return begun
-
-
-def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = _one_service(monkeypatch)
     try:
         ups = [threading.Thread(target=services.up, args=(settings,)) for _ in range(2)]
         for one in ups:
@@ -180,34 +146,6 @@ def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: p
         for process in begun:
             process.kill()
             process.wait()
-
-
-def test_a_home_where_no_pid_can_be_noted_is_named_and_nothing_left_running(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = _one_service(monkeypatch)
-    (settings.home / "slow.pid.json").mkdir()
-    with pytest.raises(ServiceError, match=r"^NSA_HOME: '.*': services cannot be started or stopped there \(Is a dir"):
-        services.up(settings)
-    assert [process.returncode for process in begun] == [-9]
-    with pytest.raises(ServiceError, match=r"^NSA_HOME: "):
-        services.down(settings)
-    (settings.home / "slow.pid.json").rmdir()
-
-
-def test_a_service_that_ends_while_it_is_stopped_is_stopped(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    monkeypatch.setattr(services, "_pid", lambda *_: gone.pid)
-    assert services.down(settings) == ["dashboard", "ray"]
-
-
-def test_services_keep_files_in_the_store_of_this_shell(tmp_path: Path) -> None:
-    assert "NSA_ARTIFACT_STORE" not in services.service_env(Settings(home=tmp_path))
-    named = Settings(home=tmp_path, artifact_store=f"{tmp_path}/store/")
-    assert services.service_env(named)["NSA_ARTIFACT_STORE"] == f"file://{tmp_path}/store"
 
 
 def test_services_use_the_database_of_this_shell_from_any_folder(
@@ -229,3 +167,48 @@ def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(setting
 def test_a_home_that_cannot_be_made_is_named(settings: Settings) -> None:
     with pytest.raises(ServiceError, match=r"^NSA_HOME: '/proc/nsa': cannot be made \(.*\); name another$"):
         services.up(settings.model_copy(update={"home": Path("/proc/nsa")}))
+
+
+LISTEN = """
+import socket, subprocess, sys
+if sys.argv[1] == "child":
+    sys.exit(subprocess.run([sys.executable, __file__, *sys.argv[2:]]).returncode)
+listening = [socket.create_server((address, 0)) for address in sys.argv[1:]]
+print(*(one.getsockname()[1] for one in listening), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, list[int]]]:
+    """The number of a process, and the ports on which it (or its child) listens at the addresses of the parameter."""
+    script = tmp_path / "listen.py"
+    script.write_text(LISTEN)
+    command = [sys.executable, script, *request.param]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process.pid, [int(port) for port in process.stdout.readline().split()]
+        process.communicate()  # its input ends, and with it the process
+
+
+@pytest.mark.parametrize("listener", [["0.0.0.0", "127.0.0.1"], ["child", "0.0.0.0", "127.0.0.1"]], indirect=True)
+def test_a_port_of_all_addresses_is_told(settings: Settings, listener: tuple[int, list[int]]) -> None:
+    pid, (everywhere, _) = listener
+    (found,) = services.exposures(settings, pid)
+    assert found.what == f"Ray listens on other addresses than loopback (ports {everywhere})"
+    assert found.fix == "nsa down; nsa up"
+
+
+@pytest.mark.parametrize("listener", [["0.0.0.0"]], indirect=True)
+def test_of_a_cluster_on_a_named_address_it_is_told_what_to_do(
+    settings: Settings, listener: tuple[int, list[int]]
+) -> None:
+    """Starting it again would open the same ports."""
+    (found,) = services.exposures(settings.model_copy(update={"ray_host": "192.0.2.7"}), listener[0])
+    assert found.fix == "let only the cluster's hosts through a firewall"
+
+
+@pytest.mark.parametrize("listener", [["127.0.0.1", "127.0.0.2"]], indirect=True)
+def test_ports_of_loopback_are_not(settings: Settings, listener: tuple[int, list[int]]) -> None:
+    pid, _ = listener
+    assert services.exposures(settings, pid) == []

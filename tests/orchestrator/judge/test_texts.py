@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.schema.states import Result
-from orchestrator.judge.results import RuleVerdict
-from orchestrator.judge.verdicts import evaluate, load_gates
+from orchestrator.judge.verdicts import RuleVerdict, evaluate, load_gates
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord, Record
 

@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.judge.evidence import measured_runs
-from orchestrator.judge.source import Source
+from orchestrator.judge.stored import Source
 from orchestrator.store import Store, queries
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nsa_command import Nsa
 
-from orchestrator.cli.planning import Node
+from orchestrator.cli.resolve import Node
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import DEFAULT_GATES, load_gates
 from orchestrator.judge.verdicts import judge

@@ -22,7 +22,7 @@ from nsa_command import Nsa
 from jobs.diagnosis.rank_state import Memory, RankState, identity
 from jobs.process import stacks
 from jobs.schema.states import RunState
-from orchestrator.cli import attaching
+from orchestrator.cli import diagnose as diagnosis
 from orchestrator.store import Store, queries
 from orchestrator.store import records as rec
 
@@ -36,7 +36,7 @@ UNSEEN = "## Environment variables\n\nunknown: no process of the training was re
 @pytest.fixture
 def diagnose(monkeypatch: pytest.MonkeyPatch, run_nsa: Nsa) -> Nsa:
     """Runs `nsa diagnose`; this process keeps its priority."""
-    monkeypatch.setattr(attaching, "give_way", lambda: None)
+    monkeypatch.setattr(diagnosis, "give_way", lambda: None)
     return partial(run_nsa, "diagnose")
 
 
@@ -279,6 +279,6 @@ def test_without_a_run_it_is_this_host(diagnose: Nsa, monkeypatch: pytest.Monkey
 
 
 def test_it_gives_way_to_others() -> None:
-    code = "import os; from orchestrator.cli.attaching import give_way; give_way(); print(os.sched_getscheduler(0))"
+    code = "import os; from orchestrator.cli.diagnose import give_way; give_way(); print(os.sched_getscheduler(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == os.SCHED_IDLE

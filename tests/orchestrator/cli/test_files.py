@@ -1,0 +1,183 @@
+"""`nsa init`, `import --reference` and `artifacts`: what is written, and what a hostile database cannot reach."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nsa_command import Nsa
+from ray._private.runtime_env.packaging import get_uri_for_directory
+
+from orchestrator.cli import doctor
+from orchestrator.execute.artifacts import ArtifactStore, Source
+from orchestrator.run import driver
+from orchestrator.settings import Settings
+from orchestrator.store import Store, importer, queries
+from orchestrator.store.records import ArtifactData, ArtifactRecord
+
+RUN = "20261120-120000-demo-abcd"
+OUR_RUNS = Path(__file__).resolve().parents[3] / "docs" / "results" / "data"
+READY = Path(__file__).resolve().parents[3] / "jobs" / "configs"
+
+
+def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(
+    nsa: Nsa, home: Path, sweep: Callable[..., list]
+) -> None:
+    record = stored_file(home, sweep, "note.txt", "whole text\n")
+    code, out, err = nsa("artifacts", RUN, "--point", "1")
+    assert code == 0
+    assert "note.txt" in out
+    assert record.sha256 in out.replace("\n", "")
+    code, out, err = nsa("artifacts", RUN, "--out", str(home / "copies"))
+    assert code == 1
+    assert (home / "copies" / "0001" / "1" / "note.txt").read_text() == "whole text\n"
+    assert "copied 1 of 9 files" in out  # the sweep's own files are on another host
+    missing = err.splitlines()
+    assert len(missing) == 8
+    assert all("is not in the artifact store" in line and "(host bench1)" in line for line in missing)
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])
+def test_a_hostile_path_in_the_database_is_not_opened(
+    nsa: Nsa, home: Path, sweep: Callable[..., list], path: str
+) -> None:
+    (home / "secret").write_text("whole text\n")
+    stored_file(home, sweep, "note.txt", "whole text\n", path=path)
+    code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
+    assert code == 1
+    assert "is no path below the artifact store; it was not opened" in err
+    assert not list((home / "copies").rglob("note.txt"))
+
+
+def test_a_hostile_name_in_the_database_writes_no_file(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    stored_file(home, sweep, "../../escaped.txt", "whole text\n", path="r/0001/1/note.txt")
+    code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "a" / "b" / "copies"))
+    assert code == 1
+    assert "is no plain file name" in err
+    assert not list(home.rglob("escaped.txt"))
+
+
+def test_a_hostile_name_is_shown_as_text(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
+    stored_file(home, sweep, "\x1b[31mred\nline", "whole text\n")
+    for args in (("artifacts", RUN), ("logs", RUN, "--point", "1"), ("show", RUN, "--point", "1")):
+        out = nsa(*args)[1]
+        assert r"\x1b[31mred\nline" in out
+        assert "\x1b" not in out
+
+
+def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, path: str | None = None) -> ArtifactData:
+    """A file of the second point of a stored sweep, whose row may be hostile."""
+    store = ArtifactStore(f"file://{home / 'artifacts'}")
+    file = store.put(Source("note.txt", text), "r/0001/1/note.txt")
+    file = file.model_copy(update={"name": name, "path": path or file.path})
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
+        opened.apply_many(sweep(RUN))
+        opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file))
+    return file
+
+
+def test_doctor_says_where_the_store_is_and_whether_it_can_be_written(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at() -> doctor.Finding:
+        return next(finding for finding in doctor.findings(Settings()) if finding.name == "artifact store")
+
+    assert str(home / "artifacts") in looked_at().detail
+    monkeypatch.setenv("NSA_ARTIFACT_STORE", str(home / "store"))
+    assert (looked_at().health, looked_at().detail) == (doctor.Health.OK, f"file://{home}/store, can be written")
+    assert not list((home / "store").iterdir())
+    monkeypatch.setenv("NSA_ARTIFACT_STORE", "ftp://127.0.0.1:1/store")
+    assert looked_at().health is doctor.Health.BROKEN
+    assert "cannot be reached" in looked_at().detail
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_init_writes_every_ready_spec_and_each_can_be_run(here: Path, nsa: Nsa) -> None:
+    code, out, _ = nsa("init")
+    assert code == 0
+    written = sorted(path.name for path in (here / "specs").iterdir())
+    assert written == sorted(path.name for path in READY.glob("*.yaml"))
+    assert f"wrote {len(written)} specs to specs/" in out
+    for spec in re.findall(r"nsa submit (\S+)", out):
+        assert (here / spec).is_file()
+    for name in written:
+        assert driver.main([f"specs/{name}", "--dry-run"]) == 0, name
+
+
+def test_init_never_overwrites(here: Path, nsa: Nsa) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "demo.yaml").write_text("# my own")
+    (here / "mine" / "drill.yaml").symlink_to(here / "gone")
+    assert "kept your own: demo.yaml, drill.yaml" in nsa("init", "mine").out
+    assert (here / "mine" / "demo.yaml").read_text() == "# my own"
+    assert not (here / "gone").exists()
+    assert (here / "mine" / "bench.yaml").read_bytes() == (READY / "bench.yaml").read_bytes()
+
+
+def test_init_into_a_file_is_refused(here: Path, nsa: Nsa) -> None:
+    (here / "specs").write_text("a file")
+    assert nsa("init").err.startswith("error: FOLDER: 'specs': cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, b"# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n"),
+        (b"", b".env\n"),
+        (b"*.log", b"*.log\n.env\n"),
+        (b" .env\r\n", b" .env\r\n.env\n"),
+        (b".envrc\n.env ", b".envrc\n.env "),
+        (b"/.env\r\n*.log\r\n", b"/.env\r\n*.log\r\n"),
+    ],
+)
+def test_init_keeps_env_out_of_what_ray_sends(here: Path, nsa: Nsa, before: bytes | None, after: bytes) -> None:
+    ignored = here / ".rayignore"
+    if before is not None:
+        ignored.write_bytes(before)
+    assert (".rayignore: " in nsa("init").out) == (before != after)
+    assert ignored.read_bytes() == after
+    (here / ".env").write_text("RAY_AUTH_TOKEN=a")
+    uri = get_uri_for_directory(str(here), include_gitignore=False)
+    (here / ".env").write_text("RAY_AUTH_TOKEN=another")
+    assert get_uri_for_directory(str(here), include_gitignore=False) == uri
+
+
+def test_init_warns_where_it_cannot_keep_env_from_ray(here: Path, nsa: Nsa) -> None:
+    (here / ".rayignore").symlink_to(here / "gone")
+    assert "warning: .rayignore: cannot be written (No such file or directory); add the l" in nsa("init").err
+    assert not (here / "gone").exists()
+
+
+def test_a_ready_spec_that_is_not_there_yet_leads_to_init(here: Path, nsa: Nsa) -> None:
+    done = nsa("submit", "jobs/configs/demo.yaml")
+    assert "write the ready specs with `nsa init`, then give specs/demo.yaml" in done.err
+
+
+def test_reference_data_is_imported_from_the_package(here: Path, nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store small journals alone: tests/deploy/test_results.py stores all."""
+    given, store_file = list[str](), importer.import_file
+
+    def import_small(store: Store, path: Path) -> importer.ImportSummary | None:
+        given.append(path.name)
+        return store_file(store, path) if path.suffix == ".csv" or path.stat().st_size < 7000 else None
+
+    monkeypatch.setattr(importer, "import_file", import_small)
+    assert nsa("import", "--reference").code == 0
+    with Store.open(f"sqlite:///{here / 'nsa.db'}", readonly=True) as store:
+        assert len(queries.runs(store, origin="reported", limit=None)) >= 3
+        ours = queries.runs(store, origin="measured", limit=None)
+    journals = {path.name: path.stat().st_size for path in OUR_RUNS.glob("*.jsonl.gz")}
+    assert {name for name in given if name.endswith(".jsonl.gz")} == set(journals)
+    assert set(ours["run_id"]) == {name.removesuffix(".jsonl.gz") for name, size in journals.items() if size < 7000}
+    assert "NVIDIA H200" in set(ours["gpu"])
+
+
+def test_import_without_a_file_names_both_ways(here: Path, nsa: Nsa) -> None:
+    assert "error: FILE: is missing; name a journal or a CSV, or give --reference" in nsa("import").err
