@@ -26,11 +26,18 @@ class RepeatedKeyError(YamlError):
 
 
 class _Loader(yaml.SafeLoader):
+    _anchors_open = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # a few lines of them are billions of values
-            event: Any = self.peek_event()
-            raise TooLargeError(f"has an alias, *{event.anchor}; write out what it stands for")
-        return super().compose_node(parent, index)
+        """Compose a node; refuse aliases within what others stand for: a few lines of them are billions of values."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) and self._anchors_open:
+            raise TooLargeError(f"has an alias, *{event.anchor}, within what another stands for; write it out")
+        anchored = getattr(event, "anchor", None) is not None and not isinstance(event, yaml.AliasEvent)
+        self._anchors_open += anchored
+        node = super().compose_node(parent, index)
+        self._anchors_open -= anchored
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -85,7 +92,7 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
-        TooLargeError: it is longer than MOST_CHARACTERS, has an alias, or is nested too deep to read.
+        TooLargeError: it is longer than MOST_CHARACTERS, has aliases within aliases, or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
     if len(text) > MOST_CHARACTERS:

@@ -16,7 +16,7 @@ from orchestrator.terminal import complain
     [
         (f"name: {'x' * 2_000_000}", r"spec: '.*spec.yaml' has more than 1,048,576 characters; shorten its texts"),
         ("a: " + "[" * 3000 + "]" * 3000, r"spec: .* is nested too deep; write fewer brackets within each other"),
-        ("a: &a [x]\nb: &b [*a, *a]", r"spec: .* has an alias, \*a; write out what it stands for"),
+        ("a: &a [x]\nb: &b [*a, *a]", r"spec: .* has an alias, \*a, within what another stands for; write it out"),
         (f"seed: {'9' * 5000}", r"spec: .* is not YAML \(.*\); mend its syntax"),
         ("seed: 2001-02-30", r"spec: .* is not YAML \(day is out of range for month\); mend its syntax"),
     ],
