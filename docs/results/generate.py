@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from seed_pages import PAGES as SEED_PAGES
-from seed_pages import seed_pages
 from take_in import DATA, take_in
 
 from jobs.specs.load import load_spec
@@ -33,7 +31,6 @@ from orchestrator.store.journal import COMPRESSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path("docs/results")
-SEEDS = PAGES / "seeds"
 DURATIONS = Path("orchestrator/judge/durations.csv")
 GATES = ROOT / "orchestrator" / "judge" / "gates.yaml"
 CHARTED = ("scaling.md", "bench.md", "decoding.md")  # the others have one length a run, or lengths without a law
@@ -87,11 +84,8 @@ def generate(root: Path) -> list[Path]:
             written = [_write(root / DURATIONS, _durations(runs))]
             written += _reports(store, runs, root / PAGES)
             filled = tables.all_tables(store, runs)
-            texts = {name: (ROOT / SEEDS / name).read_text() for name in SEED_PAGES}
-            seeds = seed_pages(store, runs, texts)
             newest_first = list(reversed(run_ids))
             written += render_folder(store, ROOT / PAGES / "templates", newest_first, _ready_spec, root / PAGES)
-        written += [_write(root / SEEDS / name, text) for name, text in seeds.items()]
         written.append(_write(root / PAGES / "decisions.md", _decisions()))
     for name in (PAGES / "README.md", Path("README.md")):
         written.append(_write(root / name, tables.fill((ROOT / name).read_text(), filled)))

@@ -17,7 +17,6 @@ from pydantic_core import to_jsonable_python
 
 from jobs.schema.axes import AXES, MORE
 from jobs.schema.states import PointState
-from orchestrator.errors import UserError
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.report.numbers import amount
 from orchestrator.store import Store, queries
@@ -254,7 +253,7 @@ class Spec:
             try:
                 if not changed(others):
                     settings = others
-            except UserError:  # without it the others do not go together
+            except ValueError:  # a SpecError: without it the others do not go together
                 continue
         return settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -115,6 +116,8 @@ class _Templates:
             rendered = environment.get_template(name).render()
         except Exception as err:  # whatever a template does wrong
             raise ReportError(f"{self._place(err, name)}: {_message(err)}") from None
+        if ".md" in suffixes:
+            rendered = re.sub(r"\n{3,}", "\n\n", rendered)  # what loops and conditions leave
         if out is not None:
             _write(out, rendered)
         return rendered

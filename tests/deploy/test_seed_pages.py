@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
 from jobs.schema.point import Machine, Point
-from jobs.schema.states import PointState, RunState
+from jobs.schema.states import Origin, PointState, RunState
 from jobs.specs.kinds import kind_module, own_axes
 from jobs.specs.load import load_spec
+from jobs.specs.spec import JobSpec
 from orchestrator.judge.rules import READY_SPECS
+from orchestrator.report.evidence import Evidence, changes
 from orchestrator.report.template import render
 from orchestrator.store import Store, importer, queries, upgrade
 from orchestrator.store import records as rec
@@ -38,17 +38,6 @@ SETTINGS = {"branches_m7c": ["backends=[triton,chunked,naive]"]}  # whether flas
 
 
 @pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(RESULTS))
-    try:
-        import seed_pages  # pyright: ignore[reportMissingImports]
-
-        yield seed_pages
-    finally:
-        sys.path.remove(str(RESULTS))
-
-
-@pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URL of a database with the figures of the reports alone."""
     url = f"sqlite:///{tmp_path_factory.mktemp('seeds') / 'nsa.db'}"
@@ -58,44 +47,22 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
-@pytest.mark.parametrize(
-    ("processes", "held", "expected"),
-    [(2, "874.00 MiB", ""), (7, "874.00 MiB", "would not have got"), (7, "4.00 GiB", "would have got")],
-    ids=["its own alone", "others took too little", "others took it"],
-)
-def test_what_others_took_from_a_search_is_told(
-    pages: ModuleType, monkeypatch: pytest.MonkeyPatch, processes: int, held: str, expected: str
-) -> None:
-    from seed_backward import search_note  # pyright: ignore[reportMissingImports]
-    from seed_evidence import Evidence  # pyright: ignore[reportMissingImports]
-
-    message = f"Tried to allocate 3.00 GiB. GPU 0 has 79 GiB of which 322.56 MiB is free. Process 7 has {held} in use."
-    evidence = object.__new__(Evidence)
-    evidence._values = {"r/0": {"gpu_processes": processes}}
-    monkeypatch.setattr(evidence, "points", lambda *_, **__: [{"point_id": "r/0"}], raising=False)
-    monkeypatch.setattr(evidence, "warnings", lambda *_: [message], raising=False)
-    told = search_note(evidence)
-    assert expected in told
-    assert bool(told) is bool(expected)
+def ready(file: str, settings: Sequence[str]) -> JobSpec:
+    return load_spec(READY_SPECS / file, settings)
 
 
-def filled(pages: ModuleType, url: str) -> dict[str, str]:
-    texts = {name: (SEEDS / name).read_text() for name in pages.PAGES}
+def filled(url: str) -> dict[str, str]:
+    """The pages by name, from what is stored there."""
     with Store.open(url, readonly=True) as store:
-        frame = queries.runs(store, origin="measured")
-        runs = [queries.run(store, run_id) for run_id in reversed(list(frame["run_id"]))]
-        newest_first = list(frame["run_id"])
-        rendered = {
-            path.name.removesuffix(".j2"): render(
-                store, path, newest_first, lambda file, given: load_spec(READY_SPECS / file, given)
-            )
+        run_ids = list(queries.run_ids(store, origin=Origin.MEASURED))
+        return {
+            path.name.removesuffix(".j2"): render(store, path, run_ids, ready)
             for path in sorted((RESULTS / "templates" / "seeds").glob("[!_]*.j2"))
         }
-        return pages.seed_pages(store, runs, texts) | rendered
 
 
-def test_without_results_every_answer_names_the_spec_that_would_give_it(pages: ModuleType, reported: str) -> None:
-    for name, text in filled(pages, reported).items():
+def test_without_results_every_answer_names_the_spec_that_would_give_it(reported: str) -> None:
+    for name, text in filled(reported).items():
         specs = {match[1] for match in re.finditer(r"not measured: `([\w.]+)", text)}
         assert specs, name
         assert not [spec for spec in specs if f"jobs/configs/{spec}" not in text], name
@@ -103,14 +70,11 @@ def test_without_results_every_answer_names_the_spec_that_would_give_it(pages: M
         assert "H200" not in text
 
 
-def test_every_backend_that_is_measured_has_a_row(pages: ModuleType) -> None:
-    import seed_parts  # pyright: ignore[reportMissingImports]
-
-    measured = yaml.safe_load((ROOT / "jobs" / "configs" / "branches_m7c.yaml").read_text())["backends"]
-    assert set(seed_parts.BACKENDS) == set(measured)
+def test_every_backend_that_is_measured_has_a_row() -> None:
+    measured = yaml.safe_load((READY_SPECS / "branches_m7c.yaml").read_text())["backends"]
     for page in ("which-part-hangs.md", "fit-for-production.md"):
         text = (SEEDS / page).read_text()
-        assert all(f"| `{name}` |" in text for name in seed_parts.OF_ALL)
+        assert all(f"| `{name}` |" in text for name in measured), page
 
 
 def test_a_training_step_has_the_state_of_its_optimizer() -> None:
@@ -124,19 +88,12 @@ def test_a_training_step_has_the_state_of_its_optimizer() -> None:
     assert float(state[1].replace(",", "")) == pytest.approx(2 * float(weights[1]), rel=0.05)
 
 
-def test_every_spec_can_be_submitted_as_the_page_says(pages: ModuleType) -> None:
-    for page in pages.PAGES.values():
-        for spec in page.specs:
-            settings = [each for each in spec.settings if "PATH" not in each]
-            load_spec(ROOT / "jobs" / "configs" / spec.file, settings)
-
-
-def test_each_report_keeps_its_headings(pages: ModuleType) -> None:
+def test_each_report_keeps_its_headings() -> None:
     wanted = {
         "backward-hang.md": ["Executive summary", "Branch isolation results", "Hypothesis validation", "Conclusion"],
         "which-part-hangs.md": ["1. Branch isolation", "7. Profiler with memory", "10. Toy with a single branch"],
         "fit-for-production.md": ["Phase 1", "Phase 2", "Phase 3", "Phase 4", "Test statistics", "Conclusion"],
-        "training-speed.md": ["Performance measurements", "Root cause analysis", "Timeline impact", "Appendix B"],
+        "training-speed.md": ["Performance measurements", "Root cause analysis", "Conclusion", "Appendix B"],
         "training-memory.md": ["Memory snapshots", "Kernel routing analysis", "Hardware topology", "Conclusion"],
     }
     assert set(wanted) == {path.name for path in SEEDS.glob("*.md")}
@@ -204,24 +161,19 @@ def stored(reported: str, tmp_path: Path) -> Callable[..., str]:
     return store
 
 
-def test_with_the_ready_specs_run_only_their_variants_are_missing(
-    pages: ModuleType, stored: Callable[..., str]
-) -> None:
+def test_with_the_ready_specs_run_only_their_variants_are_missing(stored: Callable[..., str]) -> None:
     """Every coordinate by which a page looks for a value is one that the spec's points have."""
     url = stored(*(run_of(spec, number) for number, spec in enumerate(SPECS)))
-    for name, text in filled(pages, url).items():
+    for name, text in filled(url).items():
         missing = set(re.findall(r"not measured: `([^`]+)`", text))
-        variants = {"scaling_m7c.yaml", *(f"{each.file} {' '.join(each.settings)}".strip() for each in pages.VARIANTS)}
-        variants |= {"backward_m7c.yaml python=[null, PATH]"}
+        variants = {each for each in missing if "=" in each or each == "scaling_m7c.yaml"}
         rows = [line for line in text.splitlines() if "`flash`" in line or line.startswith("| flash")]
         left = missing - variants - set(re.findall(r"not measured: `([^`]+)`", "\n".join(rows)))
         assert not left, [line for line in text.splitlines() if any(f"`{spec}`" in line for spec in left)]
         assert "2.99" in text or name in ("backward-hang.md", "which-part-hangs.md")
 
 
-def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(
-    pages: ModuleType, stored: Callable[..., str]
-) -> None:
+def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(stored: Callable[..., str]) -> None:
     def older(point: Point) -> tuple[PointState, dict[str, float]]:
         return PointState.OK, {"forward_memory": 1111.0}
 
@@ -233,33 +185,29 @@ def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(
         return PointState.OK, {"forward_memory": 2222.0}
 
     url = stored(run_of("backward_m7c", 1, change=older), run_of("backward_m7c", 2, change=newer))
-    text = filled(pages, url)["backward-hang.md"]
+    text = filled(url)["backward-hang.md"]
     assert "| 512 | 5,165 MiB | 2,222 MiB | 1,111 MiB |" in text
     assert "| 1,024 | hang | hang | 1,111 MiB |" in text
     assert re.search(r"33 of 63 points hung, the first triton all m7c_125m 5 layers S=1024: made hang", text)
 
 
-def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(
-    pages: ModuleType, stored: Callable[..., str]
-) -> None:
+def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(stored: Callable[..., str]) -> None:
     def slow(point: Point) -> tuple[PointState, dict[str, float]]:
         return PointState.OK, {"throughput": 50.0}
 
     url = stored(run_of("train_m7c", 1, ("seq_len=512",), slow))
-    text = filled(pages, url)["training-speed.md"]
+    text = filled(url)["training-speed.md"]
     assert "| 1 GPU, 512 | | 33 tok/s | 50 tok/s |" in text
     assert re.search(r"\| 1 GPU, 2,048 \|[^|]*\| \| not measured: `train_m7c.yaml` \|", text)
-    text = filled(pages, stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
+    text = filled(stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
     assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
 
 
-def test_changes_are_those_of_keys_that_the_run_has(pages: ModuleType) -> None:
-    import seed_commands  # pyright: ignore[reportMissingImports]
-
+def test_changes_are_those_of_keys_that_the_run_has() -> None:
     ready = {"same": 1.0, "gone": 2, "part": {"list": [1], "none": None, "at": 3}, "device": "auto", "hours": 24.0}
     ran = {"same": 1, "new": 3, "part": {"list": [{"a": 2.0}, 0.5], "none": 8.0}, "device": "cuda", "hours": None}
     wanted = ["new=3", "part.list=[{a: 2}, 0.5]", "part.none=8", "device=cuda", "hours=null"]
-    assert seed_commands.changes(ready, ran) == wanted
+    assert changes(ready, ran) == wanted
 
 
 @pytest.mark.parametrize(
@@ -273,9 +221,9 @@ def test_changes_are_those_of_keys_that_the_run_has(pages: ModuleType) -> None:
     ],
 )
 def test_a_command_submits_what_ran(
-    pages: ModuleType, stored: Callable[..., str], spec: str, page: str, settings: tuple[str, ...]
+    stored: Callable[..., str], spec: str, page: str, settings: tuple[str, ...]
 ) -> None:
-    text = filled(pages, stored(run_of(spec, 1, settings)))[page]
+    text = filled(stored(run_of(spec, 1, settings)))[page]
     row = next(line for line in text.splitlines() if line.startswith("| `nsa submit") and "20261124-000001" in line)
     words = shlex.split(row.split("`")[1])
     assert words[2] == f"jobs/configs/{spec}.yaml"
@@ -292,11 +240,10 @@ def test_a_command_submits_what_ran(
         ("diagnose_m7c", {"ranks=1", "batch=2"}),  # a stored spec leaves out that it has one rank
     ],
 )
-def test_a_command_has_every_setting_that_is_needed(pages: ModuleType, spec: str, settings: set[str]) -> None:
-    from seed_evidence import Spec  # pyright: ignore[reportMissingImports]
-
-    ran = load_spec(ROOT / "jobs" / "configs" / f"{spec}.yaml", sorted(settings)).model_dump(mode="json")
-    words = shlex.split(Spec(f"{spec}.yaml").command({"spec": ran}))
+def test_a_command_has_every_setting_that_is_needed(stored: Callable[..., str], spec: str, settings: set[str]) -> None:
+    with Store.open(stored(run_of(spec, 1, tuple(sorted(settings)))), readonly=True) as store:
+        evidence = Evidence(store, list(queries.run_ids(store, origin=Origin.MEASURED)), ready)
+        words = shlex.split(evidence.spec(f"{spec}.yaml").command)
     assert {value for option, value in pairwise(words) if option == "--set"} == settings
 
 
@@ -309,9 +256,7 @@ def test_a_command_has_every_setting_that_is_needed(pages: ModuleType, spec: str
         ("batch=4", "micro_batch=2"),
     ],
 )
-def test_two_gpus_are_those_of_the_report_alone(
-    pages: ModuleType, stored: Callable[..., str], settings: tuple[str, ...]
-) -> None:
+def test_two_gpus_are_those_of_the_report_alone(stored: Callable[..., str], settings: tuple[str, ...]) -> None:
     """Trainings on one GPU, by another way than DDP or of another batch have the same file, but are another row's."""
-    text = filled(pages, stored(run_of("train_2gpu", 1, settings)))["training-speed.md"]
+    text = filled(stored(run_of("train_2gpu", 1, settings)))["training-speed.md"]
     assert re.search(r"\| 2 GPUs by DDP, 2,048 \|.*\| not measured: `train_2gpu.yaml` \|", text)
