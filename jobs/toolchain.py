@@ -23,7 +23,9 @@ from jobs.measure.call import TimingSpec, measure_call
 from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingPlan
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
-from jobs.process.trial import Limits, Toolchain, own_gpu_share, run_trial
+from jobs.process.memory_limit import gpu_share
+from jobs.process.trial import Toolchain, run_trial
+from jobs.process.watch import Limits
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import (
     AGREEMENT,
@@ -210,7 +212,7 @@ def _run(case: Case, number: int, folder: Path, beat: Beat) -> Mapping[str, Any]
 
     files = {"inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
     order = case.model_copy(update=files).model_dump(mode="json")
-    settings = own_gpu_share(case.device), case.toolchains[number - 1]
+    settings = gpu_share(case.device), case.toolchains[number - 1]
     trial = run_trial("jobs.toolchain:try_pass", order, case.limits, told, *settings)
     return trial.needed(name, ToolchainFailed)
 

@@ -9,29 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from jobs.process import temporary
-from jobs.process.messages import Command, Inbox, Message, encode
+from jobs.process.messages import Command, File, Inbox, Message, encode
 from jobs.process.post_mortem import tail
 
 SOURCES = Path(__file__).resolve().parents[2]
 _PACKAGES = ("nsa_core", "jobs", "orchestrator")  # that a process imports
 _REAP_S = 30.0
-
-
-@dataclass(frozen=True)
-class Output:
-    """Bytes that a process printed to one of its streams; `problem` says why they cannot be read."""
-
-    name: str
-    path: Path
-    start: int = 0
-    stop: int = 0
-    problem: str = ""
 
 
 class Child:
@@ -117,20 +105,20 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
-    def new_output(self) -> list[Output]:
+    def new_output(self) -> list[File]:
         """Output since the last call, as stdout.txt and stderr.txt; empty ones are left out."""
-        outputs = []
+        files = []
         for name, offset in self._offsets.items():
             path = self.folder / name
             try:
                 size = path.stat().st_size
             except OSError:  # the work removed the folder
-                outputs.append(Output(f"{name}.txt", path, problem="its file was removed while the point ran"))
+                files.append(File(f"{name}.txt", "", "its file was removed while the point ran"))
                 continue
             self._offsets[name] = size
             if size > offset:
-                outputs.append(Output(f"{name}.txt", path, offset, size))
-        return outputs
+                files.append(File(f"{name}.txt", str(path), start=offset, stop=size))
+        return files
 
     def tail(self, lines: int = 200) -> str:
         """The last lines that it printed to stdout, then to stderr."""

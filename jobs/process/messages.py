@@ -203,12 +203,15 @@ class File:
     Attributes:
         name: its name as an artifact, as the work chose it: anything.
         path: of the file; "" where there is none.
-        problem: why it could not be written; "" otherwise.
+        problem: why there is nothing to keep; "" otherwise.
+        start, stop: the first byte to keep, and the one after the last; None: up to the end.
     """
 
     name: str
     path: str
     problem: str = ""
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -346,14 +349,13 @@ class Inbox:
         chunk = os.read(self._fd, 1 << 20)
         self.closed = not chunk
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [self._decoded(line) for line in lines]
+        messages: list[Message] = []
+        for line in lines:
+            try:
+                messages.append(decode(line))
+            except MessageError as err:
+                messages.append(Failure(PointState.ERROR, f"the process sent an unreadable message: {err}"))
+        return messages
 
     def close(self) -> None:
         os.close(self._fd)
-
-    @staticmethod
-    def _decoded(line: bytes) -> Message:
-        try:
-            return decode(line)
-        except MessageError as err:
-            return Failure(PointState.ERROR, f"the process sent an unreadable message: {err}")

@@ -11,18 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.process import stacks
+from jobs.process import messages, stacks
 from jobs.process.child import Child
-from jobs.process.memory_limit import gpu_share as own_gpu_share
-from jobs.process.messages import Beat as BeatMessage
 from jobs.process.messages import CallFunction, Command, Returned
 from jobs.process.reporter import ProcessReporter
 from jobs.process.watch import DeadlineWatch, Limits
 from jobs.process.worker import Channel
 from jobs.schema.point import Beat
-from jobs.schema.states import PointState as End
-
-__all__ = ["End", "Limits", "Toolchain", "Trial", "own_gpu_share", "run_trial"]
+from jobs.schema.states import PointState
 
 _BEAT_S = 1.0  # between two repeated signs of progress: the trial's own deadlines are held here
 
@@ -35,14 +31,14 @@ class Trial:
         end: how it ended.
         reason: why it is not ok, in one line; empty if it is.
         seconds: its duration, start of the process included.
-        found: what the call returned; {} if it did not.
+        value: what the call returned; {} if it did not.
         stderr: the last lines printed; they end with the traceback of an error, or the stacks of all threads of a hang.
     """
 
-    end: End
+    end: PointState
     reason: str
     seconds: float
-    found: Mapping[str, Any]
+    value: Mapping[str, Any]
     stderr: str
 
     def needed(self, name: str, failure: type[Exception]) -> Mapping[str, Any]:
@@ -55,10 +51,10 @@ class Trial:
             MemoryError: memory ran out there.
             failure: it ended in another way.
         """
-        if self.end is End.OK:
-            return self.found
+        if self.end is PointState.OK:
+            return self.value
         print(f"{name}:\n{self.stderr}", file=sys.stderr)
-        if self.end is End.OOM:
+        if self.end is PointState.OOM:
             raise MemoryError(f"{name}: {self.reason}")
         raise failure(f"{name}: {self.end}: {self.reason}")
 
@@ -98,7 +94,7 @@ def run_trial(
         OSError: the toolchain's interpreter cannot be started.
     """
     begun, repeated = time.monotonic(), 0.0
-    progress = BeatMessage("start of its process")
+    progress = messages.Beat("start of its process")
     # What it leaves about a failure lies where this process's is looked for.
     env = {"TMPDIR": tempfile.gettempdir(), **toolchain.env}
     child = Child("jobs.process.trial:answer", env=env, python=toolchain.python)
@@ -108,7 +104,7 @@ def run_trial(
         while ended is None:
             events, ended = watch.step()
             for event in events:
-                if isinstance(event, BeatMessage):
+                if isinstance(event, messages.Beat):
                     progress, repeated = event, 0.0
             if time.monotonic() - repeated >= _BEAT_S:
                 repeated = time.monotonic()
@@ -116,7 +112,7 @@ def run_trial(
         if ended.expired:
             stacks.request(child.tree())
         reason = ended.reason or ""
-        if ended.state is End.CRASH:
+        if ended.state is PointState.CRASH:
             reason += f" (last in phase {progress.phase!r})"
         returned = ended.result.value if isinstance(ended.result, Returned) else {}
         return Trial(ended.state, reason, time.monotonic() - begun, returned, child.tail())

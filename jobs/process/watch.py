@@ -66,7 +66,10 @@ class DeadlineWatch:
         for number, event in enumerate(events):
             match event:
                 case Beat(phase=phase):
-                    self._note(phase)
+                    now = time.monotonic()
+                    if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
+                        self._start += now - self._last_beat  # the point's deadline does not run
+                    self._last_beat, self.phase = now, phase
                 case Measured(files=files):
                     return events[:number], Ended(PointState.OK, None, event, files)
                 case Returned():
@@ -78,19 +81,10 @@ class DeadlineWatch:
             return events, self._overdue()
         if events:  # there may be more
             return events, None
-        return [], self._died()
-
-    def _note(self, phase: str) -> None:
-        now = time.monotonic()
-        if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
-            self._start += now - self._last_beat  # the point's deadline does not run
-        self._last_beat, self.phase = now, phase
-
-    def _died(self) -> Ended:
         code = self._child.kill()
         if self._memory.killed(code):
-            return Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
-        return Ended(PointState.CRASH, describe_exit(code))
+            return [], Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
+        return [], Ended(PointState.CRASH, describe_exit(code))
 
     def _overdue(self) -> Ended | None:
         limits, now = self._limits, time.monotonic()

@@ -23,14 +23,20 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from jobs.process import stacks
-from jobs.process.exhaustion import exception_text, ran_out_of_memory
 from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, Ready, decode
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import Interrupted
 from jobs.schema.states import PointState
 
 _REASON = 2_000  # characters
-_PIECE = 1 << 20  # characters of a text that are encoded at a time
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "DefaultCPUAllocator: not enough memory",
+    "allocate memory",  # of PyTorch's allocator on a CPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -112,7 +118,7 @@ def failure(err: Exception) -> Failure:
         state = PointState.CANCELLED
     else:
         state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
-    text = exception_text(err).strip().split("\n")[0]  # its file has the whole text
+    text = str(err).strip().split("\n")[0]  # its file has the whole text
     reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err))}
@@ -124,30 +130,33 @@ def failure(err: Exception) -> Failure:
     return Failure(state, reason, write_files(files))
 
 
+def ran_out_of_memory(err: BaseException) -> bool:
+    """Whether an exception, or one in its chain of causes, means that memory ran out."""
+    cause: BaseException | None = err
+    while cause is not None:
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # PyTorch's on a GPU
+            return True
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY):
+            return True
+        cause = cause.__cause__
+    return False
+
+
 def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]:
-    """Files for the parent to keep; texts are written to temporary ones, under names made here.
-
-    Raises:
-        TypeError: a name that is no text, or something that is neither a text nor a path.
-    """
-    return tuple(_file(name, content) for name, content in files.items())
-
-
-def _file(name: str, content: str | os.PathLike[str]) -> File:
-    if not isinstance(name, str):
-        raise TypeError(f"files[{name!r}]: the name is not a text")
-    if isinstance(content, os.PathLike):
-        return File(name, os.path.abspath(os.fsdecode(content)))
-    if not isinstance(content, str):
-        raise TypeError(f"files[{name!r}]: {type(content).__name__} is neither a text nor the Path of a file")
-    try:
-        handle, path = tempfile.mkstemp(prefix="file-")
-        with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
-            for start in range(0, len(content), _PIECE):
-                out.write(content[start : start + _PIECE])
-    except OSError as err:
-        return File(name, "", f"its text could not be written: {err}")
-    return File(name, path)
+    """Files for the parent to keep; texts are written to temporary ones, under names made here."""
+    written: list[File] = []
+    for name, content in files.items():
+        if isinstance(content, os.PathLike):
+            written.append(File(name, os.path.abspath(os.fsdecode(content))))
+            continue
+        try:
+            handle, path = tempfile.mkstemp(prefix="file-")
+            with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
+                out.write(content)
+            written.append(File(name, path))
+        except OSError as err:
+            written.append(File(name, "", f"its text could not be written: {err}"))
+    return tuple(written)
 
 
 def _release_memory() -> None:

@@ -67,5 +67,5 @@ class Executor(Protocol):
 
 def gpus_per_point(spec: JobSpec, machine: Machine) -> float:
     """GPUs for each point: the spec's num_gpus, else 1 on a CUDA device and 0 on a CPU."""
-    asked = spec.resources.num_gpus
-    return asked if asked is not None else float(machine.device == "cuda")
+    num_gpus = spec.resources.num_gpus
+    return num_gpus if num_gpus is not None else float(machine.device == "cuda")

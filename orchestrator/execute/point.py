@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jobs.hardware import variables
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import Command, Environment, Event, Measured, MeasurePoint, Probe, ProbedMachine
 from jobs.process.reporter import ProcessReporter
@@ -35,7 +36,7 @@ def measure_point(command: MeasurePoint, channel: Channel) -> Measured:
     """Import the kind, send the environment, measure under the memory limit, and check the metrics."""
     launcher, channel.explain = None, dict
     with contextlib.ExitStack() as block:
-        with noting_sigterm() as asked:  # imports take seconds
+        with noting_sigterm() as sigterm:  # imports take seconds
             kind = kind_module(command.kind)
             for name in getattr(kind, "IMPORTS", ()):
                 importlib.import_module(name)
@@ -52,7 +53,7 @@ def measure_point(command: MeasurePoint, channel: Channel) -> Measured:
             units = {quantity.name: quantity.unit for quantity in declared if not quantity.name.endswith("*")}
             beat = ProcessReporter(channel.send, surroundings, units=units)
             block.callback(beat.close)
-        if asked.is_set():
+        if sigterm.is_set():
             raise Interrupted("SIGTERM came before the measurement had begun: nsa submit SPEC --resume RUN")
         case = kind.Case.model_validate(command.config) if hasattr(kind, "Case") else command.config
         measurement: Measurement = kind.measure(case, beat)
@@ -72,9 +73,11 @@ def describe(device: str, settings: Sequence[str]) -> dict[str, Any]:
     environment: dict[str, Any] = {}
     try:
         if settings:  # before anything else uses CUDA: the point's process is as it will be measured
-            environment["settings"] = importlib.import_module("jobs.hardware.variables").effective(settings)
+            environment["settings"] = variables.effective(settings)
         if (torch := sys.modules.get("torch")) is not None:
-            environment |= importlib.import_module("jobs.hardware.environment").environment(torch.device(device))
+            from jobs.hardware.environment import environment as measured_environment
+
+            environment |= measured_environment(torch.device(device))
     except Exception as err:
         environment["unknown"] = f"{type(err).__name__}: {err}"
     return environment
@@ -96,14 +99,16 @@ def _check(measurement: Measurement, declared: Quantities) -> None:
 
 def _probe(command: Probe) -> ProbedMachine:
     """The machine, with the kind's own versions, and the effects of environment variables."""
-    machine = importlib.import_module("jobs.hardware.machine").probe(command.device)
+    from jobs.hardware.machine import probe
+
+    machine = probe(command.device)
     if command.kind is not None:
         versions = getattr(kind_module(command.kind), "versions", dict)()
         machine = replace(machine, fingerprint={**machine.fingerprint, **versions})
     if not command.settings:
         return ProbedMachine(machine)
     importlib.import_module("torch")  # which rejects wrong values of its own variables
-    variables = importlib.import_module("jobs.hardware.variables")
+
     gpus = float(machine.device == "cuda") if command.gpus is None else command.gpus
     reasons = {name: variables.refusal(name, machine.device, gpus) for name in command.settings}
     effective = variables.effective([name for name, reason in reasons.items() if reason is None])

@@ -51,7 +51,7 @@ class RayExecutor:
         self._by_id = interruptibly(_nodes)
         self._nodes = list(self._by_id.values())
         check_resources(spec, self._nodes)
-        self._type = spec.resources.accelerator_type  # of all points: the one asked for, else the one probed
+        self._type = spec.resources.accelerator_type  # of all points: the requested one, else the one probed
         self._planned: Share | None = None  # of the probe, then of the points
         self._task: Any = None
         self._gpus: str | None = None
@@ -64,18 +64,20 @@ class RayExecutor:
         """As the interface says; also pins the points to the type of the card that was probed."""
         import ray
 
-        wanted = Requirements.of(self._spec)
+        required = Requirements.of(self._spec)
         has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
-        gpus = wanted.gpus if wanted.gpus is not None else float(has_gpu and self._spec.device != "cpu")
+        gpus = required.gpus if required.gpus is not None else float(has_gpu and self._spec.device != "cpu")
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        self._planned = self._share(gpus)
-        asked = task.options(**_placement(self._planned))
+        self._planned = Share.of(self._spec, gpus, self._type)
+        task = task.options(**_options(self._planned))
         try:
             with _gone():
-                answer = interruptibly(lambda: asked.remote(wanted, None if gpus else ""))  # tells the head of the task
+                answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
                 if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                    warn(f"waiting for the cluster to have room for a point{_checks(wanted)}")
+                    count = len(required.envs) * len(required.pythons)
+                    checks = f", and to check {count} environments there" if count > 1 else ""
+                    warn(f"waiting for the cluster to have room for a point{checks}")
                 while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                     self._watch.look()
                 node, machines = ray.get(answer)
@@ -84,50 +86,49 @@ class RayExecutor:
         gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
         if gpus and self._type is None:
             self._type = next(iter(card_types(self._by_id.get(node, {}))), None)
-        self._check_nodes(wanted, gpus, checked=node)
+        self._check_nodes(required, gpus, checked=node)
         return machines
 
-    def _check_nodes(self, wanted: Requirements, gpus: float, checked: str) -> None:
+    def _check_nodes(self, required: Requirements, gpus: float, checked: str) -> None:
         """Check paths and interpreters on every other node that may run a point; waits for no room there."""
         import ray
         from ray.exceptions import RayError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if not wanted.paths and not any(wanted.pythons):
+        share = Share.of(self._spec, gpus, self._type)
+        nodes = [node for node, resources in self._by_id.items() if node != checked and share.on(resources)]
+        if not nodes or not (required.paths or any(required.pythons)):
             return
-        share = self._share(gpus)
-        nodes = [node for node, has in self._by_id.items() if node != checked and share.on(has)]
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
-        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        asked = [task.options(scheduling_strategy=strategy) for strategy in there]
-        answers = interruptibly(lambda: [one.remote(wanted) for one in asked])
-        ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S) if answers else ([], [])
-        faults = []
+        check: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
+        tasks = [check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
+        answers = interruptibly(lambda: [task.remote(required) for task in tasks])
+        ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S)
+        mistakes = []
         for answer in ready:
             try:
-                faults += ray.get(answer)
+                mistakes += ray.get(answer)
             except RayTaskError:
                 raise
             except RayError:  # the node left the cluster: it measures nothing
                 continue
         if late:
             warn(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have")
-        if faults:
-            raise ExecutorError("\n".join(dict.fromkeys(faults)))
+        if mistakes:
+            raise ExecutorError("\n".join(dict.fromkeys(mistakes)))
 
     def slots(self, machine: Machine) -> int:
         import ray
 
-        share, asked = self._share(gpus_per_point(self._spec, machine)), self._spec.resources
+        share = Share.of(self._spec, gpus_per_point(self._spec, machine), self._type)
         # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
         self._planned = share
         self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
-        own = replace(share, cpus=0, gpus=0) if self._cluster else share
-        self._task = remote(_supervise).options(**_placement(own))
-        self._gpus = None if own.gpus else ""
+        supervisor_share = replace(share, cpus=0, gpus=0) if self._cluster else share
+        self._task = remote(_supervise).options(**_options(supervisor_share))
+        self._gpus = None if supervisor_share.gpus else ""
         room = share.points(self._nodes)
-        return max(1, min(room, asked.workers or room))
+        return max(1, min(room, self._spec.resources.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         self._grace_s = conditions.grace_s
@@ -176,10 +177,6 @@ class RayExecutor:
         self._live.pop(stream, None)
         return end
 
-    def _share(self, gpus: float) -> Share:
-        """Resources of a point, or of one of its ranks."""
-        return Share.of(self._spec, gpus, self._type)
-
     def _check_room(self) -> None:
         """Check that the nodes have room for what the tasks ask Ray for, which is narrower than the spec."""
         if self._planned is not None:
@@ -195,8 +192,8 @@ def _time_to_stop() -> float:
     return 0.0
 
 
-def _placement(share: Share) -> dict[str, Any]:
-    """Ray's options of a task that needs a share."""
+def _options(share: Share) -> dict[str, Any]:
+    """Ray's options of a task that needs a share of a node."""
     options: dict[str, Any] = {"num_cpus": share.cpus, "num_gpus": share.gpus}
     if share.card_type:
         options["accelerator_type"] = share.card_type
@@ -216,24 +213,18 @@ def _supervise(
 
 
 def _check_interpreters(spec: JobSpec) -> None:
-    if spec.world_size > 1 and (named := next(filter(None, spec.python), None)):
+    if spec.world_size > 1 and (python := next(filter(None, spec.python), None)):
         raise ExecutorError(
-            f"python: {named!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or use "
+            f"python: {python!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or use "
             "--local"
         )
 
 
-def _probe(wanted: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
+def _probe(required: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
     """The id of the node where this task runs, and the machine there. Raises ProbeError."""
     import ray
 
-    return ray.get_runtime_context().get_node_id(), requirements.check(wanted, gpus)
-
-
-def _checks(wanted: Requirements) -> str:
-    """The work of a probe beyond looking at the machine, in words; "" if there is none."""
-    count = len(wanted.envs) * len(wanted.pythons)
-    return f", and to check {count} environments there" if count > 1 else ""
+    return ray.get_runtime_context().get_node_id(), requirements.check(required, gpus)
 
 
 def _head() -> str:

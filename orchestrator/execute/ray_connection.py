@@ -140,10 +140,13 @@ def _address(settings: Settings) -> str:
         inherited = ""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
         return inherited
-    given = (address for address in (settings.ray_address, inherited) if address and address != "auto")
-    if found := next(given, None) or local_address(settings) or own_address():
-        return found
-    raise _unreachable("auto")
+    for address in (settings.ray_address, inherited):
+        if address and address != "auto":
+            return address
+    address = local_address(settings) or own_address()
+    if address is None:
+        raise _unreachable("auto")
+    return address
 
 
 @contextmanager

@@ -44,9 +44,9 @@ class Share:
 
     def points(self, nodes: Iterable[Mapping[str, float]]) -> int:
         """The number of points that the nodes have room for at a time."""
-        there = list(nodes)
-        most = math.ceil(MOST_A_CORE * sum(node.get("CPU", 0) for node in there))
-        return min(sum(map(self.on, there)) // self.ranks, max(most, 1))
+        nodes = list(nodes)
+        most = math.ceil(MOST_A_CORE * sum(node.get("CPU", 0) for node in nodes))
+        return min(sum(map(self.on, nodes)) // self.ranks, max(most, 1))
 
 
 def card_types(node: Mapping[str, float]) -> list[str]:
@@ -63,20 +63,20 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
     Raises:
         ExecutorError: names the lacking resource and the available amount.
     """
-    asked, errors = spec.resources, []
+    cpus, card_type, errors = spec.resources.num_cpus, spec.resources.accelerator_type, []
     types = sorted({name for node in nodes for name in card_types(node)})
-    if asked.accelerator_type and asked.accelerator_type not in types:
-        have = f"has {', '.join(types)}" if types else "has no accelerators"
-        errors.append(
-            f"resources.accelerator_type: {asked.accelerator_type!r}: the cluster {have}; name one it has, or none"
-        )
-    gpus = asked.num_gpus if asked.num_gpus is not None else float(spec.device == "cuda")
-    share = Share.of(spec, gpus, asked.accelerator_type)
-    errors += _of_a_point(gpus, asked.num_cpus, nodes) if share.ranks == 1 else _of_ranks(share, asked.num_cpus, nodes)
+    if card_type and card_type not in types:
+        has = f"has {', '.join(types)}" if types else "has no accelerators"
+        errors.append(f"resources.accelerator_type: {card_type!r}: the cluster {has}; name one it has, or none")
+    gpus = spec.resources.num_gpus
+    if gpus is None:
+        gpus = float(spec.device == "cuda")
+    share = Share.of(spec, gpus, card_type)
+    errors += _lacks_of_a_point(gpus, cpus, nodes) if share.ranks == 1 else _lacks_of_ranks(share, cpus, nodes)
     if not errors and not share.points(nodes):
         errors.append(
-            f"resources: {gpus:g} GPUs of type {asked.accelerator_type or 'any'} with {asked.num_cpus:g} CPU cores: "
-            "no single node has them all; ask for less"
+            f"resources: {gpus:g} GPUs of type {card_type or 'any'} with {cpus:g} CPU cores: no single node has them "
+            "all; ask for less"
         )
     if errors:
         raise ExecutorError("\n".join(errors))
@@ -91,13 +91,13 @@ def check_room(share: Share, nodes: Sequence[Mapping[str, float]]) -> None:
     if share.points(nodes):
         return
     if share.ranks > 1:
-        raise ExecutorError("\n".join(_of_ranks(share, share.ranks * share.cpus, nodes)))
+        raise ExecutorError("\n".join(_lacks_of_ranks(share, share.ranks * share.cpus, nodes)))
     raise ExecutorError(
         f"no node of the cluster has the {_amounts(share)}{_on_type(share)} that a point is planned for"
     )
 
 
-def _of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+def _lacks_of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
     """Resources of which no node has as many as a point needs."""
     fixes = {"num_gpus": "start a worker that has (nsa up on a GPU host) or ask for fewer", "num_cpus": "ask for fewer"}
     errors = []
@@ -108,7 +108,7 @@ def _of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) 
     return errors
 
 
-def _of_ranks(share: Share, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+def _lacks_of_ranks(share: Share, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
     """Lacks of a cluster for a point of several ranks, which may run on several nodes."""
     most = max((node.get("CPU", 0) for node in nodes), default=0)
     if share.cpus > most:

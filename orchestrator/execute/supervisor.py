@@ -29,6 +29,7 @@ from jobs.process.messages import (
     Explain,
     Explanation,
     Failure,
+    File,
     Measured,
     MeasurePoint,
     Note,
@@ -41,8 +42,8 @@ from jobs.process.watch import POLL_S, DeadlineWatch, Ended, Limits
 from jobs.schema.point import FAILURE_FILES, Point
 from jobs.schema.states import PointState
 from orchestrator.execute import gpu_release
+from orchestrator.execute.artifact_copies import ArtifactCopies
 from orchestrator.execute.artifacts import Source, checkpoints_path
-from orchestrator.execute.keeping import Keeping
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
 from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord, now
@@ -87,13 +88,13 @@ def supervise(
             except OSError as err:
                 yield _not_started(assignment, err)
                 continue
-            with Keeping(assignment, conditions.store) as keeping:
-                attempt = _Attempt(child, assignment, conditions, slot.gpu_ids, cluster, keeping)
+            with ArtifactCopies(assignment, conditions.store) as copies:
+                attempt = _Attempt(child, assignment, conditions, slot.gpu_ids, cluster, copies)
                 outcome = yield from attempt.follow(stopped)
                 if outcome is None:
                     return
                 yield outcome
-                yield from keeping.rest(attempt.files, stopped)
+                yield from copies.rest(attempt.files, stopped)
             if not (conditions.warm and outcome.state is PointState.OK) and (obstacle := slot.clear()):
                 yield assignment.warning(obstacle)
     finally:
@@ -163,7 +164,7 @@ class _Attempt:
     """One attempt at one point.
 
     Attributes:
-        files: of its end, to be kept.
+        files: of its end, to be copied to the store.
     """
 
     def __init__(
@@ -173,14 +174,14 @@ class _Attempt:
         conditions: Conditions,
         gpu_ids: Sequence[str],
         cluster: Cluster | None,
-        keeping: Keeping,
+        copies: ArtifactCopies,
     ) -> None:
         self.files: list[Source] = []
         self._child = child
         self._assignment = assignment
         self._conditions = conditions
         self._cluster = cluster
-        self._keeping = keeping
+        self._copies = copies
         self._telemetry = Telemetry(gpu_ids)
         here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
         self._live = LiveSeries(assignment, PointUsage(child.tree, conditions.threads) if here else self._telemetry)
@@ -205,7 +206,7 @@ class _Attempt:
                 if self._progress is not None and self._filter.passes(self._progress.phase):
                     yield self._progress
                     self._progress = None
-                yield from self._keeping.records()
+                yield from self._copies.records()
                 if (piece := self._live.due()) is not None:
                     yield piece
                 if ended is None and stopped():
@@ -259,7 +260,7 @@ class _Attempt:
             case RanksStarted(pids):
                 self._live.follow(pids)
             case Note(name, text):
-                self._keeping.add([Source(name, text)])
+                self._copies.add([Source(name, text)])
             case Environment(environment):
                 self._environment = dict(environment)
             case Warned(text):
@@ -278,7 +279,7 @@ class _Attempt:
     def _end(self, ended: Ended) -> OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
-        files = [Source(file.name, Path(file.path), problem=file.problem) for file in ended.files]
+        files = [*map(_source, ended.files)]
         if ended.expired:
             files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
             if self._cluster is not None:
@@ -292,8 +293,7 @@ class _Attempt:
             self._environment |= measurement.environment
             metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
             results = {"metrics": metrics, "route": dict(measurement.route)}
-        output = [Source(o.name, o.path, o.start, o.stop, o.problem) for o in self._child.new_output()]
-        self.files = [*output, *files]
+        self.files = [*map(_source, self._child.new_output()), *files]
         return _outcome(
             self._assignment, ended.state, reason, self._started_at, environment=self._environment, **results
         )
@@ -305,8 +305,12 @@ class _Attempt:
         while self._child.alive() and time.monotonic() < deadline:
             for event in self._child.events(POLL_S):
                 if isinstance(event, Explanation):
-                    return [Source(file.name, Path(file.path), problem=file.problem) for file in event.files]
+                    return [*map(_source, event.files)]
         return []
+
+
+def _source(file: File) -> Source:
+    return Source(file.name, Path(file.path), file.start, file.stop, file.problem)
 
 
 def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:

@@ -16,7 +16,7 @@ from travelling import travelled
 from jobs.backward import BackwardPass, Spec, measure
 from jobs.measure.check import WrongResult
 from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
-from jobs.process.exhaustion import ran_out_of_memory
+from jobs.process.worker import ran_out_of_memory
 from jobs.schema.point import Machine, Measurement, Point
 from jobs.schema.states import PointState
 from jobs.specs.load import load_spec, parse_spec

@@ -14,9 +14,10 @@ from other_interpreters import make_interpreter, own_packages
 from travelling import travelled
 
 from jobs import toolchain
-from jobs.process.trial import End, Toolchain, Trial
+from jobs.process.trial import Toolchain, Trial
 from jobs.schema.point import Machine, Measurement, Metric, Point
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME
+from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.toolchain import OutputsDiffer, ToleranceSpec, ToolchainFailed, compare_outputs, differences, measure
@@ -122,7 +123,7 @@ def _found(number: int, kernel: str = "a") -> Trial:
         "environment": there,
         "packages": {"torch": f"2.{number}", "numpy": "2.0"},
     }
-    return Trial(End.OK, "", 1.0, json.loads(json.dumps(found)), "")
+    return Trial(PointState.OK, "", 1.0, json.loads(json.dumps(found)), "")
 
 
 def test_differences_beyond_their_tolerance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +160,9 @@ def test_other_outputs_are_an_error_that_names_them(
     assert "torch==2.2" in printed
 
 
-@pytest.mark.parametrize(("end", "error"), [(End.OOM, MemoryError), (End.HANG, ToolchainFailed)])
+@pytest.mark.parametrize(("end", "error"), [(PointState.OOM, MemoryError), (PointState.HANG, ToolchainFailed)])
 def test_a_toolchain_under_which_the_pass_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch, end: End, error: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, end: PointState, error: type[Exception]
 ) -> None:
     _stub(monkeypatch, lambda number, _: _found(1) if number == 1 else Trial(end, "why", 1.0, {}, ""))
     (point,) = _points(env=[{}, PLAIN])

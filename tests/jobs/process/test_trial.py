@@ -13,7 +13,9 @@ import psutil
 import pytest
 from processes import descendants, is_alive
 
-from jobs.process.trial import End, Limits, run_trial
+from jobs.process.trial import run_trial
+from jobs.process.watch import Limits
+from jobs.schema.states import PointState as End
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 LIMITS = Limits(startup_s=30, heartbeat_s=1.5, whole_s=30)
@@ -55,7 +57,7 @@ def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: st
     limits = LIMITS if end is End.HANG else replace(LIMITS, heartbeat_s=30)
     trial = run_trial(f"{sizes}:run", {"code": code}, limits, lambda *beat: told.append(beat))
     assert (trial.end, trial.reason) == (end, reason)
-    assert trial.found == ({"value": 42} if end is End.OK else {})
+    assert trial.value == ({"value": 42} if end is End.OK else {})
     assert ("begun", 1, 2) in told or end is not End.HANG
     assert ("tried_here.py" in trial.stderr) == (end is not End.OK and "_exit" not in code)  # stacks or traceback
     assert not descendants(psutil.Process(), "jobs.process.trial")

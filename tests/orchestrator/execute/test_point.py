@@ -30,7 +30,6 @@ def channel() -> Iterator[Channel]:
         ("value = float('nan')", ValueError, "metric time is not finite"),
         ("value = float('inf')", ValueError, "metric time is not finite"),
         ("beat.sample(1, {'lost': 1.0})", ValueError, "series lost: is not declared by this name"),
-        ("files = {'a.txt': 1}", TypeError, r"files\['a.txt'\]: int is neither a text nor the Path of a file"),
     ],
 )
 @pytest.mark.usefixtures("snippet_kind")

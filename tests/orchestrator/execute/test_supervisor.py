@@ -239,8 +239,8 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
     updates = measure("pass", "raise ValueError", conditions=cuda, gpus="0")
     good, bad = ended(updates)
     series = [record for update in updates if isinstance(update, Series) for record in update.records]
-    assert {(s.point_id, s.name, s.unit, s.rank, s.steps, s.values) for s in series} == {
-        (point, "gpu_utilization", "%", rank, (7,), (50.0 + rank,)) for point in ("r/0", "r/1") for rank in range(2)
+    assert {(s.point_id, s.name, s.unit, s.rank, s.steps[0], s.values[0]) for s in series} == {
+        (point, "gpu_utilization", "%", rank, 7, 50.0 + rank) for point in ("r/0", "r/1") for rank in range(2)
     }
     assert {m.name: m.value for m in good.outcome.metrics} == {"time": 1.0, "gpu_utilization": 50.0}
     assert good.files["telemetry.txt"] == bad.files["telemetry.txt"] == "sampled\n"

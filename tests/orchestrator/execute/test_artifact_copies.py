@@ -17,7 +17,7 @@ from ftp_server import ftp_server
 from waiting import wait_for
 
 from jobs.specs.spec import Deadlines
-from orchestrator.execute import keeping
+from orchestrator.execute import artifact_copies
 from orchestrator.execute.artifacts import Source
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
@@ -149,8 +149,8 @@ def hanging() -> str:
 
 def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: False) -> list:
     """The records of the files of an attempt's end."""
-    with keeping.Keeping(TASK, store) as kept:
-        return list(kept.rest(sources, stopped))
+    with artifact_copies.ArtifactCopies(TASK, store) as copies:
+        return list(copies.rest(sources, stopped))
 
 
 def test_a_store_that_hangs_holds_up_no_deadline_and_no_live_series(hanging: str, snippet_kind) -> None:
@@ -168,14 +168,14 @@ time.sleep(600)"""
         seen.append(update)
         if isinstance(update, OutcomeRecord):
             break
-    assert time.monotonic() - begin < keeping.STALL_S / 2
+    assert time.monotonic() - begin < artifact_copies.STALL_S / 2
     assert states(seen) == ["hang"]
     assert len([update for update in seen if isinstance(update, Progress) and update.phase == "train"]) > 2
     assert [update for update in seen[:-2] if isinstance(update, Series)], "before the end"
 
 
 def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hanging: str, measure, monkeypatch) -> None:
-    monkeypatch.setattr(keeping, "STALL_S", 1.0)
+    monkeypatch.setattr(artifact_copies, "STALL_S", 1.0)
     code = "import time\nbeat.keep('rank0.json', '{}')\ntime.sleep(3)\nfiles = {'a.txt': 'lost'}"
     begin = time.monotonic()
     updates = measure(code, "value = 2.0", store=hanging)
