@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from jobs.schema.point import Device, Point
 from jobs.specs.kinds import kind_module
@@ -81,7 +81,7 @@ class Requirements:
         versioned: whether the kind has versions of its own to look for.
     """
 
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     kind: str
     envs: Sequence[Mapping[str, str]]
     pythons: Sequence[str | None]

@@ -43,7 +43,7 @@ class Probe:
         gpus: GPUs of a point; None: one on a CUDA device.
     """
 
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     kind: str | None = None
     settings: tuple[str, ...] = ()
     gpus: float | None = None

@@ -12,8 +12,9 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -107,7 +108,8 @@ def _serves(process: psutil.Process) -> bool:
         ports = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     except psutil.Error:
         return True
-    return not ports or answers(f"{ports[0].ip}:{ports[0].port}")
+    hosts = {port: f"[{port.ip}]" if ":" in port.ip else port.ip for port in ports}
+    return not ports or answers(*(f"{hosts[port]}:{port.port}" for port in ports))  # some speak plain HTTP
 
 
 def listens(address: str) -> bool:
@@ -120,20 +122,24 @@ def listens(address: str) -> bool:
     return True
 
 
-def answers(address: str) -> bool:
-    """Whether a gRPC server at an address, "host:port", answers, if only with its settings.
+def answers(*addresses: str) -> bool:
+    """Whether a gRPC server at one of some addresses, "host:port", answers, if only with its settings.
 
     A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
     """
     if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
-        return listens(address)
+        return any(map(listens, addresses))
     import grpc
 
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=_REACH_S)
-        except grpc.FutureTimeoutError:
-            return False
+    deadline = time.monotonic() + _REACH_S
+    with ExitStack() as block:
+        options = [("grpc.enable_http_proxy", 0)]
+        channels = [block.enter_context(grpc.insecure_channel(address, options)) for address in addresses]
+        ready = [grpc.channel_ready_future(channel) for channel in channels]
+        while not any(future.done() for future in ready):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
     return True
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from jobs.hardware import variables
 from jobs.process.child import Child
@@ -125,7 +126,7 @@ class _Interpreter:
     """The checks under one interpreter; a process for each environment."""
 
     required: Requirements
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     gpus: str | None
     python: str | None
     machine: Machine | None = None

@@ -12,7 +12,7 @@ import pytest
 
 from jobs.process import reporter as reporting
 from jobs.process.messages import Beat, Samples, Warned
-from jobs.process.reporter import BEAT_INTERVAL_S, ProcessReporter, interval
+from jobs.process.reporter import BEAT_INTERVAL_S, ProcessReporter
 from jobs.schema.point import reporter
 
 UNITS = {"loss": "nat/byte", "speed": "tok/s"}
@@ -69,15 +69,6 @@ def test_a_rank_sends_its_own_number_and_its_last_sample() -> None:
     assert sent.of("anything", rank=1)[-1] == (100, 0.01)
     assert len(sent) < 10
     assert Warned("a lo", 1) in sent
-
-
-def test_the_interval_grows_with_the_run() -> None:
-    assert interval(0) == interval(1999) == 1
-    assert interval(4000) == 2
-    count, elapsed = 0, 0.0
-    while elapsed < 24 * 3600:
-        count, elapsed = count + 1, elapsed + interval(elapsed)
-    assert count < 10_000, "a day of training"
 
 
 def test_a_full_pipe_does_not_hold_up_a_step() -> None:

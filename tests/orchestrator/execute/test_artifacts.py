@@ -134,12 +134,6 @@ def test_the_end_of_a_text_is_kept_beside_it(url: str) -> None:
     assert (empty.size, empty.content, content(store, empty)) == (0, "", b"")
 
 
-def test_a_part_of_a_file_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "stdout").write_bytes(b"first second third")
-    file = ArtifactStore(f"file://{tmp_path}").put(Source("stdout.txt", tmp_path / "stdout", 6, 12), "r/stdout.txt")
-    assert file.content == "second"
-
-
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
 def test_a_source_that_is_no_regular_file_is_an_error(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "source"
@@ -189,17 +183,6 @@ def test_a_file_that_shrinks_while_it_is_copied_is_not_kept(url: str, tmp_path: 
     with pytest.raises(ArtifactError, match=f"'log.txt': its file shrank from {BIG:,} bytes while it was copied"):
         store.put(Source("log.txt", path), "r/log.txt", lambda: os.truncate(path, 1 << 20))
     assert not store.exists("r/log.txt")
-
-
-def test_a_file_that_grows_is_kept_as_long_as_it_was(url: str, tmp_path: Path) -> None:
-    path = tmp_path / "log.txt"
-    path.write_bytes(b"x" * (3 << 20))
-
-    def grow() -> None:
-        with path.open("ab") as file:
-            file.write(b"y" * (1 << 20))
-
-    assert ArtifactStore(url).put(Source("log.txt", path), "r/log.txt", grow).size == 3 << 20
 
 
 def test_a_copy_that_is_given_up_leaves_nothing(url: str, tmp_path: Path, request) -> None:

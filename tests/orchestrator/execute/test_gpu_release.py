@@ -15,8 +15,7 @@ from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release
 from orchestrator.execute.gpu_release import Baseline, card_name, visible
 from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress, Update
-from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.messages import Assignment, Conditions, Progress
 
 CUDA = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120), card="NVIDIA H100")
 
@@ -96,43 +95,17 @@ def test_points_on_the_cpu_ask_no_driver(driver: Driver) -> None:
     assert driver.asked == 0
 
 
-RUNS = "import time\nbeat('on')\ntime.sleep(600)"
-
-
-@pytest.mark.parametrize(
-    ("code", "wedged_at", "answer_s", "stopped_at"),
-    [
-        ("pass", StartRecord, 10.0, StartRecord),
-        (RUNS, StartRecord, 0.3, Progress),
-        ("pass", OutcomeRecord, 10.0, OutcomeRecord),
-    ],
-    ids=["before a point", "while it runs", "after it"],
-)
-def test_a_stop_does_not_wait_for_a_wedged_driver(
-    driver: Driver, snippet_kind, monkeypatch, code: str, wedged_at: type, answer_s: float, stopped_at: type
-) -> None:
-    monkeypatch.setattr(gpu_release, "_ANSWER_S", answer_s)
+def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind) -> None:
     stop, asked = threading.Event(), [0.0]
 
     def ask() -> None:
         asked[0] = time.monotonic()
         stop.set()
 
-    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point(code))] * 2, CUDA, "0", stop.is_set):
-        if isinstance(update, wedged_at):
+    assignment = Assignment("r", "r/0", 1, snippet_kind.point("import time\nbeat('on')\ntime.sleep(600)"))
+    for update in supervise([assignment] * 2, CUDA, "0", stop.is_set):
+        if isinstance(update, Progress):
             driver.answers.clear()
-        if isinstance(update, stopped_at) and not stop.is_set():
             threading.Timer(0.3, ask).start()
     assert stop.is_set()
-    assert time.monotonic() - asked[0] < 2
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_point_whose_driver_is_wedged_ends_with_a_warning(driver: Driver, snippet_kind) -> None:
-    updates: list[Update] = []
-    for update in supervise([Assignment("r", "r/0", 1, snippet_kind.point("pass"))], CUDA, "0"):
-        if isinstance(update, OutcomeRecord):
-            driver.answers.clear()
-        updates.append(update)
-    [told] = [update.message for update in updates if isinstance(update, EventRecord)]
-    assert told.startswith("NVML does not answer, and GPU 0 may be in use after 1 s")
+    assert time.monotonic() - asked[0] < gpu_release._FREE_WITHIN_S / 2

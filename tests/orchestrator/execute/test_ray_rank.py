@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 import ray
 
 from jobs.hardware.gpu_samples import Sample
-from jobs.hardware.telemetry import Telemetry, energy, summarise_samples
+from jobs.hardware.telemetry import energy, summarise_samples
 from jobs.schema.point import Reading
 from jobs.schema.quantities import GPU_UTILIZATION
 from orchestrator.execute.ray_launcher import NodeAgents
@@ -95,25 +93,3 @@ def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -
             time.sleep(0.05)
     assert numbers == sorted(set(numbers))
     assert len(numbers) == 4
-
-
-def test_samplings_of_a_nodes_gpus_end_as_fast_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The point's process waits 15 s for a node's samples, and a look at a busy card takes its time."""
-
-    class Slow(Telemetry):
-        def start(self) -> None:
-            self._thread = threading.Thread(target=lambda: self._stop.wait() and time.sleep(0.5))
-            self._thread.start()
-
-        @property
-        def samples(self) -> list[Sample]:
-            assert self._thread is not None
-            assert not self._thread.is_alive()
-            return _piece(1, 90.0, self._gpu_ids[0])
-
-    monkeypatch.setattr("orchestrator.execute.ray_rank.Telemetry", Slow)
-    here = [Placed(rank, "id", "here", os.getpid(), str(rank), "/tmp/none", {}) for rank in range(8)]
-    agent, asked = NodeAgent(here, 1, -1), time.monotonic()
-    samples = agent.samples()
-    assert time.monotonic() - asked < 1.5
-    assert {sample.gpu for sample in samples} == {f"{socket.gethostname()}:{rank}" for rank in range(8)}
