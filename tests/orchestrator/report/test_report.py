@@ -58,13 +58,15 @@ def test_markdown_contains_all_sections(filled: Store):
 def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: Store, sweep):
     import_file(sqlite_store, DATA / "peers_h200.csv")  # 8,192 tokens in a batch of 4, 32,768 alone
     laws = {"chunked": 1.0, "dense": 2.0, "dense-sdpa-flash": 2.0}
-    records = sweep(RUN, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
-    sqlite_store.apply_many(records)
-    assert "None." in beside(sqlite_store)  # float32 is not compared with bfloat16
-    sqlite_store.apply_many(with_axes(records, dtype="bfloat16", layers=5))
-    assert "None." in beside(sqlite_store)  # a model of five layers is not compared with one operator
-    sqlite_store.apply_many(with_axes(records, dtype="bfloat16"))
-    table = beside(sqlite_store)
+
+    def beside(run_id: str, **axes: object) -> str:
+        records = sweep(run_id, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
+        sqlite_store.apply_many(with_axes(records, **axes))
+        return report(sqlite_store, [run_id]).partition("## Beside reported figures")[2].partition("\n## ")[0]
+
+    assert "None." in beside("20261120-120000-demo-0001")  # float32 is not compared with bfloat16
+    assert "None." in beside("20261120-120000-demo-0002", dtype="bfloat16", layers=5)  # a model, not one operator
+    table = beside(RUN, dtype="bfloat16")
     ours = "| chunked | forward+backward | 12/2 d64 | 32,768 | 1 | time [ms] | 64 on NVIDIA H200"
     assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
     assert "| 8,192 |" not in table  # a batch of 1 is not compared with a batch of 4
@@ -72,10 +74,6 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     dense = [line for line in table.splitlines() if line.startswith("| dense")]
     assert {line.split()[1] for line in dense} == {"dense", "dense-sdpa-flash"}
     assert all("dense, " in line for line in dense)
-
-
-def beside(store: Store) -> str:
-    return report(store, [RUN]).partition("## Beside reported figures")[2].partition("\n## ")[0]
 
 
 def with_axes(records: list, **axes: object) -> list:
