@@ -30,12 +30,6 @@ class Aside(Generic[T]):
         _threads[:] = [other for other in _threads if other.is_alive()]
         _threads.append(self._thread)
 
-    @property
-    def thread(self) -> int:
-        """The id of its thread."""
-        assert self._thread.ident is not None
-        return self._thread.ident
-
     def done(self, timeout: float = 0.0) -> bool:
         """Whether the call has returned or failed, after at most `timeout` seconds."""
         self._thread.join(timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from orchestrator.cli.submission import SubmissionError, stop
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings
 from orchestrator.store import Store, queries
-from orchestrator.store.claim import ClaimedError
-from orchestrator.store.journal import NAME, Journal, JournalError, JournalFull, JournalHeld, held, owner
+from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, held, owner, read
+from orchestrator.store.lease import LeaseHeld
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
 
 _REASON = "cancelled by nsa cancel"
@@ -78,21 +78,22 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
     run_id = run["run_id"]
     path, note = _own_journal(run)
     try:
-        # The claim, and the lock of the journal where it is here, prove that no driver is alive.
-        with store.claim(run_id), _locked(path) as journal:
-            records = _unfinished(store, run)
+        # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
+        with store.lease(run_id), _locked(path) as journal:
             if journal is not None:
-                with suppress(JournalFull):  # a resume completes the journal from the database
-                    journal.append(records)
+                store.apply_each(read(journal.path))  # the database may have missed some
+            records = _unfinished(store, run_id)
+            if journal is not None:
+                journal.append(records)
             elif path is not None:
                 note = f" in the database alone: {in_a_line(path)} cannot be written"
             store.apply_many(records)
-    except (JournalHeld, ClaimedError):
+    except (JournalHeld, LeaseHeld):
         host = run["host"] or "its host"
         raise CancelError(
             f"RUN: {run_id!r}: its driver is alive on {host}; interrupt it there with Ctrl-C, or stop its Ray job"
         ) from None
-    return len(records) - 1, note
+    return sum(isinstance(record, OutcomeRecord) for record in records), note
 
 
 @contextmanager
@@ -110,8 +111,11 @@ def _locked(path: Path | None) -> Iterator[Journal | None]:
         yield journal
 
 
-def _unfinished(store: Store, run: dict[str, Any]) -> list[Record]:
-    run_id = run["run_id"]
+def _unfinished(store: Store, run_id: str) -> list[Record]:
+    run = queries.run(store, run_id)
+    assert run is not None, "the caller looked the run up"
+    if RunState(run["state"]).ended:  # as its journal says
+        return []
     outcomes = [
         OutcomeRecord(
             run_id=run_id,

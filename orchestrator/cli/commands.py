@@ -448,14 +448,28 @@ def import_(
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="file to write: .csv or .json")],
+    out: Annotated[Path | None, typer.Option(help="file to write: .csv or .json")] = None,
     runs: Runs = None,
+    journal: Annotated[
+        bool, typer.Option("--journal", help="write the journal of one run again, for --resume; --out: elsewhere")
+    ] = False,
 ) -> None:
-    """Write the stored results of runs, one row a metric."""
+    """Write the stored results of runs, one row a metric, or the journal of one that has lost it."""
     from orchestrator.cli.lookup import find_runs, open_store
     from orchestrator.store import exporter
+    from orchestrator.store.journal import NAME
 
-    with open_store() as store:
+    settings = load_settings()
+    if journal:
+        if len(runs or ()) != 1:
+            raise UserError("--journal: is of one run; name it: nsa export RUN --journal")
+        with open_store(settings) as store:
+            [run_id] = find_runs(store, runs)
+            say(exporter.export_journal(store, run_id, out or settings.artifacts_dir / run_id / NAME))
+        return
+    if out is None:
+        raise UserError("--out: is missing; give it, see `nsa export --help`")
+    with open_store(settings) as store:
         say(exporter.export(store, out, find_runs(store, runs)))
 
 

@@ -45,13 +45,6 @@ def print_states(states: Counter[PointState], console: Console) -> None:
     console.print(table)
 
 
-def evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> str:
-    """Text of `print_evaluation` for the console, from a thread whose result may come too late to be shown."""
-    with console.capture() as captured:
-        print_evaluation(store, run_id, gates_file, console)
-    return captured.get()
-
-
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
     from orchestrator.judge.analysis import scaling_fits

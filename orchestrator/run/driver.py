@@ -3,8 +3,7 @@
 The order is validated before a file is made or a point handed out. Then the points are measured; every event is
 journalled, stored and shown, and a summary printed at the end.
 
-Exit codes: 0 every point is ok or skipped, 1 a point failed, the run could not go on or results could not be kept,
-2 bad input, 130 cancelled.
+Exit codes: 0 every point is ok or skipped, 1 a point failed or the run could not go on, 2 bad input, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.hardware.machine import probe
 from jobs.schema.axes import check_values
-from jobs.schema.plain_text import in_a_line
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.quantities import Quantities, Role
 from jobs.schema.states import PointState, RunState
@@ -34,14 +32,11 @@ from orchestrator.execute.executor import Executor, ExecutorGone
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.report import summary
 from orchestrator.run import plan, resume
-from orchestrator.run.announcement import announced, failed_at_once, never_began
-from orchestrator.run.database_call import TIMEOUT_S, call_database
 from orchestrator.run.dry_run import print_points
-from orchestrator.run.leftovers import leftovers
 from orchestrator.run.order import Order, read_order
 from orchestrator.run.progress import LogWatcher, watcher
-from orchestrator.run.recorder import Recorder
-from orchestrator.run.refusal import record_refusal
+from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
+from orchestrator.run.refusal import never_began, record_refusal, store_refused
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
 from orchestrator.store.journal import NAME, Journal, JournalFull
@@ -65,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run(order)
         print_points(order.spec, local=order.local)
         return OK
+    except JournalFull as err:
+        assert order is not None
+        terminal.warn(f"error: {err}, then continue with: python -m jobs --resume {order.run_id}")
+        return FAILURE
     except (UserError, SpecError, StoreError) as err:
         terminal.complain(err)
         if order is None:
@@ -89,49 +88,55 @@ def _run(order: Order) -> int:
     executor = None if job else _executor(order)
     with ExitStack() as stack:
         store = stack.enter_context(_open_store(order.settings))
-        # A resumed run's journal is locked before the probe, which may wait long, even for another driver of the run:
-        # what the journal says must still hold when we write to it. A new run makes no file before the probe.
-        # The claim guards a run whose journal is on another disk, or gone.
+        journal = history = recorder = None
         try:
-            if store is not None:
-                claim = store.claim(order.run_id)
-                call_database(store.name, claim.__enter__)
-                stack.push(claim)
-            resumed = None
             if order.resumed:
-                resumed = stack.enter_context(resume.opened(order.run_id, order.folder, store, _tell))
+                # Before the probe, which may wait long, even for another driver of the run: what the journal says must
+                # still hold when we write to it. The lease guards a run whose journal was copied to another host.
+                journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
+                if store is not None:
+                    store.take_lease(order.run_id)
         except UserError as err:
             if job and store is not None and not isinstance(err, StoreUnavailable):
                 _refuse_resume(order, store, err)
             raise
-        run = _run_record(order, resumed=resumed[1].run.resumed + 1 if resumed else 0)
-        # Where nothing is left to measure, the run stays as it ended while its resume waits, and where that is killed.
-        waits = job and not (resumed and plan.nothing_left(resumed[1], again=order.retry_failed))
-        with announced(store if waits else None, run):
+        run = _run_record(order, resumed=history.run.resumed + 1 if history else 0)
+        if job or order.resumed:  # another run makes no file before the probe
+            journal = journal or stack.enter_context(Journal(order.folder / NAME))
+            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
+        # A job is shown as pending while it waits for its cluster. Where nothing is left to measure, the run stays as
+        # it ended while its resume waits, and where that is killed.
+        pending = job and not (history and plan.nothing_left(history, again=order.retry_failed))
+        if recorder and pending:
+            recorder.write([run.model_copy(update={"state": RunState.PENDING})])
+        try:
             executor = executor or _executor(order)
             machines = executor.probe()
             points = _points(order.spec, machines)
             further = partial(_further, order.spec, machines)
-            if resumed is None:
-                journal = stack.enter_context(Journal(order.folder / NAME))
+            if history is None:
                 todo = plan.new_plan(run, points, machines, further)
             else:
-                journal, history = resumed
                 todo = plan.resumed_plan(run, points, machines, history, further, again=order.retry_failed)
-                todo.records.extend(leftovers(history, order.settings.artifact_store_url))
+                todo.records.extend(resume.unrecorded_files(history, order.settings.artifact_store_url))
+        except BaseException as err:
+            if recorder and pending:
+                recorder.write(never_began(run, err))
+                for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S) if store else ():
+                    terminal.warn(f"warning: {line}")
+            raise
         stopped = stack.enter_context(_stopping())
-        return _measure(order, executor, store, journal, machines[order.spec.python[0]], todo, stopped)
+        if recorder is None:
+            journal = stack.enter_context(Journal(order.folder / NAME))
+            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
+        return _measure(order, executor, store, recorder, machines[order.spec.python[0]], todo, stopped)
 
 
 def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
     """Store a job that may not go on with a run as a failed run of its own: the other may be measured just now."""
     apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
     with suppress(StoreError):
-        call_database(store.name, partial(failed_at_once, store, _run_record(apart), err))
-
-
-def _tell(line: str) -> None:
-    terminal.say(in_a_line(line))
+        store_refused(store, _run_record(apart), err)
 
 
 def _points(spec: JobSpec, machines: Mapping[str | None, Machine]) -> Sequence[Point]:
@@ -157,7 +162,7 @@ def _measure(
     order: Order,
     executor: Executor,
     store: Store | None,
-    journal: Journal,
+    recorder: Recorder,
     machine: Machine,
     todo: plan.Plan,
     stopped: Callable[[], str | None],
@@ -166,13 +171,8 @@ def _measure(
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
     with watcher(todo.labels, todo.settled.total(), headline) as watching:
         _announce(order, machine, todo, slots, store, watching)
-        recorder = Recorder(order.run_id, journal, store, watching.tell)
-        try:
-            recorder.begin(todo.records)
-        except JournalFull as err:
-            if store is not None and todo.run.submission_id and (todo.assignments or not todo.run.resumed):
-                never_began(store, todo.run, err, stopped)
-            raise
+        recorder.tell = watching.tell
+        recorder.write(todo.records)
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         retries, restarts = order.spec.retries, order.spec.recovery.restarts
         scheduler = Scheduler(
@@ -188,23 +188,26 @@ def _measure(
         )
         try:
             state = scheduler.run(order.run_id, todo.assignments, stopped)
+        except JournalFull:
+            with suppress(ExecutorGone):
+                executor.cancel()
+            raise
         except Exception as err:
             scheduler.give_up(order.run_id, f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
-                recorder.close(TIMEOUT_S, stopped)
+                recorder.close(stopped=stopped)
                 raise
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
-        recorder.close(TIMEOUT_S, stopped)
+        notes = recorder.close(stopped=stopped)
     states = scheduler.states + todo.settled
-    notes = recorder.missing()
     if todo.outlived and not all(ended.settles for ended in scheduler.states):
         notes.append("of them, points that had ended before keep that outcome until they are measured again")
-    _close(order, state, states, store if recorder.stored else None, notes, stopped)
+    _close(order, state, states, store if recorder.stored else None, notes)
     if state is RunState.CANCELLED:
         return CANCELLED
     good = state is RunState.DONE and not (todo.failures or scheduler.failures)
-    return OK if good and recorder.kept else FAILURE
+    return OK if good else FAILURE
 
 
 def _executor(order: Order) -> Executor:
@@ -223,7 +226,7 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
     try:
         from orchestrator.store import Store
 
-        store = call_database(hide_password(settings.database), partial(Store.open, settings.database))
+        store = Store.open(settings.database)
     except ModuleNotFoundError as err:
         if err.name not in ("sqlalchemy", "alembic"):
             raise
@@ -281,7 +284,6 @@ def _close(
     states: Counter[PointState],
     store: Store | None,
     notes: Sequence[str],
-    stopped: Callable[[], str | None],
 ) -> None:
     console = summary.wide_console()
     summary.print_states(states, console)
@@ -289,8 +291,7 @@ def _close(
         console.print(line, markup=False, soft_wrap=True)
     if store is not None and state is not RunState.CANCELLED:
         try:
-            evaluate = partial(summary.evaluation, store, order.run_id, order.settings.gates, console)
-            console.file.write(call_database(store.name, evaluate, stopped=stopped))
+            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
         except UserError as err:  # the results are stored; without a verdict the run still ended well
             line = f"no verdict now: {err}; judge later: nsa gate {order.run_id}"
             console.print(line, markup=False, soft_wrap=True)

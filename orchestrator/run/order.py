@@ -95,7 +95,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
         _check_uploaded(spec)
     if settings and args.resume:
         with noting():
-            spec = _spec_of(args.resume, resume.begun(args.resume, settings), spec)
+            spec = _spec_of(args.resume, resume.begun(args.resume, settings.artifacts_dir), spec)
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
     return Order(

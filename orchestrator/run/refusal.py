@@ -7,19 +7,20 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jobs.schema.states import RunState
 from jobs.specs.kinds import kinds
 from jobs.specs.yaml_text import YamlError, read_mapping
-from orchestrator import provenance
-from orchestrator.database_url import hide_password
+from orchestrator import provenance, terminal
 from orchestrator.errors import UserError
 from orchestrator.run import plan
-from orchestrator.run.announcement import failed_at_once
-from orchestrator.run.database_call import call_database
 from orchestrator.run.order import parse_arguments
 from orchestrator.settings import Settings, load_settings
-from orchestrator.store.records import RunRecord
+from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
+
+if TYPE_CHECKING:
+    from orchestrator.store import Store
 
 UNKNOWN = "unknown"
 """The kind of a refused run whose spec names none that exists."""
@@ -44,13 +45,29 @@ def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
         from orchestrator.store import Store
 
         settings = load_settings()
-        run = _run_record(job, settings, spec, resumed)
+        with Store.open(settings.database) as store:
+            store_refused(store, _run_record(job, settings, spec, resumed), err)
 
-        def store_it() -> None:
-            with Store.open(settings.database) as store:
-                failed_at_once(store, run, err)
 
-        call_database(hide_password(settings.database), store_it)
+def store_refused(store: Store, run: RunRecord, err: Exception) -> None:
+    """Store a job that was refused as a failed run of its own, which has no journal. Raises StoreError."""
+    store.apply_many([run.model_copy(update={"state": RunState.PENDING}), *never_began(run, err)])
+
+
+def never_began(run: RunRecord, err: BaseException) -> list[Record]:
+    """The end of a run that failed before its first point, or was stopped."""
+    failed = isinstance(err, Exception)
+    reason = "\n".join(terminal.mistakes(err)) if failed else "stopped while it waited"
+    message = f"ended before its first point: {reason}"
+    return [
+        EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message),
+        RunEndRecord(
+            run_id=run.run_id,
+            state=RunState.FAILED if failed else RunState.CANCELLED,
+            reason=reason,
+            resumed=run.resumed,
+        ),
+    ]
 
 
 def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:

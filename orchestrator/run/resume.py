@@ -1,162 +1,105 @@
-"""Opens a run to be resumed: its journal and the database, each brought up to date with the other.
-
-The database is the truth. What only the journal has (it was on disk first) is stored; what only the database has (the
-journal's disk is gone, or the run went on elsewhere) is journalled.
-"""
+"""Opens a run to be resumed: what its journal says counts."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jobs.schema.states import Origin, PointState
-from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.states import Origin
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Place
 from orchestrator.run import plan
-from orchestrator.run.database_call import call_database
 from orchestrator.run.plan import History, PlanError
-from orchestrator.settings import Settings
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError
-from orchestrator.store.records import PointRecord, Record, RunRecord
-
-if TYPE_CHECKING:
-    from orchestrator.store import Store
+from orchestrator.store.records import ArtifactRecord, EventRecord, Record, RunRecord
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def begun(run_id: str, settings: Settings) -> RunRecord:
-    """The latest beginning of a run, from its journal, else from the database; neither is changed.
+def begun(run_id: str, artifacts: Path) -> RunRecord:
+    """The latest beginning of a run, from its journal in a folder of runs.
 
     Raises:
-        PlanError: there is no such run in either, or it was not measured here. JournalError: the journal is damaged.
-        StoreError: the journal is missing and the database cannot be used.
+        PlanError: it has no journal there, or was not measured here. JournalError: the journal is damaged.
     """
-    path = settings.artifacts_dir / run_id / journal.NAME
-    if not _RUN_ID.fullmatch(run_id):
-        raise _unknown(run_id, settings, [])
-    kept = plan.history(journal.read(path)) if os.path.isfile(path) else None  # Path.is_file raises for a long name
-    if kept is not None:
-        return kept.run
-    stored, latest = _stored(run_id, settings)
-    if stored is None and os.path.isfile(path):
-        raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
-    if stored is None:
-        raise _unknown(run_id, settings, latest)
-    if stored.origin is not Origin.MEASURED:
+    path = artifacts / run_id / journal.NAME
+    if not _RUN_ID.fullmatch(run_id) or not os.path.isfile(path):  # Path.is_file raises for a long name
+        latest = sorted(entry.parent.name for entry in artifacts.glob(f"*/{journal.NAME}"))[-3:]
+        known = f"the latest there are {', '.join(latest)}" if latest else "there is none yet"
+        raise PlanError(
+            f"--resume: {run_id!r}: no journal of this run in {artifacts}; {known}; if the database has the run, "
+            f"restore its journal first: nsa export {run_id} --journal"
+        )
+    history = _history(path)
+    if history.run.origin is not Origin.MEASURED:
         raise PlanError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
-    if not stored.spec:
+    if not history.run.spec:
         raise PlanError(f"--resume: {run_id!r}: its order was refused, it has nothing to go on with; submit a new run")
-    return stored
+    return history.run
 
 
 @contextmanager
-def opened(
-    run_id: str, folder: Path, store: Store | None, tell: Callable[[str], None]
-) -> Iterator[tuple[Journal, History]]:
-    """The journal of a run, locked, and the run's history; the journal and the store now agree on it.
-
-    Args:
-        folder: the run's folder, with or without a journal.
-        store: None where SQLAlchemy is not installed: the journal alone counts.
-        tell: shows a line to the user.
+def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
+    """The journal in a run's folder, locked, and the history that it has.
 
     Raises:
-        PlanError: the run has no record in either.
-        JournalError: the journal is damaged, another run's, or being written by another process.
-        StoreError, StoreUnavailable: the database refuses the journal's records, or cannot be used.
+        PlanError: it ends before the run began.
+        JournalError: it is damaged, another run's, or being written by another process.
     """
     path = folder / journal.NAME
-    missing = not os.path.isfile(path)  # Path.is_file raises below a folder that may not be entered
     with Journal(path) as book:
-        kept = list(journal.read(path))
-        if other := next((record.run_id for record in kept if record.run_id != run_id), None):
-            raise JournalError(f"journal: {str(path)!r}: is of the run {other!r}; put it into a folder of that name")
-        found = plan.history(kept)
-        if store is not None:
-            known = call_database(store.name, partial(_exchange, store, run_id, path, kept, tell))
-            stored = plan.history(known)
-            if stored is not None and (found is None or _differ(found, stored)):
-                book.append(known)
-                tell(_mended(path, store, stored, missing=missing))
-            found = stored
-        if found is None:
-            raise PlanError(f"--resume: {run_id!r}: its journal ends before the run began; start a new run")
-        yield book, found
+        history = _history(path)
+        if history.run.run_id != run_id:
+            raise JournalError(
+                f"journal: {str(path)!r}: is of the run {history.run.run_id!r}; put it into a folder of that name"
+            )
+        yield book, history
 
 
-def _exchange(store: Store, run_id: str, path: Path, kept: list[Record], tell: Callable[[str], None]) -> list[Record]:
-    """Store a journal's records, but for those that the database refuses. Returns all that it then has of the run."""
-    from orchestrator.store import history, importer
+def _history(path: Path) -> History:
+    history = plan.history(journal.read(path))
+    if history is None:
+        raise PlanError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")
+    return history
 
+
+def unrecorded_files(history: History, store_url: str) -> list[Record]:
+    """Records of the files that a killed driver has copied to the artifact store, and not recorded.
+
+    Each point that has any gets a warning; where the store cannot be read the run gets one, and goes on without.
+    """
+    run_id, store = history.run.run_id, ArtifactStore(store_url)
     try:
-        if kept:
-            importer.store_journal(store, path, kept)
-    except StoreUnavailable:
-        raise
-    except StoreError:
-        if not _complete(kept, history.records(store, run_id)):
-            raise
-        # The driver went on without a record that was refused: so does its resume.
-        for record, reason in store.apply_each(kept):
-            tell(f"warning: {path}: a record of {getattr(record, 'point_id', run_id)} is not stored: {reason}")
-    return history.records(store, run_id)
+        unknown = [place for place in store.files(run_id) if place.path not in history.files]
+    except ArtifactError as err:
+        message = f"not looked for files that no record names: {in_a_line(err)}"
+        return [EventRecord(run_id=run_id, level="warning", message=message)]
+    of_point: dict[str, list[Place]] = defaultdict(list)
+    for place in unknown:
+        point = history.points.get(f"{run_id}/{place.point}")
+        if point is not None and place.attempt <= point.attempt:
+            of_point[f"{run_id}/{place.point}"].append(place)
+    return [record for point_id, places in of_point.items() for record in _recorded(store, run_id, point_id, places)]
 
 
-def _complete(kept: list[Record], known: list[Record]) -> bool:
-    """Whether a journal and a database together have the beginning of each point that the journal names."""
-    begun = {
-        getattr(record, "point_id", None) for record in (*kept, *known) if isinstance(record, RunRecord | PointRecord)
-    }
-    named = {getattr(record, "point_id", None) for record in kept}
-    return None in begun and named <= begun
-
-
-def _differ(kept: History, stored: History) -> bool:
-    """Whether the database knows more of a run than its journal, all of which it has."""
-    return (kept.points, kept.run.resumed) != (stored.points, stored.run.resumed)
-
-
-def _mended(path: Path, store: Store, run: History, *, missing: bool) -> str:
-    ended = sum(point.state.ended and point.state is not PointState.LOST for point in run.points.values())
-    has = f"{len(run.points)} points, {ended} ended"
-    if missing:
-        return f"journal: {path} is gone; rebuilt from {store.name} ({has})"
-    return f"journal: {path} lacked records that {store.name} has; completed from there ({has})"
-
-
-def _stored(run_id: str, settings: Settings) -> tuple[RunRecord | None, list[str]]:
-    """The beginning of a run in the database; without one, the ids of the latest runs there."""
-    if settings.no_database_yet:
-        return None, []
-    try:
-        from orchestrator.store import Store, history, queries
-    except ModuleNotFoundError as err:
-        if err.name != "sqlalchemy":
-            raise
-        return None, []
-
-    def read() -> tuple[RunRecord | None, list[str]]:
-        with Store.open(settings.database, create=False, readonly=True) as store:
-            found = history.begun(store, run_id)
-            return found, [] if found else list(queries.run_ids(store, origin=Origin.MEASURED, limit=3))
-
-    try:
-        return call_database(hide_password(settings.database), read)
-    except StoreUnavailable as err:
-        raise StoreUnavailable(
-            f"--resume: {run_id!r}: has no journal in {settings.artifacts_dir}, and the database cannot be asked: {err}"
-        ) from None
-
-
-def _unknown(run_id: str, settings: Settings, latest: list[str]) -> PlanError:
-    here = settings.artifacts_dir
-    known = sorted({*latest, *(entry.parent.name for entry in here.glob(f"*/{journal.NAME}"))})[-3:]
-    runs = f"the latest are {', '.join(known)}" if known else "there is none yet"
-    places = f"no such run in {here} nor in {hide_password(settings.database)}"
-    return PlanError(f"--resume: {run_id!r}: {places}; {runs}; give one of them")
+def _recorded(store: ArtifactStore, run_id: str, point_id: str, places: list[Place]) -> list[Record]:
+    """Records of the files of a point, and the warning."""
+    records: list[Record] = []
+    for place in places:
+        try:
+            file = store.describe(place)
+        except ArtifactError as err:
+            message = f"attempt {place.attempt}: file in no record, and it cannot be read: {in_a_line(err)}"
+            records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
+            continue
+        records.append(ArtifactRecord(run_id=run_id, point_id=point_id, attempt=place.attempt, artifact=file))
+    names = [f"{r.artifact.name} (attempt {r.attempt})" for r in records if isinstance(r, ArtifactRecord)]
+    if names:
+        message = f"the run's driver ended while files were kept: recorded now: {', '.join(names)}; others may be lost"
+        records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
+    return records

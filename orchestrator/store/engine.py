@@ -25,7 +25,6 @@ from sqlalchemy.exc import (
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.schema.plain_text import in_a_line
-from orchestrator import pending_queries
 from orchestrator.database_url import (
     SETTING,
     BrokenStoreError,
@@ -36,7 +35,7 @@ from orchestrator.database_url import (
     sqlite_path,
 )
 
-BUSY_SECONDS = 30
+TIMEOUT_S = 10
 """Seconds that a statement waits for another process's lock."""
 # Seconds, and milliseconds: a server whose host is gone is noticed within half a minute. A role, a database or the URL
 # may have set another encoding, in which the driver reads texts as bytes.
@@ -69,11 +68,7 @@ def shown(url: URL) -> str:
 
 def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
     """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
-    engine = _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
-    for name in ("before_cursor_execute", "commit", "rollback"):
-        event.listen(engine, name, lambda *_: pending_queries.sent())
-    event.listen(engine, "after_cursor_execute", lambda *_: pending_queries.answered())
-    return engine
+    return _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
 
 
 def _postgres(url: URL, readonly: bool) -> Engine:
@@ -84,8 +79,10 @@ def _postgres(url: URL, readonly: bool) -> Engine:
         raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
 
     @event.listens_for(engine, "connect")
-    def plain(connection: DBAPIConnection, record: object) -> None:
-        connection.cursor().execute("SET datestyle TO 'ISO'")  # the driver reads no times of another style
+    def configure(connection: DBAPIConnection, record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("SET datestyle TO 'ISO'")  # the driver reads no times of another style
+        cursor.execute(f"SET lock_timeout TO '{TIMEOUT_S}s'")
         connection.commit()
 
     return engine
@@ -104,9 +101,8 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
         connection = sqlite3.connect(
-            address, uri=True, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None
+            address, uri=True, timeout=TIMEOUT_S, check_same_thread=False, isolation_level=None
         )
-        connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
         connection.execute("PRAGMA foreign_keys = ON")
         if not readonly:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -144,11 +140,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def errors(url: URL) -> Iterator[None]:
-    """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable.
-
-    From its beginning the database is asked: it may have to be connected to.
-    """
-    pending_queries.sent()
+    """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
     try:
         yield
     except IntegrityError as err:
@@ -176,5 +168,3 @@ def errors(url: URL) -> Iterator[None]:
     except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, StatementError) else err)
         raise StoreError(f"{SETTING}: {shown(url)!r}: cannot hold a value ({text}); correct it") from None
-    finally:
-        pending_queries.answered()

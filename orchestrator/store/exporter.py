@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import pandas as pd
 from jobs.schema.plain_text import csv_cell
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
-from orchestrator.store import queries
+from orchestrator.store import history, queries
+from orchestrator.store.journal import Journal
 from orchestrator.store.store import Store
 
 _AT_ONCE = 200  # points, whose metrics and series are read together
@@ -50,6 +52,19 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
     except OSError as err:
         raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return ExportSummary(path, len(run_ids), len(queries.states(store, run_ids=run_ids)))
+
+
+def export_journal(store: Store, run_id: str, path: Path) -> ExportSummary:
+    """Write the journal of a run from the database, where the run's own is lost.
+
+    Raises:
+        ExportError: there is a file already. JournalError: it cannot be written.
+    """
+    if os.path.exists(path):
+        raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
+    with Journal(path) as journal:
+        journal.append(history.records(store, run_id))
+    return ExportSummary(path, 1, len(queries.states(store, run_ids=[run_id])))
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:

@@ -48,13 +48,6 @@ _PIECE = 1000  # samples of a record
 _COPIED = RunRecord.model_fields.keys() - {"v", "type", "run_id", "at", "state", "resumed", "quantities", "axes"}
 
 
-def begun(store: Store, run_id: str) -> RunRecord | None:
-    """The record of a run's latest beginning; None if the run is unknown. Raises StoreError, StoreUnavailable."""
-    with store.session() as session:
-        run = session.get(Run, run_id)
-        return None if run is None else _runs(session, run)[-1]
-
-
 def records(store: Store, run_id: str) -> list[Record]:
     """The records of a run in an order that can be replayed; none if the run is unknown.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain, islice
@@ -96,28 +96,6 @@ def _import_journal(store: Store, path: Path) -> ImportSummary:
     found = _Contents.of(journal.read(path))
     if not found.records:
         raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
-    _store_records(store, path, found, islice(journal.read(path), found.records))  # a run may write on
-    return ImportSummary(
-        path=path,
-        origin=" and ".join(sorted({first.origin.value for first in found.first.values()})) or Origin.MEASURED,
-        run_ids=tuple(found.first),
-        points=len(found.points),
-        metrics=found.metrics,
-        unchanged=False,
-    )
-
-
-def store_journal(store: Store, path: Path, records: Sequence[Record]) -> None:
-    """Store the records of the journal at `path`, all or none; stored ones change nothing.
-
-    Raises:
-        ImportFileError: the database has another run of the same id.
-        StoreError: the database refuses the records. StoreUnavailable: it cannot be reached.
-    """
-    _store_records(store, path, _Contents.of(records), records)
-
-
-def _store_records(store: Store, path: Path, found: _Contents, records: Iterable[Record]) -> None:
     with store.session(writes=True) as session:
         for run_id, first in found.first.items():
             _in_turn(session, f"nsa import of {run_id}")
@@ -127,7 +105,15 @@ def _store_records(store: Store, path: Path, found: _Contents, records: Iterable
                     f"file: '{path}' is of another run than the {run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
-        writer.apply(session, records)
+        writer.apply(session, islice(journal.read(path), found.records))  # a run may write on
+    return ImportSummary(
+        path=path,
+        origin=" and ".join(sorted({first.origin.value for first in found.first.values()})) or Origin.MEASURED,
+        run_ids=tuple(found.first),
+        points=len(found.points),
+        metrics=found.metrics,
+        unchanged=False,
+    )
 
 
 def _in_turn(session: Session, what: str) -> None:

@@ -99,8 +99,9 @@ class Journal:
         except OSError as err:
             with contextlib.suppress(OSError):
                 self._cut()
-            fix = "free space there, or name another folder in NSA_ARTIFACTS"
-            raise JournalFull(f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); {fix}") from None
+            raise JournalFull(
+                f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); free space there"
+            ) from None
         self._torn = False
         self._end += len(lines)
 
@@ -117,6 +118,10 @@ class Journal:
             size *= 4
         lines = data.split(b"\n")[:-1][:most]
         return [RECORD.validate_json(line) for line in lines], start + sum(map(len, lines)) + len(lines)
+
+    def count(self, start: int) -> int:
+        """The number of records from byte `start` on."""
+        return self._read(start, self._end - start).count(b"\n")
 
     def _in_place(self) -> bool:
         """Whether the file is the one that readers find."""
@@ -215,8 +220,8 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         mistake = err.errors(include_url=False)[0]
         what = in_a_line(": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]])), _REASON)
         raise JournalError(
-            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away: "
-            "--resume then writes it again from the database"
+            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away "
+            "and write it again from the database: nsa export RUN --journal"
         ) from None
 
 

@@ -84,6 +84,8 @@ class Run(Base):
     axes: Mapped[list[Any] | None]  # jobs.schema.axes.Axis, as the run's kind declares them
     created_at: Mapped[datetime] = mapped_column(index=True)
     ended_at: Mapped[datetime | None]
+    lease_owner: Mapped[str | None] = mapped_column(Text)  # host/process of the driver that measures the run
+    lease_expires_at: Mapped[datetime | None]
 
 
 class Environment(Base):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ from sqlalchemy.orm import Session
 
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, BrokenStoreError, StoreError, StoreUnavailable
-from orchestrator.store import claim, schema, writer
-from orchestrator.store.engine import BUSY_SECONDS, errors, make_engine, parse, shown
+from orchestrator.store import lease, schema, writer
+from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
 from orchestrator.store.records import Record
 
-# A statement that waits longer, for another's lock, ends as StoreUnavailable.
-_LIMIT = text(f"SET LOCAL statement_timeout = {BUSY_SECONDS * 1000}")
+_LIMIT = text(f"SET LOCAL statement_timeout = '{TIMEOUT_S}s'")  # of a statement that writes
 
 
 class Store:
@@ -75,12 +74,24 @@ class Store:
                     session.execute(_LIMIT)
                 yield session
 
-    def claim(self, run_id: str) -> AbstractContextManager[None]:
-        """A context in which this process alone measures the run.
+    def take_lease(self, run_id: str) -> None:
+        """Take or renew the lease on a run for this process. Raises LeaseHeld, StoreError, StoreUnavailable."""
+        with self.session(writes=True) as session:
+            lease.take(session, run_id)
 
-        Entering raises ClaimedError if another process does, and StoreError, StoreUnavailable.
-        """
-        return claim.claim(self.engine, run_id)
+    def end_lease(self, run_id: str) -> None:
+        """End this process's lease on a run. Raises StoreError, StoreUnavailable."""
+        with self.session(writes=True) as session:
+            lease.end(session, run_id)
+
+    @contextmanager
+    def lease(self, run_id: str) -> Iterator[None]:
+        """A context in which this process has the lease on a run. Raises LeaseHeld, StoreError, StoreUnavailable."""
+        self.take_lease(run_id)
+        try:
+            yield
+        finally:
+            self.end_lease(run_id)
 
     def apply(self, record: Record) -> None:
         """Store one journal record (idempotent). Raises StoreError, StoreUnavailable."""

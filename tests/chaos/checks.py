@@ -72,7 +72,7 @@ def drivers(sweep: Sweep) -> Iterator[str]:
 
 
 def handles(workers: Sequence[psutil.Process], url: str) -> Iterator[str]:
-    """No process that outlives a point holds one of its files; no session of Postgres is left, nor a claim."""
+    """No process that outlives a point holds one of its files; no session of Postgres is left, nor a lease."""
     for process in workers:
         for name in _open_files(process.pid):
             if "nsa-point-" in name:
@@ -81,8 +81,8 @@ def handles(workers: Sequence[psutil.Process], url: str) -> Iterator[str]:
         others = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
         if count := session.scalar(text(f"SELECT count(*) FROM pg_stat_activity WHERE {others}")):
             yield f"Postgres: {count} sessions are left"
-        if count := session.scalar(text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")):
-            yield f"Postgres: {count} claims are left"
+        for owner in session.scalars(text("SELECT lease_owner FROM run WHERE lease_owner IS NOT NULL")):
+            yield f"Postgres: {owner} still has a lease"
 
 
 def processes(mark: str) -> Iterator[str]:

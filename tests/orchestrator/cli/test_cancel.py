@@ -121,7 +121,7 @@ from orchestrator.store.journal import Journal, JournalError
 from orchestrator.run import resume
 
 folder = Path(sys.argv[1])
-with resume.opened("r2", folder, None, print):  # what is imported on the way must be, before root gives up its rights
+with resume.opened("r2", folder):  # what is imported on the way must be, before root gives up its rights
     pass
 folder.chmod(0)
 if os.geteuid() == 0:
@@ -131,7 +131,7 @@ if os.geteuid() == 0:
     os.setuid(65534)
 print(cancel._own_journal({"run_id": "r2", "artifacts": str(folder)}))
 try:
-    with resume.opened("r2", folder, None, print):
+    with resume.opened("r2", folder):
         pass
 except JournalError as error:
     print(error)

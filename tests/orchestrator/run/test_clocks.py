@@ -68,27 +68,28 @@ def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Sto
         store.apply_many(lived[:-1])
         run = of(store)
         assert (run.state, run.resumed, run.host, run.ended_at) == (RunState.RUNNING, 1, "bench2", None)
-        importer.store_journal(store, Path("journal.jsonl"), lived[:count])
+        store.apply_many(lived[:count])
     store.apply(lived[-1])
     store.apply_many(lived[:-1])
     assert (of(store).state, of(store).created_at) == (RunState.DONE, lived[0].at)
 
 
 def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived) -> None:
-    path, records = Path("journal.jsonl"), lived
-    importer.store_journal(store, path, records)
+    store.apply_many(lived)
     before = rows(store)
     assert (of(store).state, of(store).resumed, of(store).created_at) == (RunState.DONE, 1, lived[0].at)
-    for part in (records, records[:1], records[:-2], records[:-1], records[-2:], records):
-        importer.store_journal(store, path, part)
+    for part in (lived, lived[:1], lived[:-2], lived[:-1], lived[-2:], lived):
+        store.apply_many(part)
         assert rows(store) == before
 
 
-def test_a_database_that_took_the_earliest_time_takes_the_journal(store: Store, lived) -> None:
+def test_a_database_that_took_the_earliest_time_takes_the_journal(store: Store, lived, tmp_path: Path) -> None:
     store.apply_many(lived)
     with store.session(writes=True) as session:
         session.get_one(Run, RUN).created_at = lived[-2].at
-    importer.store_journal(store, Path("journal.jsonl"), lived)
+    with Journal(tmp_path / journal.NAME) as book:
+        book.append(lived)
+    importer.import_file(store, tmp_path / journal.NAME)
     assert of(store).state is RunState.DONE
 
 
@@ -97,7 +98,7 @@ def test_its_journal_is_rebuilt(store: Store, other: Store, lived, count: int | 
     store.apply_many(lived[:count])
     other.apply_many(history.records(store, RUN))
     assert rows(other) == rows(store)
-    importer.store_journal(other, Path("journal.jsonl"), lived[:count])
+    other.apply_many(lived[:count])
     assert rows(other) == rows(store)
 
 
@@ -163,12 +164,11 @@ class TestAPointWithoutAnAttempt:
             assert row["key"] == point.key, record
 
     def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived) -> None:
-        path = Path("journal.jsonl")
         for count in range(2, len(lived) + 1):
-            importer.store_journal(store, path, lived[:count])
+            store.apply_many(lived[:count])
             before = rows(store)
             for part in range(1, count + 1):
-                importer.store_journal(store, path, lived[:part])
+                store.apply_many(lived[:part])
                 assert rows(store) == before, (count, part)
 
     def test_its_journal_is_rebuilt(self, store: Store, other: Store, lived) -> None:

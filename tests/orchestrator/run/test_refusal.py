@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dashboard_pages import show, text
+from leases import lease_to_another
 from typer.testing import CliRunner
 
 from orchestrator.cli import submission
@@ -64,7 +65,7 @@ def test_a_bad_spec_is_a_failed_run_with_its_reason(home, bad, capsys) -> None:
         (["x.yaml"], "kind: nonsense\nname: [1]\n", "x", "kind: 'nonsense'"),
         (["x.yaml"], f"kind: [\nname: {'n' * 3000}", "x", "spec: "),
         (["x.yaml"], "name: '<b>&\u202e'\n", "b", "kind: missing"),
-        (["--resume", "nope"], None, "resume", "--resume: 'nope': no such run"),
+        (["--resume", "nope"], None, "resume", "--resume: 'nope': no journal of this run in "),
         (["--resume", "../../etc"], None, "resume", "--resume: '../../etc'"),
         (["--bogus"], None, "job", "arguments: "),
     ],
@@ -100,7 +101,10 @@ def test_it_is_in_every_list_of_runs_and_in_no_result(home, bad, monkeypatch) ->
 def test_there_is_nothing_to_go_on_with(home, bad, monkeypatch, capsys) -> None:
     assert driver.main([str(bad)]) == 2
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
-    assert driver.main(["--resume", stored(home)[0]["run_id"], "--local"]) == 2
+    run_id = stored(home)[0]["run_id"]
+    assert driver.main(["--resume", run_id, "--local"]) == 2
+    assert CliRunner().invoke(app, ["export", run_id, "--journal"]).exit_code == 0
+    assert driver.main(["--resume", run_id, "--local"]) == 2
     assert "its order was refused" in capsys.readouterr().err
     assert len(stored(home)) == 1
 
@@ -134,13 +138,15 @@ def test_a_database_that_cannot_be_used_hides_no_mistake(bad, monkeypatch, capsy
 def test_a_resume_beside_a_living_driver_is_a_failed_run_of_its_own(home, spec, quick_probe) -> None:
     assert driver.main([str(spec("pass")), "--local"]) == 0
     [first] = stored(home)
-    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store, store.claim(first["run_id"]):
-        assert driver.main(["--local", "--resume", first["run_id"]]) == 2
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        lease_to_another(store, first["run_id"])
+    assert driver.main(["--local", "--resume", first["run_id"]]) == 2
     second, again = stored(home)
     assert (again["run_id"], again["state"], again["points"]) == (first["run_id"], "done", 1)
     assert (second["name"], second["state"], second["points"]) == (first["name"], "failed", 0)
     assert first["run_id"] in second["reason"]
     # It is a run like any other that ended before its first point, and can be gone on with.
+    assert CliRunner().invoke(app, ["export", second["run_id"], "--journal"]).exit_code == 0
     assert driver.main(["--local", "--resume", second["run_id"]]) == 0
 
 

@@ -17,7 +17,7 @@ from orchestrator import provenance
 from orchestrator.cli.cancel import cancel_run
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, history, importer, journal, queries
+from orchestrator.store import Store, exporter, history, importer, journal, queries
 
 ROOT = Path(__file__).resolve().parents[3]
 # Writes a line for each time that it is measured; waits, or ends as a file in the folder says.
@@ -162,6 +162,8 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
     same_elsewhere(at, database_url, new_database)
 
     shutil.rmtree(at)  # the database alone knows it now
+    with Store.open(database_url) as store:
+        exporter.export_journal(store, run_id, at / run_id / journal.NAME)
     (tmp_path / "wait0").unlink()
     code, told = run("--resume", run_id, code="new")
     assert code == 0, told

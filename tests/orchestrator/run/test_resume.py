@@ -1,4 +1,4 @@
-"""Resuming where the journal is gone, old, or of another database: no point is lost and none doubled."""
+"""Resuming by the journal, beside other drivers and into another database: no point is lost and none doubled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from quick_driver import COMMAND
+from typer.testing import CliRunner
 from waiting import wait_for
 
 from orchestrator.cli.cancel import CancelError, cancel_run
-from orchestrator.run import driver, plan
+from orchestrator.cli.commands import app
+from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, importer, journal, queries
-from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord
+from orchestrator.store import Store, exporter, importer, journal, queries
+from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store.records import OutcomeRecord, Record
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "open({0!r}, 'a').write('{1}\\n')"  # counts how often each point was measured
@@ -70,50 +73,84 @@ def run(*args: str | Path) -> int:
     return driver.main(["--local", *map(str, args)])
 
 
-def test_a_run_whose_disk_is_lost_in_mid_run_is_resumed_from_the_database(
-    at, spec, tmp_path, database_url, new_database, processes, snippet_kind, capsys
+def test_a_run_that_is_measured_is_left_alone_and_one_whose_driver_was_killed_is_resumed_by_one(
+    at, spec, tmp_path, database_url, processes, snippet_kind, capsys
 ) -> None:
-    """Its driver goes on without the folder, guards the run without the journal, and is killed."""
-    log, second, third = tmp_path / "measured", tmp_path / "second", tmp_path / "third"
-    codes = [MARK.format(str(log), i) + f"; value = {i}.5" for i in range(4)]
+    log, second = tmp_path / "measured", tmp_path / "second"
+    codes = [MARK.format(str(log), i) + f"; value = {i}.5" for i in range(3)]
     codes[1] = WAIT.format(str(second)) + codes[1]
-    codes[2] = WAIT.format(str(third)) + codes[2]
-    path = spec(*codes)
-    first = processes(path)
+    first = processes(spec(*codes))
     wait_for(lambda: log.exists() and bool(runs_of(database_url)), 60)  # the driver does not wait for the database
     run_id = only_run(database_url)
-    wait_for(lambda: stored(database_url, run_id)[1][1] == ("running", 1), 60)
-
-    shutil.rmtree(at)
-    second.touch()
-    wait_for(lambda: [state for state, _ in stored(database_url, run_id)[1]] == ["ok", "ok", "running", "pending"], 60)
+    wait_for(lambda: stored(database_url, run_id)[1][1:2] == [("running", 1)], 60)
+    shutil.copytree(at / run_id, tmp_path / "elsewhere" / run_id)  # whose journal nobody has locked
     assert run("--resume", run_id) == 2
-    assert f"--resume: {run_id!r}: is being measured by another process" in capsys.readouterr().err
+    assert "is being written by another process" in capsys.readouterr().err
     with Store.open(database_url) as store, pytest.raises(CancelError, match="its driver is alive"):
         cancel_run(load_settings(), store, run_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_ARTIFACTS", str(tmp_path / "elsewhere"))
+        assert run("--resume", run_id) == 2
+    assert f"run: {run_id!r}: is being measured by process {first.pid} on " in capsys.readouterr().err
     assert first.poll() is None
     first.kill()
     first.wait()
-    assert stored(database_url, run_id) == ("running", [("ok", 1), ("ok", 1), ("running", 1), ("pending", 0)])
-    shutil.rmtree(at, ignore_errors=True)
+    assert stored(database_url, run_id) == ("running", [("ok", 1), ("running", 1), ("pending", 0)])
 
     two = [processes("--resume", run_id) for _ in range(2)]
     wait_for(lambda: any(process.poll() is not None for process in two), 60)
     refused, again = sorted(two, key=lambda process: process.poll() is None)
     assert refused.returncode == 2
-    third.touch()
+    second.touch()
     told, _ = again.communicate()
     assert again.returncode == 0
-    assert f"journal: {at / run_id / journal.NAME} is gone; rebuilt from " in told
-    assert "settled: 2 ok" in told
-    assert Counter(log.read_text().split()) == {"0": 1, "1": 1, "2": 1, "3": 1}
-    done = ("done", [("ok", 1), ("ok", 1), ("ok", 2), ("ok", 1)])
-    assert stored(database_url, run_id) == done
+    assert "settled: 1 ok" in told
+    assert Counter(log.read_text().split()) == {"0": 1, "1": 1, "2": 1}
+    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2), ("ok", 1)])
 
-    other = new_database()  # the rebuilt journal is a whole one
-    with Store.open(other) as store:
-        importer.import_file(store, at / run_id / journal.NAME)
-    assert stored(other, run_id) == done
+
+def test_a_lost_journal_is_restored_by_hand(at, spec, tmp_path, database_url, quick_probe, capsys) -> None:
+    log = tmp_path / "measured"
+    fails = f"{MARK.format(str(log), 1)}\nif not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError"
+    assert run(spec(MARK.format(str(log), 0), fails)) == 1
+    run_id = only_run(database_url)
+    shutil.rmtree(at)
+    capsys.readouterr()
+    assert run("--resume", run_id, "--retry-failed") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --resume: {run_id!r}: no journal of this run in {at}; there is none yet; ")
+    restore = line.partition("nsa ")[2].split()
+    assert CliRunner().invoke(app, restore).exit_code == 0
+    again = CliRunner().invoke(app, restore)
+    assert (again.exit_code, "exists; move it away first" in str(again.exception)) == (1, True)
+    (tmp_path / "mended").touch()
+    assert run("--resume", run_id, "--retry-failed") == 0
+    assert Counter(log.read_text().split()) == {"0": 1, "1": 2}
+    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2)])
+
+
+def test_a_full_disk_ends_the_run_and_a_resume_goes_on(
+    at, spec, tmp_path, database_url, quick_probe, monkeypatch, capsys
+) -> None:
+    append = Journal.append
+
+    def fails(book: Journal, records: list[Record]) -> None:
+        if any(isinstance(record, OutcomeRecord) and record.point_id.endswith("/1") for record in records):
+            raise JournalFull("journal: 'x': cannot be written (No space left on device); free space there")
+        append(book, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", fails)
+        assert run(spec("pass", "pass", "pass")) == 1
+    run_id = only_run(database_url)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: journal: 'x': cannot be written (No space left on device); free space there, then continue with: "
+        f"python -m jobs --resume {run_id}"
+    )
+    assert stored(database_url, run_id)[0] == "running"
+    assert run("--resume", run_id) == 0
+    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2), ("ok", 1)])
 
 
 def test_a_run_resumed_into_an_empty_database_is_complete_there(
@@ -131,52 +168,6 @@ def test_a_run_resumed_into_an_empty_database_is_complete_there(
         assert queries.measurements(store, run_ids=[run_id]).value.tolist() == [1.5, 1.0, 3.5]
 
 
-def test_an_old_copy_of_a_journal_measures_nothing_again(
-    at, spec, tmp_path, database_url, quick_probe, monkeypatch, capsys
-) -> None:
-    """The run went on elsewhere, on another disk, and comes back."""
-    log = tmp_path / "measured"
-    fails = f"{MARK.format(str(log), 1)}\nif not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError"
-    assert run(spec(MARK.format(str(log), 0), fails)) == 1
-    run_id = only_run(database_url)
-    (tmp_path / "mended").touch()
-    monkeypatch.setenv("NSA_ARTIFACTS", str(tmp_path / "elsewhere"))
-    assert run("--resume", run_id, "--retry-failed") == 0
-    monkeypatch.delenv("NSA_ARTIFACTS")
-    capsys.readouterr()
-    assert run("--resume", run_id, "--retry-failed") == 0
-    assert f"journal: {at / run_id / journal.NAME} lacked records that " in capsys.readouterr().out
-    assert Counter(log.read_text().split()) == {"0": 1, "1": 2}
-    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2)])
-    kept = list(journal.read(at / run_id / journal.NAME))
-    assert [r.resumed for r in kept if isinstance(r, RunRecord)][-1] == 2
-    found = plan.history(kept)
-    assert found is not None
-    assert [(p.state, p.attempt) for p in found.points.values()] == [("ok", 1), ("ok", 2)]
-
-
-@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("lost", ["the beginning", "a point's plan", "all but the torn last line"])
-def test_a_journal_that_lost_lines_is_completed_from_the_database(
-    at, spec, tmp_path, database_url, quick_probe, capsys, lost: str
-) -> None:
-    log = tmp_path / "measured"
-    fails = f"{MARK.format(str(log), 1)}\nif not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError"
-    assert run(spec(MARK.format(str(log), 0), fails)) == 1
-    run_id = only_run(database_url)
-    assert run("--resume", run_id) == 1
-    path = at / run_id / journal.NAME
-    lines = path.read_text().splitlines(keepends=True)
-    kept = {"the beginning": lines[1:], "a point's plan": [lines[0], *lines[2:]]}
-    path.write_text("".join(kept.get(lost, [lines[-1][:20]])))
-    (tmp_path / "mended").touch()
-    capsys.readouterr()
-    assert run("--resume", run_id, "--retry-failed") == 0
-    assert f"journal: {path} lacked records that " in capsys.readouterr().out
-    assert Counter(log.read_text().split()) == {"0": 1, "1": 2}
-    assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2)])
-
-
 def test_a_resumed_journal_that_agrees_with_the_database_is_not_rewritten(
     at, spec, database_url, quick_probe, capsys
 ) -> None:
@@ -189,54 +180,23 @@ def test_a_resumed_journal_that_agrees_with_the_database_is_not_rewritten(
     assert len(outcomes) == 2
 
 
-def test_a_run_cancelled_without_its_journal_is_resumed(at, spec, tmp_path, database_url, quick_probe) -> None:
-    log = tmp_path / "measured"
-    assert run(spec(MARK.format(str(log), 0), f"{MARK.format(str(log), 1)}; raise ValueError")) == 1
-    run_id = only_run(database_url)
-    kept = [
-        record
-        for record in journal.read(at / run_id / journal.NAME)
-        if isinstance(record, RunRecord | PointRecord) or getattr(record, "point_id", None) == f"{run_id}/0"
-    ]
-    shutil.rmtree(at)
-    with Store.open(database_url) as store:
-        with store.session(writes=True) as session:
-            session.connection().exec_driver_sql("DELETE FROM run")
-        store.apply_many(kept)  # as if the driver had died before the second point
-        assert "marked 1 unfinished points" in cancel_run(load_settings(), store, run_id)
-    assert not at.exists()
-    assert run("--resume", run_id) == 1
-    assert Counter(log.read_text().split()) == {"0": 1, "1": 2}
-    assert stored(database_url, run_id) == ("done", [("ok", 1), ("error", 1)])
-
-
-def test_a_run_of_which_nothing_is_kept_is_named_with_both_places(at, database_url, snippet_kind, capsys) -> None:
-    at.mkdir(parents=True)
-    assert run("--resume", "20261120-120000-demo-abcd") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    database = "nsa.db" if database_url.startswith("sqlite") else "postgresql+psycopg://"
-    assert line.startswith(f"error: --resume: '20261120-120000-demo-abcd': no such run in {at} nor in ")
-    assert database in line
-    assert list(at.iterdir()) == []
-
-
 @pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
 class TestRefused:
     """A resume that cannot be right ends with one line, before anything is measured."""
 
-    def test_without_journal_and_database(self, at, spec, database_url, quick_probe, monkeypatch, capsys) -> None:
-        assert run(spec("pass")) == 0
-        run_id = only_run(database_url)
-        shutil.rmtree(at)
-        monkeypatch.setenv("NSA_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/none")
-        assert run("--resume", run_id) == 2
+    def test_an_unknown_run(self, at, database_url, snippet_kind, capsys) -> None:
+        at.mkdir(parents=True)
+        assert run("--resume", "20261120-120000-demo-abcd") == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: --resume: {run_id!r}: has no journal in {at}, and the database cannot be asked")
+        assert line.startswith("error: --resume: '20261120-120000-demo-abcd': no journal of this run in ")
+        assert list(at.iterdir()) == []
 
     def test_a_reported_run(self, at, database_url, snippet_kind, capsys) -> None:
         with Store.open(database_url) as store:
             importer.import_file(store, ROOT / "orchestrator" / "reference_data" / "peer_stages_h200.csv")
-        assert run("--resume", only_run(database_url)) == 2
+            run_id = only_run(database_url)
+            exporter.export_journal(store, run_id, at / run_id / journal.NAME)
+        assert run("--resume", run_id) == 2
         assert "was reported by others, not measured" in capsys.readouterr().err
 
     def test_another_runs_journal(self, at, spec, database_url, quick_probe, capsys) -> None:
@@ -248,24 +208,9 @@ class TestRefused:
         assert f"is of the run {run_id!r}" in capsys.readouterr().err
         assert stored(database_url, run_id) == before
 
-    def test_a_database_with_another_run_of_the_same_id(self, at, spec, database_url, quick_probe, capsys) -> None:
+    def test_a_journal_without_a_beginning(self, at, spec, database_url, quick_probe, capsys) -> None:
         assert run(spec("pass")) == 0
-        run_id = only_run(database_url)
-        with Store.open(database_url) as store, store.session(writes=True) as session:
-            session.connection().exec_driver_sql("UPDATE run SET created_at = '2020-01-01 00:00:00.000000'")
-        assert run("--resume", run_id) == 2
-        assert f"is of another run than the {run_id!r} in " in capsys.readouterr().err
-
-    def test_a_journal_that_lost_a_plan_into_an_empty_database(
-        self, at, spec, database_url, new_database, quick_probe, monkeypatch, capsys
-    ) -> None:
-        assert run(spec("pass", "pass")) == 0
-        run_id = only_run(database_url)
-        path = at / run_id / journal.NAME
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join([lines[0], *lines[2:]]))
-        monkeypatch.setenv("NSA_DATABASE_URL", other := new_database())
-        assert run("--resume", run_id) == 2
-        assert f"point: '{run_id}/0' is not in the database" in capsys.readouterr().err
-        with Store.open(other) as store:
-            assert queries.runs(store).empty
+        path = at / only_run(database_url) / journal.NAME
+        path.write_text(path.read_text().partition("\n")[2])
+        assert run("--resume", path.parent.name) == 2
+        assert "its journal ends before the run began; start a new run" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from orchestrator.store.records import OutcomeRecord, RunEndRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 POINTS = 60
-JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}'}
 
 
 @pytest.fixture
@@ -28,9 +27,9 @@ def start(
     """Function that starts a driver in its own process, which measures many short points."""
     with ExitStack() as stack:
 
-        def start(**more: str) -> subprocess.Popen[str]:
+        def start() -> subprocess.Popen[str]:
             path = spec(*["value = 1.0"] * POINTS)
-            env = {**os.environ, **kinds_path, "NSA_HOME": str(home), "NSA_DATABASE_URL": database_url, **more}
+            env = {**os.environ, **kinds_path, "NSA_HOME": str(home), "NSA_DATABASE_URL": database_url}
             command = [*COMMAND, str(path), "--local"]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -80,15 +79,13 @@ def test_a_database_that_does_not_answer_stalls_no_point_and_no_end(start, froze
     assert set(points["state"]) == {"ok", "cancelled"}
 
 
-def test_a_job_is_told_of_a_database_that_does_not_answer_its_beginning_and_can_be_ended(start, frozen) -> None:
-    """In a process of its own, which must end although its call of the database does not."""
+@pytest.mark.postgres
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_a_run_whose_server_does_not_answer_does_not_begin(start, frozen, home: Path) -> None:
     with frozen():
-        driver = start(**JOB)
-        [told] = read_to(driver, lambda line: "has not answered for " in line)
-        assert told.startswith("warning: NSA_DATABASE_URL: ")
-        at = time.monotonic()
-        driver.send_signal(signal.SIGTERM)
-        rest, _ = driver.communicate(timeout=20)
-        assert time.monotonic() - at < 3
-        assert driver.returncode == 130
-        assert "Traceback" not in rest
+        driver = start()
+        told, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 2
+    assert told.startswith("error: NSA_DATABASE_URL: ")
+    assert told.count("\n") == 1
+    assert not (home / "artifacts").exists()

@@ -198,4 +198,3 @@ def test_an_older_state_of_a_run_is_brought_up_to_date(store: Store, other: Stor
 
 def test_an_unknown_run_has_no_records(sqlite_store: Store):
     assert history.records(sqlite_store, RUN) == []
-    assert history.begun(sqlite_store, RUN) is None

@@ -12,7 +12,7 @@ from waiting import wait_for
 
 from jobs.schema.states import RunState
 from orchestrator.store import Store, StoreUnavailable, queries, writer
-from orchestrator.store.engine import BUSY_SECONDS
+from orchestrator.store.engine import TIMEOUT_S
 from orchestrator.store.records import RunEndRecord, RunRecord
 
 RUN = "20261120-120000-demo-abcd"
@@ -27,7 +27,7 @@ def test_a_write_that_waits_for_a_lock_ends(store: Store, sweep, monkeypatch: py
     assert isinstance(end, RunEndRecord)
     store.apply_many(records)
     with store.session(writes=True) as session:
-        assert session.scalar(text("SHOW statement_timeout")) == f"{BUSY_SECONDS}s"
+        assert session.scalar(text("SHOW statement_timeout")) == f"{TIMEOUT_S}s"
     monkeypatch.setattr("orchestrator.store.store._LIMIT", text("SET LOCAL statement_timeout = 300"))
     with store.engine.connect() as other:
         other.execute(text("SET idle_in_transaction_session_timeout = '5s'"))  # so that this test ends in any case

@@ -41,6 +41,8 @@ def upgrade() -> None:
         sa.Column("axes", sa.JSON()),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True)),
+        sa.Column("lease_owner", sa.Text()),
+        sa.Column("lease_expires_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("ix_run_created_at", "run", ["created_at"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.run import driver
-from orchestrator.run.leftovers import leftovers
 from orchestrator.run.plan import history
+from orchestrator.run.resume import unrecorded_files
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal
 from orchestrator.store.records import ArtifactRecord, EventRecord
@@ -58,13 +58,13 @@ def test_a_run_whose_files_are_recorded_has_none(home: Path, spec, quick_probe) 
     known = history(journal.read(path))
     assert known is not None
     assert len(known.files) == 2
-    assert leftovers(known, f"file://{home / 'artifacts'}") == []
+    assert unrecorded_files(known, f"file://{home / 'artifacts'}") == []
 
 
 def test_a_store_that_is_away_holds_nothing_up(killed: Path) -> None:
     known = history(journal.read(killed))
     assert known is not None
-    [event] = leftovers(known, "ftp://127.0.0.1:1/none")
+    [event] = unrecorded_files(known, "ftp://127.0.0.1:1/none")
     assert isinstance(event, EventRecord)
     assert event.message.startswith("not looked for files that no record names: ")
 
@@ -75,6 +75,8 @@ def test_a_file_that_cannot_be_read_is_told(killed: Path) -> None:
     table.symlink_to("/etc/hostname")
     known = history(journal.read(killed))
     assert known is not None
-    told = [record.message for record in leftovers(known, f"file://{killed.parents[1]}") if record.type == "event"]
+    told = [
+        record.message for record in unrecorded_files(known, f"file://{killed.parents[1]}") if record.type == "event"
+    ]
     assert told[0].startswith("attempt 1: file in no record, and it cannot be read: ")
     assert told[1].startswith("the run's driver ended while files were kept: recorded now: notes.txt (attempt 1)")
