@@ -6,18 +6,26 @@ profiled once; tables, trace and the allocator's snapshot are kept with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from pydantic import Field
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage] - its profiler rows have it
+from torch.profiler import ProfilerActivity, profile
 
 from jobs.measure.call import TimingSpec, measure_call
 from jobs.measure.clock import TimingPlan
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
-from jobs.measure.profiler import profile_call
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
+from nsa_core.routes import RANGE
 
 BUSY_TIME = Quantity("busy_time", "ms", "Time in which the device computed", "busy", Better.LOWER, Role.HEADLINE)
 SYNCHRONIZATIONS = Quantity(
@@ -51,20 +59,116 @@ def measure(case: Case, beat: Beat) -> Measurement:
         As measure_call.
     """
 
-    def profiled(call: ModelPass, measured: Measurement) -> Measurement:
+    def with_profile(call: ModelPass, measured: Measurement) -> Measurement:
         beat("profile")
-        profile = profile_call(call.run, call.device)
-        ranges = profile.ranges_ms.items()
+        profiled = profile_call(call.run, call.device)
+        ranges = profiled.ranges_ms.items()
         metrics = [
             *measured.metrics,
-            Metric.of(BUSY_TIME, profile.busy_ms, method="self times of all kernels of one call, by torch.profiler"),
+            Metric.of(BUSY_TIME, profiled.busy_ms, method="self times of all kernels of one call, by torch.profiler"),
             *(Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler") for name, ms in ranges),
         ]
-        if (waits := profile.synchronizations) is not None:
+        if (waits := profiled.synchronizations) is not None:
             method = "warnings of torch.cuda.set_sync_debug_mode, one call"
             metrics.append(Metric.of(SYNCHRONIZATIONS, sum(waits.values()), method=method))
-        return replace(measured, metrics=tuple(metrics), files={**measured.files, **profile.files})
+        return replace(measured, metrics=tuple(metrics), files={**measured.files, **profiled.files})
 
     return measure_call(
-        case, case.check, lambda: ModelPass(case), beat, timing=case.timing, throughput=None, then=profiled
+        case, case.check, lambda: ModelPass(case), beat, timing=case.timing, throughput=None, then=with_profile
     )
+
+
+_ROWS = 40
+_HISTORY = 200_000  # allocations and releases that a snapshot holds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Findings of a profile.
+
+    Attributes:
+        busy_ms: time of one call in which the device computed; on a CPU the operations' own time.
+        ranges_ms: time by range: the branches computed at once ("cmp_slc_win", "slc", "select"), forward, and the
+            stages of the Triton kernels within ("merge", "selected_backward"), forward and backward.
+        synchronizations: waits for the device within the call, by the line of code; None on a CPU.
+        files: tables, trace and, on a GPU, the allocator's snapshot, by file name.
+    """
+
+    busy_ms: float
+    ranges_ms: Mapping[str, float]
+    synchronizations: Mapping[str, int] | None
+    files: Mapping[str, str | Path]
+
+
+def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
+    """Profile one call, which has run before. The trace is read by Perfetto and chrome://tracing."""
+    folder = Path(tempfile.mkdtemp(prefix="profile-"))
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    waits = _waits(call, device) if cuda else None
+    history = _history(folder / "memory_snapshot.pickle", device) if cuda else nullcontext([])
+    watch = profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True)
+    with history as snapshots, watch:
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    watch.export_chrome_trace(str(trace := folder / "trace.json.gz"))
+    side = "device" if cuda else "cpu"
+    rows = watch.key_averages()
+    files: dict[str, str | Path] = {
+        "by_time.txt": rows.table(sort_by=f"self_{side}_time_total", row_limit=_ROWS),
+        "by_memory.txt": rows.table(sort_by=f"self_{side}_memory_usage", row_limit=_ROWS),
+        trace.name: trace,
+        **{path.name: path for path in snapshots},
+    }
+    if waits is not None:
+        files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
+    return Profile(busy_ms(rows, cuda), ranges_ms(rows, cuda), waits, files)
+
+
+def busy_ms(rows: Sequence[Any], cuda: bool) -> float:
+    """Time of all kernels, or on a CPU the operations' own time.
+
+    A kernel's time is in two rows, its own and that of the operation that launched it. A range has a row for the
+    device, too, over all kernels in it.
+    """
+    if not cuda:
+        return sum(row.self_cpu_time_total for row in rows) / 1000
+    kernels = (row for row in rows if row.device_type != DeviceType.CPU and not row.is_user_annotation)
+    return sum(row.self_device_time_total for row in kernels) / 1000
+
+
+def ranges_ms(rows: Sequence[Any], cuda: bool) -> dict[str, float]:
+    """Time of each range of nsa_core.routes: of the kernels launched in it, or on a CPU of its operations.
+
+    A range within another counts in both.
+    """
+    ranges = [row for row in rows if row.key.startswith(RANGE) and row.device_type == DeviceType.CPU]
+    times = [row.device_time_total if cuda else row.cpu_time_total for row in ranges]
+    return {row.key.removeprefix(RANGE): time / 1000 for row, time in zip(ranges, times, strict=True)}
+
+
+def _waits(call: Callable[[], object], device: torch.device) -> Counter[str]:
+    """Waits for the device within a call, by the line of code, as PyTorch's debug mode warns of them."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    told = (warning for warning in caught if "synchronizing CUDA operation" in str(warning.message))
+    return Counter(f"{warning.filename}:{warning.lineno}" for warning in told)
+
+
+@contextmanager
+def _history(path: Path, device: torch.device) -> Iterator[list[Path]]:
+    """Record the allocator's history; gives the file to which it is written at the end."""
+    torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=device)
+    try:
+        yield [path]
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)

@@ -7,6 +7,8 @@ queries or scores to it before they choose.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -138,3 +140,18 @@ def _as_mask(blocks: Tensor, count: int) -> Tensor:
     places = torch.where((blocks < 0) | (blocks >= count), count, blocks).long()
     chosen = torch.zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool, device=blocks.device)
     return chosen.scatter_(-1, places, True)[..., :count]
+
+
+def forget_tuned_choices() -> None:
+    """Have each kernel of this process that Triton has tuned, or read a choice for from disk, tuned at its next call.
+
+    A choice is kept under a key that need not have the length and the batch, so that the small call of a check would
+    else decide how a large one is computed. Triton's source has no function for it (triton/runtime/autotuner.py).
+    """
+    module = sys.modules.get("triton.runtime.autotuner")
+    if module is None:
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), module.Autotuner):
+            found.cache.clear()
+            found.cache_results = False

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jobs.measure.profiler import profile_call
+from jobs.profile import profile_call
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.kernels.runtime.launch import observe
 

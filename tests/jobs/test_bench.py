@@ -12,9 +12,8 @@ import torch
 from torch._C._autograd import DeviceType
 from travelling import travelled
 
-from jobs.bench import Spec, measure
-from jobs.measure import stages
-from jobs.measure.stages import Kernel, ProfileError, by_stage, summarize_stages
+from jobs import bench as stages
+from jobs.bench import Kernel, ProfileError, Spec, by_stage, measure, summarize_stages
 from jobs.schema.point import Machine, Measurement, Point
 from jobs.specs.load import load_spec
 from nsa_core.kernels.runtime.launch import Started

@@ -8,9 +8,8 @@ import pytest
 import torch
 from travelling import travelled
 
-from jobs.estimate import Spec, measure
+from jobs.estimate import BACKWARD, FORWARD, Change, Spec, measure, measure_parts, parts_at_peak
 from jobs.measure.model_pass import ModelPass
-from jobs.measure.parts import BACKWARD, FORWARD, Change, measure_parts, parts_at_peak
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError

@@ -15,9 +15,9 @@ from jobs.hardware.machine import probe
 from jobs.hardware.stats import summarize
 from jobs.measure import clock
 from jobs.measure.clock import TimingPlan, measure_time
-from jobs.measure.flops import training_flops_per_token, visited_keys
 from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.schema.quantities import TIME
+from jobs.training.live import training_flops_per_token, visited_keys
 from nsa_core import NSAConfig
 from nsa_core.backends import triton_version
 from nsa_core.model import ModelConfig

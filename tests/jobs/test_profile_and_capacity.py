@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from travelling import travelled
 
 from jobs import profile
-from jobs.measure import profiler
+from jobs import profile as profiler
 from jobs.schema.point import Machine, Measurement
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)

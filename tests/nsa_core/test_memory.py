@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from jobs.estimate import measure_parts
 from jobs.measure.memory import measure_peak
-from jobs.measure.parts import measure_parts
 from nsa_core import NSAConfig, dense_attention, nsa_attention
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model

@@ -17,7 +17,6 @@ from processes import descendants
 from trainings import EARLY, Keeping, by_name, of_the_kill, small
 from travelling import travelled
 
-from jobs.measure.trend import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
 from jobs.soak import QUANTITIES, Spec, measure
 from jobs.specs.load import parse_spec
@@ -28,7 +27,7 @@ from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.report import train_rank
 from jobs.training.soak.history import INTERVALS, Interval, SoakHistory, SoakPlan
-from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes
+from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes, common_slope
 from jobs.training.soak.watch import SoakWatch
 from jobs.training.state import Run
 
