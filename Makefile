@@ -65,9 +65,14 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"; \
 	  exit $$status
 
-# After a change of reports or gates, or with JOURNALS="PATH ..." to take journals of new runs in.
+# After a change of templates or gates, or with JOURNALS="PATH ..." to take journals of new runs in.
 results: $(RUN)  ## write the pages of docs/results again, from the journals in docs/results/data
-	@$(BIN)/python docs/results/generate.py $(JOURNALS)
+	@$(BIN)/python -m orchestrator.store.publish $(JOURNALS)
+	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && \
+	  export NSA_HOME=$$home NSA_DATABASE_URL=sqlite:///$$home/nsa.db NSA_GATES=orchestrator/judge/gates.yaml && \
+	  $(BIN)/nsa import --reference && \
+	  $(BIN)/nsa report --template docs/results/templates --out docs/results && \
+	  $(BIN)/nsa report --template orchestrator/judge/durations.csv.j2 --out orchestrator/judge/durations.csv
 
 # setuptools packs whatever an earlier build left in build/, modules that are gone included.
 wheel: $(RUN)  ## build the wheel in dist/

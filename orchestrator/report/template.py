@@ -23,7 +23,7 @@ from orchestrator.errors import UserError
 from orchestrator.judge.branches import take_overs
 from orchestrator.judge.decisions import decide
 from orchestrator.judge.verdicts import load_gates
-from orchestrator.report import bench
+from orchestrator.report import bench, bench_text
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, device, tally
 from orchestrator.report.numbers import amount, number, rate
 from orchestrator.report.table import Table
@@ -108,8 +108,11 @@ class _Templates:
         environment.globals |= {
             "any": ANY,
             "runs": self._evidence.runs,
-            **{each.__name__: each for each in (self.query, self.table, self.chart, self.fits, self.benches)},
-            **{each.__name__: each for each in (self.decisions, self.quantity, take_overs)},
+            **{each.__name__: each for each in (self.query, self.table, self.measured, self.chart, self.fits)},
+            **{
+                each.__name__: each
+                for each in (self.benches, self.bench_tables, self.decisions, self.quantity, take_overs)
+            },
             "spec": self._evidence.spec,
         }
         try:
@@ -155,17 +158,44 @@ class _Templates:
             return Markup("None.")
         columns = columns or list(rows[0])
         cells = [list(row.values()) if isinstance(row, Mapping) else list(row) for row in rows]
-        shown = Table("", "", columns, [[self._shown(cell) for cell in row] for row in cells])
-        return Markup(shown.html() if self._html else shown.markdown())
+        return self._drawn(Table("", "", columns, [[self._shown(cell) for cell in row] for row in cells]))
 
-    def chart(self, metric: str, run_ids: Sequence[str] | None = None, title: str = "") -> Markup:
-        """A chart of a metric against S with its fitted lines: an SVG in HTML, else a PNG beside the report."""
+    def _drawn(self, table: Table) -> Markup:
+        return Markup(table.html() if self._html else table.markdown())
+
+    def measured(
+        self, run_ids: Iterable[str], metrics: Sequence[str], columns: Sequence[str] = ("label",), newest: bool = False
+    ) -> Markup:
+        """A table with a row a point that has one of these metrics, after these columns of v_points.
+
+        `newest`: of several points that agree in these columns only that of the first run.
+        """
+        units: dict[str, str] = {}
+        rows: dict[tuple[str, ...], list[Any]] = {}
+        for run_id in run_ids:
+            for point in self._evidence.points(run_id):
+                values = self._evidence.values(point)
+                units |= {name: values[name][1] for name in metrics if name in values}
+                key = (*(str(point[name]) for name in columns), "" if newest else point["point_id"])
+                if values.keys() & set(metrics) and key not in rows:
+                    cells = [values[name][0] if name in values else None for name in metrics]
+                    rows[key] = [*(point[name] for name in columns), *cells]
+        titles = [name if units.get(name, "1") == "1" else f"{name} [{units[name]}]" for name in metrics]
+        return self.table(rows.values(), [*columns, *titles])
+
+    def chart(self, metric: str, run_ids: Sequence[str] | None = None, title: str = "", **axes: object) -> Markup:
+        """A chart of a metric against S with its fitted lines: an SVG in HTML, else a PNG beside the report.
+
+        `axes`: only points with these, as pass="forward".
+        """
         from orchestrator.report.charts import scaling_chart
 
         run_ids = self._run_ids if run_ids is None else list(run_ids)
         rows = queries.scaling(self._store, run_ids=run_ids)
+        for name, value in axes.items():
+            rows = rows.loc[rows[name] == value]
         quantity = queries.quantities(self._store, run_ids).of(metric)
-        drawn = scaling_chart(rows, [fit for run_id in run_ids for fit in self._evidence.fits(run_id)], quantity)
+        drawn = scaling_chart(rows, self.fits(run_ids), quantity).properties(width=640)
         title = title or f"{quantity.title} per sequence"
         if self._html:
             return Markup(svg(drawn))
@@ -182,6 +212,10 @@ class _Templates:
     def benches(self, run_ids: Iterable[str]) -> list[bench.Bench]:
         """Runs of kind bench, with their figures beside dense attention and peers."""
         return bench.collect(self._store, list(run_ids))
+
+    def bench_tables(self, run_ids: Iterable[str]) -> list[tuple[str, str, Markup]]:
+        """Title, note and table of each table that `nsa report` has of runs of kind bench."""
+        return [(each.title, each.note, self._drawn(each)) for each in bench_text.tables(self.benches(run_ids))]
 
     def decisions(self) -> list[Any]:
         """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""

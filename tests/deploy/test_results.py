@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import re
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs.schema.states import Origin
+from jobs.specs.load import load_spec
+from jobs.specs.spec import JobSpec
+from jobs.training.case import divided
+from orchestrator.cli.files import reference_data
 from orchestrator.errors import UserError
-from orchestrator.report import write
-from orchestrator.store import journal
+from orchestrator.judge.rules import READY_SPECS
+from orchestrator.report import template
+from orchestrator.store import Store, importer, journal, publish, queries
 from orchestrator.store.records import RECORD, ArtifactRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
+DURATIONS = "orchestrator/judge/durations.csv"
+MADE = (".md", ".png", ".csv")
 JOURNALS = sorted((RESULTS / "data").glob("*.jsonl.gz"))
 SCALING = next(path for path in JOURNALS if "scaling" in path.name)
 DRILL = next(path for path in JOURNALS if "drill" in path.name)
@@ -29,30 +34,35 @@ RANKS = next(path for path in JOURNALS if "train-2gpu" in path.name)
 Lines = list[dict[str, Any]]
 
 
-@cache
-def of_results(name: str) -> Any:
-    """A module of docs/results, which is no package."""
-    sys.path.insert(0, str(RESULTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(RESULTS))
-
-
 def lines(path: Path) -> Lines:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def test_pages_tables_and_durations_are_those_of_the_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NSA_HOME", "NSA_DATABASE_URL", "NSA_GATES"):
-        monkeypatch.setenv(name, "")  # so that what is set now is gone after the test
-    monkeypatch.setattr(write, "png", lambda chart: b"")  # drawing takes seconds, and pictures are not compared
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--root", str(tmp_path)])
-    of_results("generate").main()
-    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*") if path.suffix in (".md", ".png")}
-    assert written == pages | {"README.md", "orchestrator/judge/durations.csv"}
-    stale = [name for name in written if not name.endswith(".png") and differs(tmp_path / name, ROOT / name)]
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `make results` writes, pictures apart."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch, Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
+        for name in ("NSA_HOME", "NSA_DATABASE_URL", "NSA_GATES"):
+            patch.setenv(name, "")  # no setting of this machine may change a page
+        patch.setattr(template, "png", lambda chart: b"")  # drawing takes seconds, and pictures are not compared
+        for path in reference_data():
+            importer.import_file(store, path)
+        run_ids = list(queries.run_ids(store, origin=Origin.MEASURED))
+        template.render_folder(store, RESULTS / "templates", run_ids, ready, folder / "docs" / "results")
+        template.render(store, ROOT / f"{DURATIONS}.j2", run_ids, ready, folder / DURATIONS)
+    return folder
+
+
+def ready(file: str, settings: Sequence[str]) -> JobSpec:
+    return load_spec(READY_SPECS / file, settings)
+
+
+def test_pages_and_durations_are_those_of_the_journals(rendered: Path) -> None:
+    written = {path.relative_to(rendered).as_posix() for path in rendered.rglob("*") if path.suffix in MADE}
+    pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*") if path.suffix in MADE}
+    assert written == pages | {DURATIONS}
+    stale = [name for name in written if not name.endswith(".png") and differs(rendered / name, ROOT / name)]
     assert not stale, f"run `make results`: {', '.join(sorted(stale))}"
 
 
@@ -60,32 +70,34 @@ def differs(made: Path, committed: Path) -> bool:
     return made.read_text() != committed.read_text()
 
 
-def test_an_edited_table_would_be_noticed(tmp_path: Path) -> None:
-    """The blocks of both READMEs are filled from the data, whatever stood there."""
-    tables = of_results("tables")
-    for page in (ROOT / "README.md", RESULTS / "README.md"):
-        text = page.read_text()
-        names = tables._BLOCK.findall(text)
-        assert len(names) >= 2
-        emptied = tables.fill(text, {name: "" for _, name, _ in names})
-        assert len(emptied) < len(text) - 300
-        assert tables.fill(emptied, {name: "new" for _, name, _ in names}).count("\nnew\n") == len(names)
+def test_no_page_is_longer_than_150_lines() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in RESULTS.rglob("*.md")}
+    assert not {name: length for name, length in lengths.items() if length > 150}
+
+
+def test_the_first_readme_has_rows_of_the_results() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| \d+/\d+, \d+ \|", line)]
+    page = (RESULTS / "README.md").read_text().splitlines()
+    assert len(rows) >= 6
+    assert not [row for row in rows if row not in page]
+
+
+def test_the_refusal_on_the_page_is_that_of_today() -> None:
+    with pytest.raises(ValueError, match="micro_batch") as refused:
+        divided(1, 2, None)
+    assert f"`{refused.value}`" in (RESULTS / "seeds" / "training-speed.md").read_text()
 
 
 @pytest.mark.parametrize("path", JOURNALS, ids=lambda path: path.name)
 def test_a_committed_journal_tells_of_no_machine(path: Path) -> None:
     """Its public form is what it is."""
     records = list(journal.read(path))
-    taken = of_results("take_in").public_lines(path, records)
+    taken = publish.public_lines(path, records)
     unchanged = taken == [RECORD.dump_json(record).decode() for record in records]
     assert unchanged  # by itself: a comparison of megabytes takes pytest minutes to explain
     text = gzip.decompress(path.read_bytes()).decode().replace("https://docs.pytorch.org/", "")  # in its messages
     assert not [word for word in ("/tmp", "/home", "/root", "GPU-", "uuid", "://") if word in text]
     assert not any(isinstance(record, ArtifactRecord) for record in records)
-
-
-def take_in(path: Path, folder: Path) -> None:
-    of_results("take_in").take_in(path, folder)
 
 
 def written(path: Path, records: Lines) -> Path:
@@ -122,8 +134,8 @@ def as_measured(records: Lines) -> Lines:
 @pytest.mark.parametrize("path", [SCALING, DRILL, RANKS], ids=["scaling", "drill", "ranks"])
 def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_path: Path) -> None:
     plain, private = tmp_path / "plain", tmp_path / "private"
-    take_in(path, plain)
-    take_in(written(tmp_path / "x.jsonl", as_measured(lines(path))), private)
+    publish.take_in(path, plain)
+    publish.take_in(written(tmp_path / "x.jsonl", as_measured(lines(path))), private)
     taken, expected = lines(private / path.name), lines(plain / path.name)
     for record in expected:
         if record["type"] == "outcome" and record["environment"] and record["reason"]:
@@ -167,5 +179,5 @@ def test_a_journal_that_cannot_be_published_is_refused(
     records = lines(DRILL)
     change(records)
     with pytest.raises(UserError, match=re.escape(message)):
-        take_in(written(tmp_path / "journal.jsonl", records), tmp_path)
+        publish.take_in(written(tmp_path / "journal.jsonl", records), tmp_path)
     assert not list(tmp_path.glob("*.gz"))

@@ -1,5 +1,7 @@
 """Take journals of our runs into docs/results/data: compressed, without what tells of the machines that ran them.
 
+A command: `python -m orchestrator.store.publish JOURNAL...`.
+
 Ids, states, configurations, numbers and versions stay as they are. Host names become host-1, host-2, ...; the kernel's
 release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them. What
 cannot be replaced, such as a path in a spec, is refused.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from orchestrator.store.records import (
     StartRecord,
 )
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path("docs/results/data")  # `make results` runs in the checkout
 
 _PATH = re.compile(r"(?<![\w/.:-])(?:file://)?/(?:[\w.@+~-]+/)+([\w.@+~-]*)")
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
@@ -156,3 +159,11 @@ def _check(path: Path, number: int, line: str, hosts: dict[str, str]) -> None:
                 f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
                 "give the journal of a run without it"
             )
+
+
+if __name__ == "__main__":
+    try:
+        for name in sys.argv[1:]:
+            print(f"took in {take_in(Path(name))}")
+    except UserError as err:
+        sys.exit(f"error: {err}")
