@@ -13,7 +13,6 @@ from jobs.schema.states import Result
 
 if TYPE_CHECKING:
     from orchestrator.judge.decisions import Decision
-    from orchestrator.judge.steps import Step
     from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 
 _ANY_MACHINE = "Any machine"  # the column of a target that names no hardware
@@ -41,97 +40,88 @@ _STYLE = """<style>
 
 def show(decision: Decision) -> None:
     """Draw the card."""
+    # Measured machines, those with evidence of a similar card, then others: a narrow screen shows the first alone.
+    machines = {
+        _title(decision, verdict): verdict
+        for verdict in sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
+    }
     st.html(_STYLE)
     with st.container(border=True, key=f"decision-{decision.name}", gap="xsmall"):
         st.markdown(f"### {parts.badge(decision.result, parts.RESULTS)} {parts.plain(decision.title)}")
         st.markdown(parts.plain(decision.sentence))
-        if decision.plan is not None:
-            st.caption(_plan(decision))
-        if any(rule.value is not None for verdict in decision.verdicts for rule in verdict.rules):
-            _rules(decision)
-        _reasons(decision)
-        _steps(decision)
+        if (plan := decision.plan) is not None:
+            measured = [
+                f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
+                f"{parts.minutes(60 * plan.hours_at(rule.value))}"
+                for verdict in machines.values()
+                for rule in verdict.rules
+                if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value
+            ]
+            st.caption(
+                f"**Plan** {plan.steps:,} steps × {plan.tokens_per_step:,} tokens in {plan.hours:g} h "
+                f"need {parts.number(plan.needed, 'tok/s')} · **Measured** {'; '.join(measured) or 'nothing yet'}"
+            )
+        if any(verdict.judged for verdict in machines.values()):
+            _rules(decision.name, machines)
+        _reasons(decision.name, machines)
+        if decision.steps:
+            _steps(decision)
 
 
-def _plan(decision: Decision) -> str:
-    """The plan's need beside each measured throughput and the hours that it would take."""
-    plan = decision.plan
-    assert plan is not None
-    text = (
-        f"**Plan** {plan.steps:,} steps × {plan.tokens_per_step:,} tokens in {plan.hours:g} h "
-        f"need {parts.number(plan.needed, 'tok/s')}"
-    )
-    measured = [
-        f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
-        f"{parts.minutes(60 * plan.hours_at(rule.value))}"
-        for verdict in _machines(decision)
-        for rule in verdict.rules
-        if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value
-    ]
-    return f"{text} · **Measured** {'; '.join(measured) or 'nothing yet'}"
+def _title(decision: Decision, verdict: TargetVerdict) -> str:
+    """The machine's title, told apart from another machine's of the same title."""
+    titles = [_machine(each) for each in decision.verdicts]
+    title = _machine(verdict)
+    return parts.plain(title if titles.count(title) == 1 else f"{title} ({verdict.name.rpartition('/')[2]})")
 
 
-def _rules(decision: Decision) -> None:
+def _machine(verdict: TargetVerdict) -> str:
+    return verdict.hardware.title if verdict.hardware else _ANY_MACHINE
+
+
+def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     """Draw a line a rule with a column a machine; a value links to its point, with the reason as hover text."""
-    lines: dict[str, list[RuleVerdict]] = {rule.rule: [] for verdict in decision.verdicts for rule in verdict.rules}
-    for verdict in _machines(decision):
+    by_rule: dict[str, list[RuleVerdict]] = {}
+    for verdict in machines.values():
         for rule in verdict.rules:
-            lines[rule.rule].append(rule)
-    table = pd.DataFrame(
-        {
-            "Rule": ["**Verdict**", *map(_name, lines)],
-            "Bound": ["", *map(_bounds, lines.values())],
-            **{_column(decision, verdict): _cells(verdict, list(lines)) for verdict in _machines(decision)},
-        }
-    )
-    with st.container(key=f"rules-{decision.name}", gap="xsmall"):
+            by_rule.setdefault(rule.rule, []).append(rule)
+    columns = {}
+    for title, verdict in machines.items():
+        cells = {rule.rule: _cell(rule) for rule in verdict.rules}
+        columns[title] = [_sign(verdict.result, str(verdict.result)), *(cells.get(rule, _NO_RULE) for rule in by_rule)]
+    # All bounds where machines differ, so that a line breaks between them only.
+    bounds = [" or ".join(dict.fromkeys(parts.bound(rule) for rule in rules)) for rules in by_rule.values()]
+    names = [parts.plain(in_words(rule)) for rule in by_rule]
+    legend = [f"{_sign(result)} {meaning}" for result, meaning in _MEANING.items()]
+    if any(rule.transferred for rules in by_rule.values() for rule in rules):
+        legend.append(f"{_TRANSFERRED} measured on a similar card")
+    if any(len(rules) < len(machines) for rules in by_rule.values()):
+        legend.append(f"{_NO_RULE} no rule there")
+    lines = [" · ".join([*legend, "hover a value for its reason, click for its point"])]
+    for verdict in machines.values():
+        if len(verdict.commits) > 1:
+            lines.append(
+                f":orange[:material/difference:] {parts.plain(_machine(verdict))}: the rules rest on different "
+                f"commits: {', '.join(map(parts.code, verdict.commits))}"
+            )
+    with st.container(key=f"rules-{name}", gap="xsmall"):
+        table = pd.DataFrame({"Rule": ["**Verdict**", *names], "Bound": ["", *bounds], **columns})
         st.table(table, border="horizontal", hide_index=True)
-        st.caption("  \n".join([_legend(decision), *_commits(decision)]))
-
-
-def _legend(decision: Decision) -> str:
-    signs = [f"{_sign(result)} {meaning}" for result, meaning in _MEANING.items()]
-    if any(rule.transferred for verdict in decision.verdicts for rule in verdict.rules):
-        signs.append(f"{_TRANSFERRED} measured on a similar card")
-    if len({tuple(rule.rule for rule in verdict.rules) for verdict in decision.verdicts}) > 1:
-        signs.append(f"{_NO_RULE} no rule there")
-    return " · ".join([*signs, "hover a value for its reason, click for its point"])
-
-
-def _commits(decision: Decision) -> list[str]:
-    """A warning for each machine whose rules rest on different commits."""
-    return [
-        f":orange[:material/difference:] {parts.plain(_machine(verdict))}: the rules rest on different commits: "
-        + ", ".join(map(parts.code, verdict.commits))
-        for verdict in _machines(decision)
-        if len(verdict.commits) > 1
-    ]
-
-
-def _bounds(rules: list[RuleVerdict]) -> str:
-    """A rule's bound; all of them where machines differ, so that a line breaks between them only."""
-    return " or ".join(dict.fromkeys(parts.bound(rule).replace(" ", "\N{NO-BREAK SPACE}") for rule in rules))
-
-
-def _cells(verdict: TargetVerdict, lines: list[str]) -> list[str]:
-    """A machine's column; a dash where it lacks a rule."""
-    rules = {rule.rule: rule for rule in verdict.rules}
-    return [
-        _sign(verdict.result, str(verdict.result)),
-        *(_cell(rules[line]) if line in rules else _NO_RULE for line in lines),
-    ]
+        st.caption("  \n".join(lines))
 
 
 def _cell(rule: RuleVerdict) -> str:
     """A rule's sign and value; with evidence a link to the first of its points, whose hover text is the reason."""
     text = _sign(rule.result)
+    hover = [f"{rule.title}: {rule.result}"]
     if rule.value is not None:
         text += f"\N{NO-BREAK SPACE}{parts.amount(rule.value, rule.unit)}"
+    if rule.margin is not None:
+        hover.append(f"bound {parts.bound(rule)}, margin {parts.amount(rule.margin, rule.unit)}")
     if rule.transferred:
         text += f" {_TRANSFERRED}"
-    if not rule.evidence:
-        return text
-    return parts.point_link(rule.evidence[0], text, hover=_hover(rule))
+        hover.append(f"measured on {rule.transferred}")
+    return parts.point_link(rule.evidence[0], text, hover="; ".join([*hover, rule.reason])) if rule.evidence else text
 
 
 def _sign(result: Result, name: str = "") -> str:
@@ -139,99 +129,48 @@ def _sign(result: Result, name: str = "") -> str:
     return f":{look.color}[{look.sign} **{name}**]" if name else f":{look.color}[{look.sign}]"
 
 
-def _hover(rule: RuleVerdict) -> str:
-    told = [f"{rule.title}: {rule.result}"]
-    if rule.margin is not None:
-        told.append(f"bound {parts.bound(rule)}, margin {parts.amount(rule.margin, rule.unit)}")
-    if rule.transferred:
-        told.append(f"measured on {rule.transferred}")
-    return "; ".join([*told, rule.reason])
-
-
-def _reasons(decision: Decision) -> None:
+def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
     """Draw the rules on the chosen machine with their reasons and all their points."""
-    machines = {_column(decision, verdict): verdict for verdict in _machines(decision)}
     label = "Reasons and evidence on"
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.caption(label, width="content")
         chosen = st.segmented_control(
-            label, list(machines), key=f"why-{decision.name}", bind="query-params", label_visibility="collapsed"
+            label, list(machines), key=f"why-{name}", bind="query-params", label_visibility="collapsed"
         )
-    if chosen is not None:
-        with st.container(key=f"reasons-{decision.name}"):
-            table = pd.DataFrame([_reason(rule) for rule in machines[chosen].rules])
-            st.table(table, border="horizontal", hide_index=True)
-
-
-def _reason(rule: RuleVerdict) -> dict[str, str]:
-    told = [] if rule.value is None else [parts.amount(rule.value, rule.unit)]
-    told.append(f"bound\N{NO-BREAK SPACE}{parts.bound(rule)}")
-    if rule.margin is not None:
-        told.append(f"margin\N{NO-BREAK SPACE}{parts.amount(rule.margin, rule.unit)}")
-    return {
-        "Rule": f"{parts.badge(rule.result, parts.RESULTS)} {parts.plain(rule.title)}",
-        "Value": ", ".join(told),
-        "Why": parts.plain(rule.reason),
-        "Evidence": parts.evidence(rule.evidence),
-    }
+    if chosen is None:
+        return
+    rows = []
+    for rule in machines[chosen].rules:
+        figures = [] if rule.value is None else [parts.amount(rule.value, rule.unit)]
+        figures.append(f"bound\N{NO-BREAK SPACE}{parts.bound(rule)}")
+        if rule.margin is not None:
+            figures.append(f"margin\N{NO-BREAK SPACE}{parts.amount(rule.margin, rule.unit)}")
+        title = f"{parts.badge(rule.result, parts.RESULTS)} {parts.plain(rule.title)}"
+        why = parts.plain(rule.reason)
+        rows.append({"Rule": title, "Value": ", ".join(figures), "Why": why, "Evidence": parts.evidence(rule.evidence)})
+    with st.container(key=f"reasons-{name}"):
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
 
 
 def _steps(decision: Decision) -> None:
     """Draw the commands that would settle the open rules, and what no command settles yet."""
     ready = [step for step in decision.steps if step.command]
-    missing = [step for step in decision.steps if not step.command]
-    if not decision.steps:
-        return
-    label = f"What would settle the open rules: {parts.count(len(ready), 'command')}" + _total(ready)
+    minutes = [step.minutes for step in ready if step.minutes is not None]
+    label = f"What would settle the open rules: {parts.count(len(ready), 'command')}"
+    if minutes and len(minutes) == len(ready):
+        label += f", about {parts.minutes(sum(minutes))}"
     with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
         for step in ready:
-            st.markdown(_step(step), help=parts.plain(step.basis) or None)
+            gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
+            time = "time unknown" if step.minutes is None else f"about {parts.minutes(step.minutes)}"
+            text = f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {parts.plain(', '.join(step.settles))}"
+            st.markdown(text, help=parts.plain(step.basis) or None)
             st.code(step.command, language="bash", wrap_lines=True)
         if ready:
             plan, resolve = (parts.code(f"nsa {command} {decision.name}") for command in ("plan", "resolve"))
             st.caption(f"{plan} prints them; {resolve} runs those that this cluster can run.")
-        if missing:
+        if len(ready) < len(decision.steps):
             st.markdown("**No command of this version measures:**")
-            st.markdown("\n".join(f"- {_lacking(step)}" for step in missing))
-
-
-def _step(step: Step) -> str:
-    gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
-    time = "time unknown" if step.minutes is None else f"about {parts.minutes(step.minutes)}"
-    return f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {_names(step)}"
-
-
-def _lacking(step: Step) -> str:
-    return f"{_names(step)} on {parts.plain(step.hardware)}: {parts.plain(step.lacking)}"
-
-
-def _names(step: Step) -> str:
-    return parts.plain(", ".join(step.settles))
-
-
-def _total(steps: list[Step]) -> str:
-    minutes = [step.minutes for step in steps if step.minutes is not None]
-    return f", about {parts.minutes(sum(minutes))}" if minutes and len(minutes) == len(steps) else ""
-
-
-def _name(rule: str) -> str:
-    return parts.plain(in_words(rule))
-
-
-def _machines(decision: Decision) -> list[TargetVerdict]:
-    """Verdicts on measured machines, on those with evidence of a similar card, and on the others, each as declared.
-
-    A narrow screen shows the first columns alone.
-    """
-    return sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
-
-
-def _machine(verdict: TargetVerdict) -> str:
-    return verdict.hardware.title if verdict.hardware else _ANY_MACHINE
-
-
-def _column(decision: Decision, verdict: TargetVerdict) -> str:
-    """The machine's title, told apart from another machine's of the same title."""
-    titles = [_machine(each) for each in decision.verdicts]
-    title = _machine(verdict)
-    return parts.plain(title if titles.count(title) == 1 else f"{title} ({verdict.name.rpartition('/')[2]})")
+        for step in decision.steps[len(ready) :]:  # those without a command are last
+            text = f"{', '.join(step.settles)} on {step.hardware}: {step.lacking}"
+            st.markdown(f"- {parts.plain(text)}")

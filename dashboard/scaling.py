@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 import streamlit as st
 
 from dashboard import choice as choosing
-from dashboard import data, grids, help_pages, legend, parts
+from dashboard import data, grids, help_pages, parts
 from dashboard.address import Address, leave
 from dashboard.choice import MEMORY, TOGETHER, Choice
+from jobs.schema.plain_text import for_html
 from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator.judge.branches import BranchShares, shares_frame, take_overs
@@ -25,6 +26,10 @@ GROWTH = (
     "exponent is the slope between neighbouring lengths."
 )
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
+_NAME = 300  # characters shown of a name in a legend
+_LEGEND = "display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; font-size: 0.875rem"
+_ENTRY = "display: flex; align-items: baseline; gap: 0.4rem; overflow-wrap: anywhere"
+_MARK = "width: 1rem; flex: none; text-align: center; font-size: 1.15rem; line-height: 1"
 
 
 @data.page
@@ -57,46 +62,36 @@ def _waiting(states: pd.DataFrame) -> int:
 @data.part
 def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
     """Show the progress of live runs, and redraw the page when a point has ended."""
-    states = data.states(store, run_ids=run_ids)
-    if _waiting(states) != seen:
+    if _waiting(data.states(store, run_ids=run_ids)) != seen:
         st.rerun()
-    running = states.loc[states["state"] == PointState.RUNNING]
     st.info(f"Still measuring, {parts.count(seen, 'point')} to go; this page follows.", icon=":material/autorenew:")
-    for point in running.to_dict("records"):
-        st.caption(parts.doing(point))
+    for run_id in run_ids:
+        points = data.points(store, run_id)
+        for point in points.loc[points["running"] > 0].to_dict("records"):
+            st.caption(parts.doing(point))
 
 
 def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
     rows = choice.select(data.scaling(store, run_ids=choice.run_ids))
     fits = choice.select(data.fits(store, choice.run_ids))
     if rows.empty:
-        st.info(_nothing_to_draw(choice.select(states)), icon=":material/filter_alt_off:")
+        text = "No finished point fits this choice yet."
+        if PointState.OK in set(choice.select(states)["state"]):
+            text = "The finished points of this choice have no numbers against a sequence length; "
+            text += "their runs' pages have all."
+        st.info(text, icon=":material/filter_alt_off:")
     else:
         quantities = data.quantities(store, choice.run_ids)
         panels = _panels(rows, choice.layout, quantities)
         _draw(panels[:2], fits)
         _growth(fits, quantities)
-        _branches(_chosen(choice, data.branches(store, choice.run_ids)))
+        if shares := data.branches(store, choice.run_ids):
+            selected = choice.select(pd.DataFrame([one.series for one in shares]))
+            _branches([shares[index] for index in selected.index])
         _draw(panels[2:], fits)
     _unfinished(choice.select(states))
     if not rows.empty:
         _rows(store, choice.run_ids, rows)
-
-
-def _nothing_to_draw(states: pd.DataFrame) -> str:
-    """Why there is no chart."""
-    if PointState.OK in set(states["state"]):
-        return (
-            "The finished points of this choice have no numbers against a sequence length; their runs' pages have all."
-        )
-    return "No finished point fits this choice yet."
-
-
-def _chosen(choice: Choice, shares: Sequence[BranchShares]) -> list[BranchShares]:
-    """The shares of the series that the choice selects."""
-    if not shares:
-        return []
-    return [shares[place] for place in choice.select(pd.DataFrame([one.series for one in shares])).index]
 
 
 Panel = tuple[str, Quantity, pd.DataFrame]  # title, quantity and rows of a chart
@@ -137,7 +132,16 @@ def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFram
     st.caption(_what(shown))
     chart = charts.scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
     st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
-    legend.show(charts.scaling_legend(shown, fits, quantity))
+    show_legend(charts.scaling_legend(shown, fits, quantity))
+
+
+def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
+    """Draw each series' mark and name as text of the page, where no name is cut."""
+    html = ""
+    for name, look in entries:
+        mark = f'<span style="{_MARK}; color: {look.color}">{look.sign}</span>'
+        html += f'<span style="{_ENTRY}">{mark}<span style="opacity: 0.8">{for_html(name, _NAME)}</span></span>'
+    st.html(f'<div class="legend" style="{_LEGEND}">{html}</div>')
 
 
 def _what(rows: pd.DataFrame) -> str:
@@ -170,7 +174,7 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
         bends = times.loc[times["metric"] == times["metric"].iloc[0]] if len(times) else shown
         chart = exponents.local_chart(bends, quantities)
         st.altair_chart(chart, alt="Local exponents against sequence length, beside linear and quadratic growth")
-        legend.show(exponents.local_legend(bends, quantities))
+        show_legend(exponents.local_legend(bends, quantities))
     st.subheader("Fitted exponents")
     st.caption("Click a row to open its run.")
     others = ordered.loc[~ordered.index.isin(shown.index)]  # further kinds of memory
@@ -194,7 +198,7 @@ def _branches(shares: Sequence[BranchShares]) -> None:
         with left:
             chart = branch_chart(own, legend=False)
             st.altair_chart(chart, alt=f"{title}: share of each branch against sequence length")
-            legend.show(branch_legend(own))
+            show_legend(branch_legend(own))
         right.subheader(parts.plain(title))
         right.markdown(parts.plain(one.sentence))
 

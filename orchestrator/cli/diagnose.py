@@ -26,7 +26,7 @@ from orchestrator.store import Store, queries
 from orchestrator.terminal import on_a_terminal
 
 if TYPE_CHECKING:
-    from jobs.diagnosis.advice import Advice, Diagnosis
+    from jobs.diagnosis.advice import Diagnosis
     from jobs.diagnosis.rank_state import RankState
     from jobs.diagnosis.text import Shown
 
@@ -43,7 +43,7 @@ class NotLiveError(UserError):
 
 
 def give_way() -> None:
-    """Take what processor time nobody else wants: Linux's idle class is below every priority."""
+    """Run only when nothing else wants the processor: Linux's idle class is below every priority."""
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):
@@ -102,28 +102,36 @@ def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str,
 
 
 def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
-    from jobs.diagnosis.advice import Diagnosis, advise, imbalance
+    from jobs.diagnosis.advice import Advice, Diagnosis, advise, imbalance
     from jobs.diagnosis.text import describe
 
-    attempt = int(row["running"])
-    states = _states(queries.artifacts(store, row["point_id"]), attempt)
+    attempt, run_id, number = int(row["running"]), row["run_id"], int(row["number"])
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)
-    found = Diagnosis(
-        ranks=[_with_present(state, recent) for state in states],
-        utilization=_medians(_of_training(recent), "gpu_utilization"),
+    steps = recent.loc[recent["name"] == "throughput", "at"]
+    # Since the first of the training's steps among them: a GPU is idle while a process starts.
+    training = recent.iloc[:0] if steps.empty else recent.loc[recent["at"] > steps.min()]
+    diagnosis = Diagnosis(
+        ranks=_ranks(queries.artifacts(store, row["point_id"]), attempt, recent),
+        utilization=_medians(training, "gpu_utilization"),
         imbalance=imbalance(_medians(recent, "rank_compute_time")),
     )
-    found, notes = _seen(found, seconds)
-    advice = [*_silence(row), *advise(found)]
+    diagnosis, notes = _processes(diagnosis, seconds)
+    advice = advise(diagnosis)
+    if (heartbeat := row["heartbeat_at"]) is not None and not pd.isna(heartbeat):
+        heartbeat = heartbeat.replace(tzinfo=UTC) if heartbeat.tzinfo is None else heartbeat
+        if (silent := (datetime.now(UTC) - heartbeat).total_seconds()) >= _SILENT_S:
+            text = f"no progress for {silent:,.0f} s, last in phase {row['phase'] or 'start'!r}"
+            fix = f"see `nsa logs {run_id} --point {number}`, or end it: `nsa cancel {run_id}`"
+            advice = [Advice(text, fix), *advice]
     shown = _shown()
-    title = shown(f"{row['run_id']}, point {int(row['number'])}: {row['label']}")
+    title = shown(f"{run_id}, point {number}: {row['label']}")
     head = "\n".join([f"# {title}\n", *map(shown, _progress(row, recent)), ""])
-    return "\n".join([head, *(f"{shown(note, _NOTE)}\n" for note in notes), describe(found, advice, shown)])
+    return "\n".join([head, *(f"{shown(note, _NOTE)}\n" for note in notes), describe(diagnosis, advice, shown)])
 
 
-def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
-    """The ranks' states as they kept them at the first step of their newest process, by rank."""
-    from jobs.diagnosis.rank_state import RankState
+def _ranks(files: pd.DataFrame, attempt: int, recent: pd.DataFrame) -> list[RankState]:
+    """The ranks' states as they kept them at the first step of their newest process, with the memory of now."""
+    from jobs.diagnosis.rank_state import NOW, Memory, RankState
 
     newest: dict[int, tuple[int, RankState]] = {}
     for file in files.to_dict("records"):
@@ -133,62 +141,52 @@ def _states(files: pd.DataFrame, attempt: int) -> list[RankState]:
         process, state = int(match[2] or 1), RankState.from_json(file["content"])
         if state is not None and process > newest.get(state.rank, (0,))[0]:
             newest[state.rank] = (process, state)
-    return [newest[rank][1] for rank in sorted(newest)]
+    allocated, used = _by_rank(recent, "training_memory"), _by_rank(recent, "gpu_memory_used")
+    ranks = []
+    for rank in sorted(newest):
+        state = newest[rank][1]
+        latest = [values[rank][-1] if rank in values else None for values in (allocated, used)]
+        now = Memory(None, *latest) if state.gpu else Memory(latest[0])
+        ranks.append(replace(state, memory={**state.memory, NOW: now}))
+    return ranks
 
 
-def _with_present(state: RankState, recent: pd.DataFrame) -> RankState:
-    """The state with the present memory as the run's series have it."""
-    from jobs.diagnosis.rank_state import NOW, Memory
-
-    gpu = bool(state.gpu)
-    held = _latest(recent, "training_memory").get(state.rank)
-    used = _latest(recent, "gpu_memory_used").get(state.rank)
-    present = Memory(None, held, used) if gpu else Memory(held)
-    return replace(state, memory={**state.memory, NOW: present})
-
-
-def _seen(found: Diagnosis, seconds: float) -> tuple[Diagnosis, list[str]]:
+def _processes(diagnosis: Diagnosis, seconds: float) -> tuple[Diagnosis, list[str]]:
     """The diagnosis with what is seen of the processes on this host; and notes: stacks, and who is elsewhere."""
-    from jobs.diagnosis.rank_state import identity
-
-    if not found.ranks:
-        return found, ["No rank has told its state: it has not done its first step, or its kind trains nothing."]
-    here = [rank for rank in found.ranks if rank.process and identity(rank.pid) == rank.process]
-    notes = []
-    if any(rank.gpu for rank in found.ranks):
-        notes.append("Reserved memory now is that in use on the card, by all its processes.")
-    if away := [rank for rank in found.ranks if rank not in here]:
-        places = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in away)
-        notes.append(f"Not on this host, in another container, or gone: {places}; theirs is what the database has.")
-    if here:
-        found, stacks = _watched(found, here, seconds)
-        notes += stacks
-    return found, notes
-
-
-def _watched(found: Diagnosis, here: Sequence[RankState], seconds: float) -> tuple[Diagnosis, list[str]]:
-    """The diagnosis with the processes of `here` watched for a while, and a note on what each is doing."""
+    from jobs.diagnosis.rank_state import NOW, identity
     from jobs.hardware.environment import steering
     from jobs.hardware.topology import topology
 
+    if not diagnosis.ranks:
+        return diagnosis, ["No rank has told its state: it has not done its first step, or its kind trains nothing."]
+    here = [rank for rank in diagnosis.ranks if rank.process and identity(rank.pid) == rank.process]
+    notes = []
+    if any(rank.gpu for rank in diagnosis.ranks):
+        notes.append("Reserved memory now is that in use on the card, by all its processes.")
+    if away := [f"rank {rank.rank} on {rank.host}" for rank in diagnosis.ranks if rank not in here]:
+        notes.append(
+            f"Not on this host, in another container, or gone: {', '.join(away)}; theirs is what the database has."
+        )
+    if not here:
+        return diagnosis, notes
     processes = {rank.rank: psutil.Process(rank.pid) for rank in here}
     variables: dict[str, str] | None = None
-    busy, resident = dict(found.utilization), {}
     for process in processes.values():
         with contextlib.suppress(psutil.Error):
             variables = {**(variables or {}), **steering(process.environ())}
-            process.cpu_percent()
+            process.cpu_percent()  # begins its interval
     time.sleep(seconds)
+    busy, ranks = dict(diagnosis.utilization), {rank.rank: rank for rank in diagnosis.ranks}
     for rank in here:
         process = processes[rank.rank]
         with contextlib.suppress(psutil.Error):
-            resident[rank.rank] = round(process.memory_info().rss / 2**20, 1)
-            share = process.cpu_percent() / max(1, rank.threads)
+            now = replace(rank.memory[NOW], resident=round(process.memory_info().rss / 2**20, 1))
+            ranks[rank.rank] = replace(rank, memory={**rank.memory, NOW: now})
             if not rank.gpu:
-                busy[rank.rank] = share
+                busy[rank.rank] = process.cpu_percent() / max(1, rank.threads)
     host = topology([rank.gpu for rank in here if rank.gpu] or None)
-    ranks = [_with_resident(rank, resident) for rank in found.ranks]
-    return replace(found, ranks=ranks, hosts=[host], variables=variables, utilization=busy), _stacks(here)
+    seen = replace(diagnosis, ranks=list(ranks.values()), hosts=[host], variables=variables, utilization=busy)
+    return seen, [*notes, *_stacks(here)]
 
 
 def _stacks(here: Sequence[RankState]) -> list[str]:
@@ -204,26 +202,6 @@ def _stacks(here: Sequence[RankState]) -> list[str]:
     return notes
 
 
-def _with_resident(rank: RankState, resident: Mapping[int, float]) -> RankState:
-    from jobs.diagnosis.rank_state import NOW
-
-    if rank.rank not in resident:
-        return rank
-    return replace(rank, memory={**rank.memory, NOW: replace(rank.memory[NOW], resident=resident[rank.rank])})
-
-
-def _silence(row: Mapping[str, Any]) -> list[Advice]:
-    """A warning about a point without progress."""
-    from jobs.diagnosis.advice import Advice
-
-    silent = _age(row["heartbeat_at"])
-    if silent is None or silent < _SILENT_S:
-        return []
-    text = f"no progress for {silent:,.0f} s, last in phase {row['phase'] or 'start'!r}"
-    run_id, number = row["run_id"], int(row["number"])
-    return [Advice(text, f"see `nsa logs {run_id} --point {number}`, or end it: `nsa cancel {run_id}`")]
-
-
 def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
     """Phase and rate of a point, and the latest values of its main series, a line each."""
     phase = row["phase"] or "starting"
@@ -232,22 +210,10 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
     rate = "" if not row["rate"] or pd.isna(row["rate"]) else f", {row['rate']:.3g} a second"
     lines = [f"Attempt {int(row['running'])} on {row['running_on'] or 'an unknown node'}: {phase}{rate}."]
     for name in _SHOWN:
-        mine = recent.loc[recent["name"] == name]
-        if not mine.empty:
-            values = [f"{value:.5g}" for _, value in sorted(_latest(recent, name).items())]
-            lines.append(f"{name} [{mine['unit'].iloc[-1]}]: {', '.join(values)}")
+        if by_rank := _by_rank(recent, name):
+            unit = recent.loc[recent["name"] == name, "unit"].iloc[-1]
+            lines.append(f"{name} [{unit}]: {', '.join(f'{by_rank[rank][-1]:.5g}' for rank in sorted(by_rank))}")
     return lines
-
-
-def _of_training(recent: pd.DataFrame) -> pd.DataFrame:
-    """The samples since the first of the training's steps among them: a GPU is idle while a process starts."""
-    steps = recent.loc[recent["name"] == "throughput", "at"]
-    return recent.iloc[:0] if steps.empty else recent.loc[recent["at"] > steps.min()]
-
-
-def _latest(recent: pd.DataFrame, name: str) -> dict[int, float]:
-    """The latest value of a series by rank."""
-    return {rank: values[-1] for rank, values in _by_rank(recent, name).items()}
 
 
 def _medians(recent: pd.DataFrame, name: str) -> dict[int, float]:
@@ -257,16 +223,4 @@ def _medians(recent: pd.DataFrame, name: str) -> dict[int, float]:
 
 def _by_rank(recent: pd.DataFrame, name: str) -> dict[int, list[float]]:
     """Values of a series by rank, in the order of time."""
-    rows = recent.loc[recent["name"] == name]
-    found: dict[int, list[float]] = {}
-    for rank, value in zip(rows["rank"], rows["value"], strict=True):
-        found.setdefault(int(rank), []).append(float(value))
-    return found
-
-
-def _age(at: Any) -> float | None:
-    """Seconds since a time of the database; None if there is none."""
-    if at is None or pd.isna(at):
-        return None
-    at = at.replace(tzinfo=UTC) if at.tzinfo is None else at
-    return (datetime.now(UTC) - at).total_seconds()
+    return {int(rank): rows["value"].tolist() for rank, rows in recent.loc[recent["name"] == name].groupby("rank")}

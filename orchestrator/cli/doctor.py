@@ -9,7 +9,7 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,28 +57,32 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
     """All settings, in the order of `Settings`."""
     effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
     effective["artifact_store"] = settings.artifact_store_url
-    return [
-        SettingRow(
-            variable=f"NSA_{name.upper()}",
-            value=effective.get(name) or str(getattr(settings, name)),
-            source=_source(f"NSA_{name.upper()}", name in settings.model_fields_set),
-            meaning=field.description or "",
-        )
-        for name, field in Settings.model_fields.items()
-    ]
+    rows = []
+    for name, field in Settings.model_fields.items():
+        variable, value = f"NSA_{name.upper()}", effective.get(name) or str(getattr(settings, name))
+        source = ".env" if name in settings.model_fields_set else "default"
+        source = "environment" if variable in os.environ else source
+        rows.append(SettingRow(variable, value, source, field.description or ""))
+    return rows
 
 
 def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
-    checks: list[Callable[[Settings], Finding]] = [_python, _torch, _gpu, _triton, _dense, _flash_attn_4, _flash_attn_2]
-    checks += [_ray, _ray_access, _database, _artifacts, _artifact_store, _pyspy, _dashboard]
-    return [*(check(settings) for check in checks), *_offered()]
-
-
-def _source(variable: str, given: bool) -> str:
-    if variable in os.environ:
-        return "environment"
-    return ".env" if given else "default"
+    return [
+        Finding("python", Health.OK, f"{sys.version.split()[0]} at {sys.executable}"),
+        _torch(),
+        _gpu(),
+        _triton(),
+        *_dense(),
+        _ray(settings),
+        _ray_access(settings),
+        _database(settings),
+        _artifacts(settings),
+        _artifact_store(settings),
+        _pyspy(),
+        _dashboard(settings),
+        *_offered(),
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -88,11 +92,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _python(_: Settings) -> Finding:
-    return Finding("python", Health.OK, f"{sys.version.split()[0]} at {sys.executable}")
-
-
-def _torch(_: Settings) -> Finding:
+def _torch() -> Finding:
     version = _version("torch")
     if version is None:
         return Finding("torch", Health.BROKEN, "not installed", _INSTALL)
@@ -104,7 +104,7 @@ def _torch(_: Settings) -> Finding:
     return Finding("torch", Health.OK, f"{version}; tested: {TORCH}{note}")
 
 
-def _gpu(_: Settings) -> Finding:
+def _gpu() -> Finding:
     try:
         import torch
 
@@ -122,13 +122,14 @@ def _gpu(_: Settings) -> Finding:
     return Finding("gpu", Health.OK, f"{count} × {', '.join(sorted(names))}")
 
 
-def _triton(_: Settings) -> Finding:
+def _triton() -> Finding:
     try:
         import torch
 
         from nsa_core.backends import TRITON, available_backends, triton_version
     except (ImportError, OSError):  # no PyTorch, which has its own finding
-        return _optional("triton", _INSTALL_GPU)
+        version = _version("triton")
+        return Finding("triton", Health.OK if version else Health.MISSING, version or "not installed", _INSTALL_GPU)
     version, reason = triton_version(), available_backends(torch.device("cuda"), torch.bfloat16)["triton"]
     if version is None:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
@@ -137,38 +138,27 @@ def _triton(_: Settings) -> Finding:
     return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
 
 
-def _dense(_: Settings) -> Finding:
-    usable = [name for name, reason in _dense_kernels().items() if reason is None]
-    if not usable:
-        return Finding("dense", Health.MISSING, "no fused kernel for half precision here", _INSTALL)
-    return Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")
-
-
-def _flash_attn_4(_: Settings) -> Finding:
-    return _flash("flash-attn-4")
-
-
-def _flash_attn_2(_: Settings) -> Finding:
-    return _flash("flash-attn-2")
-
-
-def _flash(kernel: str) -> Finding:
-    reason = _dense_kernels().get(kernel, "PyTorch is not installed")
-    if reason is None:
-        return Finding(kernel, Health.OK, "dense attention and the window branch can take it")
-    return Finding(kernel, Health.MISSING, f"{reason}; PyTorch's own kernels serve meanwhile")
-
-
-def _dense_kernels() -> Mapping[str, str | None]:
-    """Dense attention's kernels, each with the reason why it cannot run here, or None."""
+def _dense() -> list[Finding]:
+    """The kernels of dense attention, and the two of them that are installed by themselves."""
     try:
         import torch
 
         from nsa_core.backends.dense import available_kernels
     except ImportError:
-        return {}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return available_kernels(device, torch.bfloat16, 64)
+        kernels: Mapping[str, str | None] = {}
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        kernels = available_kernels(device, torch.bfloat16, 64)  # each with the reason why it cannot run here
+    if usable := [name for name, reason in kernels.items() if reason is None]:
+        rows = [Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")]
+    else:
+        rows = [Finding("dense", Health.MISSING, "no fused kernel for half precision here", _INSTALL)]
+    for kernel in ("flash-attn-4", "flash-attn-2"):
+        if reason := kernels.get(kernel, "PyTorch is not installed"):
+            rows.append(Finding(kernel, Health.MISSING, f"{reason}; PyTorch's own kernels serve meanwhile"))
+        else:
+            rows.append(Finding(kernel, Health.OK, "dense attention and the window branch can take it"))
+    return rows
 
 
 def _offered() -> list[Finding]:
@@ -183,24 +173,13 @@ def _offered() -> list[Finding]:
         from jobs.adapters import offered_peers
 
         implementations, peers = offered(), offered_peers()
-    groups = {"kind": offered_kinds(), "implementation": implementations, "peer": peers}
-    return [
-        Finding(f"{group} {one.name}", Health.OK, f"{one.package} {one.version}")
-        if one.problem is None
-        else Finding(
-            f"{group} {one.name}",
-            Health.BROKEN,
-            f"{one.package} {one.version}: {one.problem}",
-            f"mend or uninstall {one.package}",
-        )
-        for group, found in groups.items()
-        for one in found
-    ]
-
-
-def _optional(package: str, fix: str) -> Finding:
-    version = _version(package)
-    return Finding(package, Health.OK, version) if version else Finding(package, Health.MISSING, "not installed", fix)
+    rows = []
+    for group, plugins in {"kind": offered_kinds(), "implementation": implementations, "peer": peers}.items():
+        for one in plugins:
+            health = Health.OK if one.problem is None else Health.BROKEN
+            detail = f"{one.package} {one.version}" + (f": {one.problem}" if one.problem else "")
+            rows.append(Finding(f"{group} {one.name}", health, detail, f"mend or uninstall {one.package}"))
+    return rows
 
 
 def _ray(settings: Settings) -> Finding:
@@ -282,7 +261,7 @@ def _artifact_store(settings: Settings) -> Finding:
     return Finding(name, Health.OK, f"{url}, can be written")
 
 
-def _pyspy(_: Settings) -> Finding:
+def _pyspy() -> Finding:
     from jobs.process.stacks import py_spy
 
     if py_spy():

@@ -47,7 +47,11 @@ def run(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> 
         if step.command is None:
             _say(f"no command settles {settled}: {step.lacking}")
         elif not any(node.can_run(step) for node in nodes):
-            _say(f"not run: {step.command}: {_missing(step, nodes)}")
+            cards = {f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus}
+            _say(
+                f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
+                f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"
+            )
         elif dry_run:
             _say(f"would run: {step.command}: {console.cost(step)}; settles {settled}")
         else:
@@ -82,25 +86,18 @@ def cluster(settings: Settings) -> list[Node]:
     from ray.util.state import list_nodes
 
     try:
-        found = list_nodes(settings.ray_dashboard, [("state", "=", "ALIVE")], limit=_MOST_NODES, detail=True)
+        listed = list_nodes(settings.ray_dashboard, [("state", "=", "ALIVE")], limit=_MOST_NODES, detail=True)
     except Exception as err:  # also of an answer of another server than Ray's
         raise submission.SubmissionError(
             f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes ({error_in_a_line(err)}); "
             "look at `nsa status`"
         ) from None
-    return [_node(vars(each)["resources_total"]) for each in found]
-
-
-def _node(resources: dict[str, float]) -> Node:
-    types = {name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)}
-    return Node(float(resources.get("GPU", 0)), frozenset(types))
-
-
-def _missing(step: Step, nodes: Sequence[Node]) -> str:
-    """The reason that no node can run a step."""
-    here = sorted({f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus})
-    wanted = f"{step.gpus}× {step.accelerator or 'GPU'}"
-    return f"needs a node with {wanted}; this cluster has {', '.join(here) if here else 'no GPU'}"
+    nodes = []
+    for each in listed:
+        resources = vars(each)["resources_total"]
+        types = {name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)}
+        nodes.append(Node(float(resources.get("GPU", 0)), frozenset(types)))
+    return nodes
 
 
 def _submit(settings: Settings, step: Step) -> str | None:

@@ -140,7 +140,7 @@ def _known(call: Callable[[], T], submission_id: str) -> T:
 
 
 def _answered(call: Callable[[], T], what: str, fix: str) -> T:
-    """The answer to a call of Ray's client. Raises SubmissionError for a refusal, no answer, and what is none."""
+    """The answer to a call of Ray's client. Raises SubmissionError if Ray refuses, times out or returns garbage."""
     try:
         return call()
     except StopAsyncIteration:

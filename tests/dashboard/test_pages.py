@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -93,9 +92,8 @@ def test_an_unreachable_database_says_so(page: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_an_old_schema_asks_for_the_upgrade(page: str, complete: str, tmp_path: Path):
-    with sqlite3.connect(tmp_path / "nsa.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+def test_a_database_without_tables_asks_for_the_upgrade(page: str, database: str, tmp_path: Path):
+    (tmp_path / "nsa.db").touch()
     assert "nsa db upgrade" in text(show(page))
 
 

@@ -13,6 +13,7 @@ from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
 from jobs.schema.states import PointState, RunState
+from orchestrator.report.series import look
 from orchestrator.store import Store, upgrade
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 
@@ -122,8 +123,9 @@ def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it
 def test_scaling_shows_the_share_of_each_branch_and_where_the_compressed_takes_over(complete: str):
     with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
         connection.executemany(
-            "INSERT INTO metric (point_id, name, unit, value, samples, method) "
-            "SELECT id, ?, 'ms', ? * pow(seq_len / 1024.0, ?), '[]', 'profiler' FROM point "
+            "INSERT INTO metric (point_id, attempt, state, name, unit, value, samples, method) "
+            "SELECT id, attempt.number, state, ?, 'ms', ? * pow(seq_len / 1024.0, ?), '[]', 'profiler' "
+            "FROM point JOIN attempt ON point_id = id "
             "WHERE run_id = ? AND implementation = 'chunked' AND state = 'ok'",
             [("stage_compressed", 1.0, 2, RUN), ("stage_window", 2.0, 1, RUN), ("stage_merge", 0.5, 1, RUN)],
         )
@@ -230,3 +232,31 @@ def test_without_a_number_against_a_length_scaling_says_so(database: str):
     said = text(show("scaling", run=run))
     assert "no numbers against a sequence length" in said
     assert "No finished point" not in said
+
+
+def legend_of(name: str) -> str:
+    def script(name):  # runs by itself: its names are its own
+        from dashboard.scaling import show_legend
+        from orchestrator.report import series
+
+        show_legend([(name, series.look("triton"))])
+
+    app = AppTest.from_function(script, kwargs={"name": name}).run(timeout=60)
+    assert not app.exception, [found.message for found in app.exception]
+    [element] = app.get("html")
+    return element.proto.body
+
+
+def test_a_long_name_is_shown_whole_beside_its_mark():
+    name = "Scalable-Flash-NSA, window by flash-attn-4  · · ·  ~ S^1.18 (1.17 to 1.20), 8K–64K"
+    html = legend_of(name)
+    assert name in html
+    assert f"color: {look('triton').color}" in html
+    assert look("triton").sign in html
+
+
+def test_a_name_that_pretends_to_be_markup_is_text():
+    html = legend_of("<script>alert(1)</script><b>x</b>\" onclick='y'")
+    assert "<script" not in html
+    assert "<b>" not in html
+    assert "onclick='" not in html

@@ -24,7 +24,6 @@ from nsa_core.backends import BACKENDS, TORCH, TRITON, Heads, default, resolve, 
 from nsa_core.backends.triton import CAPABILITIES
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
-from orchestrator.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -201,7 +200,7 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
     if not supported:
         with pytest.raises(BackendError, match=f"{said}; use one of auto, "):
             resolve("triton", ["win"], cuda, torch.bfloat16)
-        assert doctor._triton(Settings()).detail == f"auto takes chunked instead: {said}"
+        assert doctor._triton().detail == f"auto takes chunked instead: {said}"
 
 
 @pytest.mark.parametrize(
