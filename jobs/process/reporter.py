@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from jobs.process.messages import Beat, Note, RanksStarted, Samples, Warned
 from jobs.schema.point import NOWHERE, SHORT, Surroundings
@@ -47,15 +46,6 @@ class BeatFilter:
         return True
 
 
-@dataclass
-class _Latest:
-    """The latest sample of a series that was not sent."""
-
-    step: int
-    at: float
-    value: float
-
-
 class ProcessReporter:
     """The jobs.schema.point.Reporter of a point's process, or of a rank.
 
@@ -88,7 +78,7 @@ class ProcessReporter:
         self._longest = longest
         self._filter = BeatFilter(BEAT_INTERVAL_S)
         self._beats = 0
-        self._latest: dict[tuple[int, str], _Latest] = {}
+        self._latest: dict[tuple[int, str], tuple[int, float, float]] = {}  # rank and series -> step, time, value
         self._lock = threading.Lock()
         self._begun = 0.0  # monotonic time of the first sample
         self._at = 0.0  # time of the latest sample
@@ -113,7 +103,7 @@ class ProcessReporter:
             at = self._at = max(self._at, time.time())  # of two samples of a step the later one counts
             for name, value in values.items():
                 if math.isfinite(value):
-                    self._latest[rank, name] = _Latest(int(step), at, float(value))
+                    self._latest[rank, name] = (int(step), at, float(value))
         if self._thread is None:
             self._begun = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
@@ -154,8 +144,8 @@ class ProcessReporter:
         with self._lock:
             latest, self._latest = self._latest, {}
         together: dict[tuple[int, int, float], dict[str, float]] = {}
-        for (rank, name), sample in latest.items():
-            together.setdefault((rank, sample.step, sample.at), {})[name] = sample.value
+        for (rank, name), (step, at, value) in latest.items():
+            together.setdefault((rank, step, at), {})[name] = value
         for (rank, step, at), values in sorted(together.items(), key=lambda item: item[0]):
             units = {} if self._units is None else {name: self._units[name] for name in values}
             self._send(Samples(rank, step, at, values, units))

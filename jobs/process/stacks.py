@@ -40,7 +40,8 @@ _SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
 def offer() -> None:
-    """Have this process write its stacks to its stderr on `request`, also while a thread holds the GIL."""
+    """Have this process write its stacks to its stderr when it crashes and on `request`, also while the GIL is held."""
+    faulthandler.enable()
     faulthandler.register(_SIGNAL, all_threads=True)
 
 

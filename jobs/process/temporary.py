@@ -28,9 +28,7 @@ class Folder:
     def __init__(self, prefix: str) -> None:
         remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        new = (
-            self.path / f"{_LOCK}.new"
-        )  # gets its name once it is locked: nobody takes the folder for abandoned before
+        new = self.path / f"{_LOCK}.new"  # renamed once it is locked: until then nobody takes the folder for abandoned
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a filesystem without locks: nobody else removes the folder
             fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import json
@@ -54,7 +53,6 @@ def main(argv: list[str]) -> None:
     channel = Channel(int(argv[1]))
     end_with_parent()
     _end_group_with_this()
-    faulthandler.enable()
     stacks.offer()  # for where py-spy may not attach
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()

@@ -97,7 +97,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
         raise ServiceError(
             f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
         )
-    if was_open := ray_token.wanted() and ray_token.problem():
+    if was_open := ray_token.is_enabled() and ray_token.problem():
         warn(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up")
     folder = folder_of_a_new_cluster(settings)
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -319,14 +319,14 @@ class Exposure:
 
 def token_place() -> str | None:
     """The file or variable with the token of this user's clusters; None if they are to ask for none."""
-    return str(ray_token.token_file() or "RAY_AUTH_TOKEN") if ray_token.wanted() else None
+    return str(ray_token.token_file() or "RAY_AUTH_TOKEN") if ray_token.is_enabled() else None
 
 
 def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
     """Parts of the cluster that others reach; `ray_pid`: its process, if `nsa up` started it."""
     found = []
     if not asks_for_token(settings):
-        again = "nsa down; nsa up" if ray_token.wanted() else "nsa down; unset RAY_AUTH_MODE; nsa up"
+        again = "nsa down; nsa up" if ray_token.is_enabled() else "nsa down; unset RAY_AUTH_MODE; nsa up"
         what = "runs code for everyone who reaches it, as it was started without a token"
         found.append(Exposure(f"the cluster at {settings.ray_dashboard} {what}", again))
     if ray_pid is not None and (ports := _open_ports(ray_pid)):

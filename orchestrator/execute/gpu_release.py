@@ -5,6 +5,7 @@ NVML is asked in a thread, with a bound: where the driver is wedged, as by a ker
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,11 +30,7 @@ class _SilentError(nvml.NvmlError):
     """NVML does not answer."""
 
 
-def _never() -> bool:
-    return False
-
-
-def visible(gpus: str | None, stopped: Callable[[], bool] = _never) -> list[str]:
+def visible(gpus: str | None, stopped: Callable[[], bool] = lambda: False) -> list[str]:
     """GPU ids in a CUDA_VISIBLE_DEVICES value; None: all GPUs that this process sees."""
     if gpus is not None:
         return [part.strip() for part in gpus.split(",") if part.strip()]
@@ -43,12 +40,21 @@ def visible(gpus: str | None, stopped: Callable[[], bool] = _never) -> list[str]
         return []
 
 
-def card_name(gpu: str, stopped: Callable[[], bool] = _never) -> str | None:
+def card_name(gpu: str, stopped: Callable[[], bool] = lambda: False) -> str | None:
     """Name of a GPU, as the probe names the machine; None where NVML cannot say."""
     try:
         return _answer(lambda: nvml.describe(gpu), stopped).get("name")
     except (nvml.NvmlError, pynvml.NVMLError):
         return None
+
+
+def misfit(gpu: str, planned: str | None, stopped: Callable[[], bool] = lambda: False) -> str | None:
+    """Reason why a point that is planned for a card may not be measured on this GPU; None if it may."""
+    card = card_name(gpu, stopped) if planned else None
+    if card in (planned, None):
+        return None
+    fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+    return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Baseline:
     problem: str | None = None
 
     @classmethod
-    def take(cls, gpu_ids: Collection[str], stopped: Callable[[], bool] = _never) -> Baseline:
+    def take(cls, gpu_ids: Collection[str], stopped: Callable[[], bool] = lambda: False) -> Baseline:
         def used() -> dict[str, int]:
             with nvml.session():
                 return {gpu: _used(gpu) for gpu in gpu_ids}
@@ -77,7 +83,7 @@ class Baseline:
         except (nvml.NvmlError, pynvml.NVMLError):
             return cls(None)
 
-    def wait_free(self, pids: Collection[int], stopped: Callable[[], bool] = _never) -> str | None:
+    def wait_free(self, pids: Collection[int], stopped: Callable[[], bool] = lambda: False) -> str | None:
         """Wait until no process of `pids` holds a CUDA context and the memory in use is back at the baseline.
 
         Args:

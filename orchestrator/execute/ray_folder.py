@@ -161,8 +161,8 @@ def _private_folder(settings: Settings) -> Path:
 
 def _is_own(folder: Path) -> bool:
     """Whether a folder, no link to one, belongs to this user. Raises OSError if it is not there."""
-    there = folder.lstat()
-    return stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _temporary() -> Path:

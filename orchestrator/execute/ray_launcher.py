@@ -123,7 +123,7 @@ class RayLauncher:
         import ray
         from ray.exceptions import RayError
 
-        asked, looked = False, 0.0
+        stop_sent, looked = False, 0.0
         running = True
         while running:
             running = fit.is_alive()  # asked before reading: the last messages are read, too
@@ -141,8 +141,8 @@ class RayLauncher:
             self.agents.read()
             if stop.is_set() and not progress.placed:
                 raise RanksEnded({}, {})
-            if stop.is_set() and not asked:
-                asked = True
+            if stop.is_set() and not stop_sent:
+                stop_sent = True
                 mailbox.stop.remote()
             if not progress.placed and time.monotonic() - looked > _WAITING_S:
                 looked = time.monotonic()
@@ -239,9 +239,6 @@ class RankProgress:
                 self.tails[number] = tail
             case _:
                 self._pass_on(message)
-
-    def host(self, number: int) -> str:
-        return self.placed[number].host if number in self.placed else "unknown"
 
 
 class _Fit(threading.Thread):
@@ -342,7 +339,8 @@ def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collecti
     if not isinstance(error, WorkerGroupError):
         return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
     died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
-    texts = {number: f"died on node {progress.host(number)}: {_in_words(err)}" for number, err in died.items()}
+    hosts = {number: placed.host for number, placed in progress.placed.items()}
+    texts = {number: f"died on node {hosts.get(number, 'unknown')}: {_in_words(err)}" for number, err in died.items()}
     for number, placed in progress.placed.items():
         if placed.node in lost and number not in progress.tails | texts:
             texts[number] = f"was lost with node {placed.host}"

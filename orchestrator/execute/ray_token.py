@@ -23,7 +23,7 @@ class TokenError(UserError):
     """A token that cannot be used, or not be kept from others. One line: file, mistake, fix."""
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """Whether a new cluster asks for the token: yes, unless RAY_AUTH_MODE says otherwise."""
     return os.environ.get(_MODE, "token").strip().lower() == "token"
 
@@ -59,7 +59,7 @@ def environment_of_a_cluster() -> dict[str, str]:
     Raises:
         TokenError: the file cannot be made or read, is empty, or another user owns it.
     """
-    if not wanted():
+    if not is_enabled():
         return {}
     path = token_file()
     if path is None:
@@ -105,13 +105,13 @@ def _keep_private(path: Path) -> None:
     """Check that a token can be used, and take it from other users' reach."""
     try:
         with open_regular(path) as file:
-            there = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             empty = not file.read().strip()
-            if there.st_uid == os.geteuid() and there.st_mode & 0o077:
+            if status.st_uid == os.geteuid() and status.st_mode & 0o077:
                 os.fchmod(file.fileno(), 0o600)  # `ray get-auth-token --generate` leaves it readable by all
     except OSError as err:
         raise TokenError(f"{_PATH}: '{path}': cannot be read ({err.strerror}); set it to a file of your own") from None
-    if there.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise TokenError(f"{_PATH}: '{path}': another user owns this token; set it to a file of your own")
     if empty:
         raise TokenError(f"{_PATH}: '{path}': is empty; remove it, and `nsa up` writes a new token")

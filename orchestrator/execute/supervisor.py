@@ -78,7 +78,7 @@ def supervise(
             if stopped():
                 return
             yield StartRecord(**assignment.ids, attempt=assignment.attempt, node=socket.gethostname())
-            if (problem := slot.unfit()) is not None:
+            if (problem := slot.misfit()) is not None:
                 yield _outcome(assignment, PointState.ERROR, problem)
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
@@ -117,16 +117,10 @@ class _Slot:
         self.gpu_ids = gpu_release.visible(gpus, stopped) if conditions.device == "cuda" else []
         self._baseline = gpu_release.Baseline(None)
 
-    def unfit(self) -> str | None:
+    def misfit(self) -> str | None:
         """Reason why no point may be measured here: a GPU that the run is not planned for; None if there is none."""
-        planned = self._conditions.card
-        for gpu in self.gpu_ids if planned else []:
-            card = gpu_release.card_name(gpu, self._stopped)
-            if card not in (planned, None):
-                node = socket.gethostname()
-                fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
-                return f"planned for {planned}, node {node} has {card}; {fix}"
-        return None
+        reasons = (gpu_release.misfit(gpu, self._conditions.card, self._stopped) for gpu in self.gpu_ids)
+        return next(filter(None, reasons), None)
 
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""
@@ -234,9 +228,8 @@ class _Attempt:
         if conditions.store is not None:  # beside the folders of its attempts
             checkpoints = f"{conditions.store}/{checkpoints_path(assignment.run_id, assignment.point_id)}"
         if self._cluster is not None:
-            threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(self._cluster.cpus))))
-            env_vars = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **threads, **point.env}
-            cluster = replace(self._cluster, card=conditions.card, env_vars=env_vars)
+            variables = process_variables(max(1, int(self._cluster.cpus)), None)
+            cluster = replace(self._cluster, card=conditions.card, env_vars={**variables, **point.env})
         return MeasurePoint(
             kind=point.kind,
             config=dict(point.config),

@@ -96,10 +96,10 @@ def _named(field: str, path: Path, here: Path) -> list[Path]:
         raise UploadError(f"{field}: {str(path)!r}: leads out of the folder that is sent; {_ELSEWHERE}")
     if not os.path.exists(here / path):  # Path.exists raises for a path that is too long
         raise UploadError(f"{field}: {str(path)!r}: there is no such file in {here}; correct it, or {_ELSEWHERE}")
-    found = list(_below(field, path, here, ()))
-    if not found:
+    files = list(_below(field, path, here, ()))
+    if not files:
         raise UploadError(f"{field}: {str(path)!r}: holds no files; name a file, or a folder with some")
-    return found
+    return files
 
 
 def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Iterator[Path]:

@@ -53,22 +53,22 @@ def _quiet(*_: Any) -> None:
     ],
 )
 def test_a_trial_ends_in_its_own_way(sizes: str, code: str, end: End, reason: str) -> None:
-    told: list[tuple[Any, ...]] = []
+    beats: list[tuple[Any, ...]] = []
     limits = LIMITS if end is End.HANG else replace(LIMITS, heartbeat_s=30)
-    trial = run_trial(f"{sizes}:run", {"code": code}, limits, lambda *beat: told.append(beat))
+    trial = run_trial(f"{sizes}:run", {"code": code}, limits, lambda *beat: beats.append(beat))
     assert (trial.end, trial.reason) == (end, reason)
     assert trial.value == ({"value": 42} if end is End.OK else {})
-    assert ("begun", 1, 2) in told or end is not End.HANG
+    assert ("begun", 1, 2) in beats or end is not End.HANG
     assert ("tried_here.py" in trial.stderr) == (end is not End.OK and "_exit" not in code)  # stacks or traceback
     assert not descendants(psutil.Process(), "jobs.process.trial")
 
 
 def test_a_slow_trial_is_a_timeout_and_its_parent_is_told_of_silence(sizes: str) -> None:
     limits = Limits(30, 30, 5)
-    told: list[str] = []
-    trial = run_trial(f"{sizes}:run", {"code": "time.sleep(60)"}, limits, lambda phase, *_: told.append(phase))
+    beats: list[str] = []
+    trial = run_trial(f"{sizes}:run", {"code": "time.sleep(60)"}, limits, lambda phase, *_: beats.append(phase))
     assert (trial.end, trial.reason) == (End.TIMEOUT, "not done after 5 s (last in phase 'begun')")
-    assert len(told) >= 2  # a point whose trial says nothing for long is not itself hung
+    assert len(beats) >= 2  # a point whose trial says nothing for long is not itself hung
 
 
 def test_a_trial_ends_with_its_parent(sizes: str) -> None:

@@ -39,7 +39,7 @@ def measure(snippet_kind, tmp_path: Path) -> Callable[..., list]:
     return run
 
 
-def kept(updates: list) -> dict[str, str]:
+def texts(updates: list) -> dict[str, str]:
     """Point and name -> text in the database."""
     files = [update for update in updates if isinstance(update, ArtifactRecord)]
     return {f"{file.point_id[-1]} {file.artifact.name}": str(file.artifact.content) for file in files}
@@ -71,7 +71,7 @@ files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
 def test_a_point_learns_where_its_checkpoints_lie(measure, tmp_path) -> None:
     """In the store, beside the folders of its attempts; nowhere without a store."""
     told = "files['told.txt'] = str(beat.surroundings.checkpoints)"
-    seen = kept(measure(told, told))
+    seen = texts(measure(told, told))
     there = f"file://{tmp_path}/store/r"
     assert seen == {"0 told.txt": f"{there}/0000/checkpoints", "1 told.txt": f"{there}/0001/checkpoints"}
     updates = measure("value = float(beat.surroundings.checkpoints is None)", store=None)
@@ -86,7 +86,7 @@ files = {'..': 'up', 'a/b': 'aside', '': 'none', 'stdout.txt': 'mine', 'gone.bin
 print('said')"""
     updates = measure(code, "files = {'other.txt': 'kept'}")
     assert states(updates) == ["ok", "ok"]
-    assert kept(updates) == {"0 stdout.txt": "said\n", "0 last.txt": "kept", "1 other.txt": "kept"}
+    assert texts(updates) == {"0 stdout.txt": "said\n", "0 last.txt": "kept", "1 other.txt": "kept"}
     told = warnings(updates)
     assert len(told) == 6
     assert all(message.startswith("0 file not kept: ") for message in told)
@@ -102,7 +102,7 @@ shutil.rmtree(pathlib.Path(tempfile.gettempdir()).parent)
 files = {'a.txt': 'text'}"""
     updates = measure(code, "files = {'b.txt': 'kept'}")
     assert states(updates) == ["ok", "ok"]
-    assert kept(updates) == {"1 b.txt": "kept"}
+    assert texts(updates) == {"1 b.txt": "kept"}
     told = "\n".join(warnings(updates))
     assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in told
     assert "'a.txt': its text could not be written" in told
@@ -124,7 +124,7 @@ def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp
         kill = f"import signal\nos.kill({server.process.pid}, signal.SIGKILL)\nfiles = {{'a.txt': 'lost'}}"
         updates = measure("files = {'a.txt': 'kept'}", kill, "value = 2.0", store=server.url)
     assert states(updates) == ["ok", "ok", "ok"]
-    assert kept(updates) == {"0 a.txt": "kept"}
+    assert texts(updates) == {"0 a.txt": "kept"}
     [told] = warnings(updates)
     assert told.startswith("1 file not kept: the artifact store ftp://")
 
@@ -190,7 +190,7 @@ def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hang
 
 def test_a_text_that_was_kept_while_its_point_ran_is_not_replaced_at_its_end(measure, tmp_path) -> None:
     updates = measure("beat.keep('a.txt', 'early')\nfiles = {'a.txt': 'late', 'b.txt': 'other'}")
-    assert kept(updates) == {"0 a.txt": "early", "0 b.txt": "other"}
+    assert texts(updates) == {"0 a.txt": "early", "0 b.txt": "other"}
     assert (tmp_path / "store/r/0000/1/a.txt").read_text() == "early"
     [told] = warnings(updates)
     assert told == "0 file not kept: 'a.txt': another file of this attempt has this name"
