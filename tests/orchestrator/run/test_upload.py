@@ -68,7 +68,7 @@ def test_from_a_checkout_the_sources_are_sent_with_their_data_and_give_the_same_
     with zipfile.ZipFile(tmp_path / "upload.zip") as archive:
         archive.extractall(tmp_path / "unpacked")
     assert code_hash(tmp_path / "unpacked") == code_hash()
-    assert (tmp_path / "unpacked" / "orchestrator" / "gates" / "gates.yaml").is_file()
+    assert (tmp_path / "unpacked" / "orchestrator" / "judge" / "gates.yaml").is_file()
     assert {path.name for path in (tmp_path / "unpacked").iterdir()} == {*upload.PACKAGES, "corpus", "my.yaml"}
     assert not list((tmp_path / "unpacked").rglob("*.pyc"))
 
