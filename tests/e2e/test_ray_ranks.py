@@ -351,13 +351,13 @@ def _warnings(run: Run) -> list[str]:
 def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
     cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
 ) -> None:
-    deadlines = "deadlines={startup_s: 120, heartbeat_s: 12, point_s: 400}"
+    deadlines = "deadlines={startup_s: 120, heartbeat_s: 25, point_s: 400}"
     run = _submit(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
     ranks = run.until_trained(cluster)
     ranks[0].suspend()
     end = run.ended(1)
     assert end.state == "hang"
-    assert end.reason == "no progress for 12 s (last in phase 'train')"
+    assert end.reason == "no progress for 25 s (last in phase 'train')"
     stacks = [run.file(f"stacks-rank{number}.txt") for number in (0, 1)]
     assert any('"rank 0"' in text or '"rank 1"' in text for text in stacks)
     assert sorted(process.pid for process in ranks) == sorted(
