@@ -70,10 +70,10 @@ files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
 
 def test_a_point_learns_where_its_checkpoints_lie(measure, tmp_path) -> None:
     """In the store, beside the folders of its attempts; nowhere without a store."""
-    told = "files['told.txt'] = str(beat.surroundings.checkpoints)"
-    seen = texts(measure(told, told))
+    code = "files['checkpoints.txt'] = str(beat.surroundings.checkpoints)"
+    seen = texts(measure(code, code))
     there = f"file://{tmp_path}/store/r"
-    assert seen == {"0 told.txt": f"{there}/0000/checkpoints", "1 told.txt": f"{there}/0001/checkpoints"}
+    assert seen == {"0 checkpoints.txt": f"{there}/0000/checkpoints", "1 checkpoints.txt": f"{there}/0001/checkpoints"}
     updates = measure("value = float(beat.surroundings.checkpoints is None)", store=None)
     (outcome,) = [update for update in updates if isinstance(update, OutcomeRecord)]
     assert outcome.metrics[0].value == 1
@@ -87,13 +87,13 @@ print('said')"""
     updates = measure(code, "files = {'other.txt': 'kept'}")
     assert states(updates) == ["ok", "ok"]
     assert texts(updates) == {"0 stdout.txt": "said\n", "0 last.txt": "kept", "1 other.txt": "kept"}
-    told = warnings(updates)
-    assert len(told) == 6
-    assert all(message.startswith("0 file not kept: ") for message in told)
+    messages = warnings(updates)
+    assert len(messages) == 6
+    assert all(message.startswith("0 file not kept: ") for message in messages)
     for part in ("'..': is no plain", "'a/b': is no plain", "'': is no plain", r"'zero\x00.txt': is no plain"):
-        assert sum(part in message for message in told) == 1
-    assert sum("'stdout.txt': another file of this attempt has this name" in message for message in told) == 1
-    assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in told) == 1
+        assert sum(part in message for message in messages) == 1
+    assert sum("'stdout.txt': another file of this attempt has this name" in message for message in messages) == 1
+    assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in messages) == 1
 
 
 def test_a_point_that_removes_its_own_folder_is_measured(measure) -> None:
@@ -103,9 +103,9 @@ files = {'a.txt': 'text'}"""
     updates = measure(code, "files = {'b.txt': 'kept'}")
     assert states(updates) == ["ok", "ok"]
     assert texts(updates) == {"1 b.txt": "kept"}
-    told = "\n".join(warnings(updates))
-    assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in told
-    assert "'a.txt': its text could not be written" in told
+    messages = "\n".join(warnings(updates))
+    assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in messages
+    assert "'a.txt': its text could not be written" in messages
 
 
 def test_the_whole_output_of_each_point_is_kept(measure, tmp_path) -> None:
@@ -125,8 +125,8 @@ def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp
         updates = measure("files = {'a.txt': 'kept'}", kill, "value = 2.0", store=server.url)
     assert states(updates) == ["ok", "ok", "ok"]
     assert texts(updates) == {"0 a.txt": "kept"}
-    [told] = warnings(updates)
-    assert told.startswith("1 file not kept: the artifact store ftp://")
+    [warning] = warnings(updates)
+    assert warning.startswith("1 file not kept: the artifact store ftp://")
 
 
 class Hanging(MemoryFileSystem):
@@ -184,16 +184,16 @@ def test_what_a_store_that_hangs_does_not_keep_is_said_on_the_running_point(hang
     message = "the artifact store hanging://place did not answer for 1 s"
     first, last = warnings(updates)
     assert (first, last) == (f"0 file not kept: 'rank0.json': {message}", f"0 file not kept: 'a.txt': {message}")
-    told = [isinstance(update, EventRecord) for update in updates].index(True)
-    assert states(updates[:told]) == [], "while the point ran"
+    warned = [isinstance(update, EventRecord) for update in updates].index(True)
+    assert states(updates[:warned]) == [], "while the point ran"
 
 
 def test_a_text_that_was_kept_while_its_point_ran_is_not_replaced_at_its_end(measure, tmp_path) -> None:
     updates = measure("beat.keep('a.txt', 'early')\nfiles = {'a.txt': 'late', 'b.txt': 'other'}")
     assert texts(updates) == {"0 a.txt": "early", "0 b.txt": "other"}
     assert (tmp_path / "store/r/0000/1/a.txt").read_text() == "early"
-    [told] = warnings(updates)
-    assert told == "0 file not kept: 'a.txt': another file of this attempt has this name"
+    [warning] = warnings(updates)
+    assert warning == "0 file not kept: 'a.txt': another file of this attempt has this name"
 
 
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:

@@ -69,9 +69,11 @@ def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -
     baseline = Baseline.take(["0"])
     driver.answers.clear()
     before, begin = driver.asked, time.monotonic()
-    told = baseline.wait_free({7})
+    obstacle = baseline.wait_free({7})
     assert time.monotonic() - begin < 4
-    assert told == "NVML does not answer, and GPU 0 may be in use after 1 s; the next point on it may find less memory"
+    assert (
+        obstacle == "NVML does not answer, and GPU 0 may be in use after 1 s; the next point on it may find less memory"
+    )
     assert driver.asked == before + 1, "each question leaves a thread"
     driver.answers.set()
     wait_for(lambda: baseline.wait_free({7}) is None)
@@ -84,9 +86,9 @@ def test_a_driver_that_is_wedged_before_a_point_is_told_after_it(driver: Driver,
     driver.answers.clear()
     begin = time.monotonic()
     assert (visible(None), card_name("0")) == ([], None)
-    told = Baseline.take(["0"]).wait_free({7})
+    obstacle = Baseline.take(["0"]).wait_free({7})
     assert time.monotonic() - begin < 4
-    assert told == "NVML does not answer; whether the point's GPUs are free is not known"
+    assert obstacle == "NVML does not answer; whether the point's GPUs are free is not known"
 
 
 def test_points_on_the_cpu_ask_no_driver(driver: Driver) -> None:

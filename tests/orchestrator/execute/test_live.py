@@ -33,22 +33,22 @@ def _train(pace: Pace, clock: Clock, steps: range, each_s: float, after: Callabl
 
 
 def test_checkpoints_and_losses_between_the_steps_count_and_do_not_hide_the_pace(clock: Clock) -> None:
-    pace, told = Pace(), []
+    pace, checkpoints = Pace(), []
 
     def between(step: int) -> None:
         if step % 25 == 0:
             for done in range(2):
                 pace.note("heldout loss", done, 2)
-            told.append(pace.note("checkpoint", 0, 0))
+            checkpoints.append(pace.note("checkpoint", 0, 0))
             clock.now += 2.5
-            told.append(pace.note("checkpoint", 7, 0))
+            checkpoints.append(pace.note("checkpoint", 7, 0))
 
     rates = _train(pace, clock, range(300), 0.1, between)
     assert all(rates[15:]), "from a second on"
     assert rates[-25] == pytest.approx(5, rel=0.05), "25 steps and a checkpoint take 5 s"
-    assert [count for count, *_ in told[:2]] == [0, 7], "nobody can tell yet that the training will go on"
-    assert told[2][:2] == (49, 500)
-    assert all(rate for *_, rate in told[2:])
+    assert [count for count, *_ in checkpoints[:2]] == [0, 7], "nobody can tell yet that the training will go on"
+    assert checkpoints[2][:2] == (49, 500)
+    assert all(rate for *_, rate in checkpoints[2:])
 
 
 def test_a_first_step_that_compiles_counts_only_until_there_are_others(clock: Clock) -> None:

@@ -30,9 +30,9 @@ def _taken(monkeypatch: pytest.MonkeyPatch, pieces: Sequence[list[Sample]]) -> l
 
 def _piece(samples: int, utilization: float, gpu: str = "a:0", weight: int = 1) -> list[Sample]:
     """Samples of one start of a rank, of a second for each weight and of 100 W."""
-    told = (utilization, 1000.0, 100.0, 1500.0, 40.0, 0, (1,), 0.0, 1)
+    values = (utilization, 1000.0, 100.0, 1500.0, 40.0, 0, (1,), 0.0, 1)
     seconds = [0.0, *[float(weight)] * (samples - 1)]
-    return [Sample(gpu, n, s, *told, 100 * s if s else None, weight) for n, s in enumerate(seconds)]
+    return [Sample(gpu, n, s, *values, 100 * s if s else None, weight) for n, s in enumerate(seconds)]
 
 
 def test_energy_of_ranks_that_were_started_again_is_that_of_all_without_the_waits(
@@ -68,8 +68,8 @@ def test_live_readings_become_rarer_through_all_pieces_of_a_soak(monkeypatch: py
     )
     starting = SimpleNamespace(remote=lambda *_: watch)
     monkeypatch.setattr("orchestrator.execute.ray_launcher.actor", lambda *_: starting)
-    told: list[Any] = []
-    agents = NodeAgents(told.append)
+    sent: list[Any] = []
+    agents = NodeAgents(sent.append)
     clock = room = 2 * 24 * 3600.0
     for piece in range(1, 11):
         agents.begin({0: Placed(0, "id-a", "a", 17, "0", "/tmp/none", {})}, 1)
@@ -78,7 +78,7 @@ def test_live_readings_become_rarer_through_all_pieces_of_a_soak(monkeypatch: py
             agents.read()
         agents.end()
     assert 5000 < len(asked) < 9000
-    assert len(told) >= len(asked) - 10
+    assert len(sent) >= len(asked) - 10
 
 
 def test_readings_of_ranks_that_were_started_again_have_numbers_of_their_own() -> None:
