@@ -10,7 +10,7 @@ from orchestrator.database_url import SETTING
 from orchestrator.messages import Progress
 from orchestrator.store.journal import Journal
 from orchestrator.store.projector import Projector
-from orchestrator.store.records import EventRecord, Record, keepable
+from orchestrator.store.records import EventRecord, Record
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -61,7 +61,7 @@ class Recorder:
 
         Raises JournalFull.
         """
-        self._journal.append([keepable(record) for record in records])
+        self._journal.append(records)
         if self._projector is not None:
             self._projector.wake()
             self.look()

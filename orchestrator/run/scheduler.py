@@ -22,7 +22,6 @@ from orchestrator.store.records import (
     Record,
     RunEndRecord,
     StartRecord,
-    keepable,
 )
 
 Further = Callable[[Point, OutcomeRecord], tuple[list[Record], list[Assignment]]]
@@ -132,10 +131,8 @@ class Scheduler:
             self._recorder.write(update.records)
         elif isinstance(update, OutcomeRecord):
             assignment = self._batches[batch].pop(update.point_id)
-            kept = keepable(update)
-            outcome = kept if isinstance(kept, OutcomeRecord) else update
-            self._keeping[batch] = outcome
-            self._settle(assignment, outcome)
+            self._keeping[batch] = update
+            self._settle(assignment, update)
         elif isinstance(update, ArtifactRecord):
             self._recorder.write([update])
             self._visibility.add(self._nodes.get(update.point_id), update.artifact.path)

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jobs.schema.states import PointState
 from orchestrator.database_url import RunMissingError, StoreError, StoreUnavailable
 from orchestrator.store.journal import Journal, JournalError
-from orchestrator.store.records import EventRecord, OutcomeRecord, Record, RunRecord, instead_of
+from orchestrator.store.records import EventRecord, OutcomeRecord, Record, RunRecord
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
@@ -138,7 +139,7 @@ class Projector(threading.Thread):
         for record, reason in self._store.apply_each(records):
             if isinstance(record, RunRecord) or (isinstance(record, EventRecord) and record.point_id is None):
                 raise StoreError(reason)  # nothing can be said in its place
-            self.replacements.put(instead_of(record, reason))
+            self.replacements.put(_replacement(record, reason))
 
     def _start_again(self) -> None:
         """Begin with the whole journal again: the database was replaced by an older or an empty one."""
@@ -149,3 +150,20 @@ class Projector(threading.Thread):
     def _answered(self) -> None:
         self.answered_at = time.monotonic()
         self._asked_at = self.answered_at
+
+
+def _replacement(record: Record, reason: str) -> OutcomeRecord | EventRecord:
+    """The record that says why another one cannot be kept: a point's end without results, or a warning."""
+    if isinstance(record, OutcomeRecord) and (record.metrics or record.route or record.environment):
+        return OutcomeRecord(
+            run_id=record.run_id,
+            point_id=record.point_id,
+            attempt=record.attempt,
+            state=PointState.ERROR if record.state is PointState.OK else record.state,
+            reason=f"{record.reason or 'measured'}, but its results cannot be kept: {reason}",
+            started_at=record.started_at,
+        )
+    point_id = None if isinstance(record, OutcomeRecord | EventRecord) else getattr(record, "point_id", None)
+    about = getattr(record, "point_id", record.run_id)
+    message = f"{about}: its {record.type} is not kept: {reason}"
+    return EventRecord(run_id=record.run_id, point_id=point_id, level="warning", message=message)

@@ -257,29 +257,3 @@ Record = Annotated[
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
-
-
-def keepable(record: Record) -> Record:
-    """The record, or what is kept instead of one that a journal could not give back (`instead_of`)."""
-    try:
-        RECORD.validate_json(RECORD.dump_json(record))
-    except ValueError as err:
-        return instead_of(record, " ".join(str(err).split())[:300])
-    return record
-
-
-def instead_of(record: Record, reason: str) -> OutcomeRecord | EventRecord:
-    """The record that says why another one cannot be kept: a point's end without results, or a warning."""
-    if isinstance(record, OutcomeRecord) and (record.metrics or record.route or record.environment):
-        return OutcomeRecord(
-            run_id=record.run_id,
-            point_id=record.point_id,
-            attempt=record.attempt,
-            state=PointState.ERROR if record.state is PointState.OK else record.state,
-            reason=f"{record.reason or 'measured'}, but its results cannot be kept: {reason}",
-            started_at=record.started_at,
-        )
-    point_id = None if isinstance(record, OutcomeRecord | EventRecord) else getattr(record, "point_id", None)
-    about = getattr(record, "point_id", record.run_id)
-    message = f"{about}: its {record.type} is not kept: {reason}"
-    return EventRecord(run_id=record.run_id, point_id=point_id, level="warning", message=message)

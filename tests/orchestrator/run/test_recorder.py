@@ -283,21 +283,6 @@ def test_a_record_of_no_point_is_told_and_left_out(sqlite_store: Store, sweep, p
     assert set(queries.points(sqlite_store, run_id).state) == {PointState.OK}
 
 
-def test_an_outcome_that_no_journal_could_give_back_is_said_on_its_point(recorder, path) -> None:
-    outcome = OutcomeRecord(
-        run_id="r",
-        point_id="r/0",
-        attempt=1,
-        state=PointState.OK,
-        metrics=(MetricData(name="time", unit="ms", value=float("nan")),),
-    )
-    recorder.write([outcome, note("a")])
-    [kept, _] = journal.read(path)
-    assert isinstance(kept, OutcomeRecord)
-    assert (kept.state, kept.metrics) == (PointState.ERROR, ())
-    assert "metrics.0.value" in str(kept.reason)
-
-
 def test_text_from_outside_is_text(recorder, path) -> None:
     odd = {"\udcff": ["\udcfe", float("inf"), ("\udcfd",)], "x": {"y": float("nan")}, "long": 10**400}
     outcome = OutcomeRecord(

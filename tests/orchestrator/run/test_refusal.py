@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from dashboard_pages import show, text
-from leases import lease_to_another
 from typer.testing import CliRunner
 
 from orchestrator.cli import submission
@@ -135,7 +134,7 @@ def test_a_database_that_cannot_be_used_hides_no_mistake(bad, monkeypatch, capsy
     assert "secret" not in said
 
 
-def test_a_resume_beside_a_living_driver_is_a_failed_run_of_its_own(home, spec, quick_probe) -> None:
+def test_a_resume_beside_a_living_driver_is_a_failed_run_of_its_own(home, spec, quick_probe, lease_to_another) -> None:
     assert driver.main([str(spec("pass")), "--local"]) == 0
     [first] = stored(home)
     with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:

@@ -8,7 +8,6 @@ import sys
 from datetime import timedelta
 
 import pytest
-from leases import lease_to_another
 
 from orchestrator.store import Store
 from orchestrator.store.lease import LeaseHeld
@@ -31,7 +30,7 @@ def owner(store: Store) -> str | None:
         return run.lease_owner
 
 
-def test_a_second_driver_is_refused_in_one_line(stored: Store) -> None:
+def test_a_second_driver_is_refused_in_one_line(stored: Store, lease_to_another) -> None:
     lease_to_another(stored, RUN)
     with pytest.raises(LeaseHeld) as caught:
         stored.take_lease(RUN)
@@ -43,7 +42,7 @@ def test_a_second_driver_is_refused_in_one_line(stored: Store) -> None:
     assert owner(stored) == "bench2/77"
 
 
-def test_an_expired_lease_is_taken_renewed_and_ended(stored: Store) -> None:
+def test_an_expired_lease_is_taken_renewed_and_ended(stored: Store, lease_to_another) -> None:
     lease_to_another(stored, RUN, seconds=-1)
     with stored.lease(RUN):
         stored.take_lease(RUN)
