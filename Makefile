@@ -104,11 +104,12 @@ test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those th
 aot: env  ## compile the kernels that changed for sm80 and sm90, without a GPU, and keep what they take
 	$(BIN)/python -m nsa_core.kernels.aot --table tests/nsa_core/kernels/compiled_kernels.csv
 
-lint: env  ## format, lint, types, import rules
+lint: env  ## format, lint, types, import rules, structure
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/structure.py
 
 format: env  ## format the code
 	$(BIN)/ruff format .

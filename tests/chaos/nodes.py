@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from free_ports import free_ports
+from processes import free_ports, wait_for
 from ray_clusters import NODE_PORTS, Cluster, stop_node
-from waiting import wait_for
 
 _CPUS = 2
 _HEAD = "head"

@@ -18,8 +18,8 @@ from chaos import checks
 from chaos.nodes import Nodes
 from chaos.schedule import Fault, Kind
 from chaos.sweep import Sweep
-from free_ports import free_ports
 from postgres_process import Postgres
+from processes import free_ports
 from ray_clusters import Cluster, point_processes
 
 from orchestrator.store import upgrade

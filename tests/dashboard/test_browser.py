@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from free_ports import free_ports
 from hostile_run import ENDED, store_hostile_runs
 from playwright.sync_api import (
     BrowserContext,
@@ -28,6 +27,7 @@ from playwright.sync_api import (
     expect,
     sync_playwright,
 )
+from processes import free_ports
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.execute.artifacts import ArtifactStore, Source

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from compose_stack import ROOT, Stack, running_stack
+from processes import wait_for
 from sqlalchemy import create_engine, text
-from waiting import wait_for
 
 from orchestrator.store import Store, StoreError, queries
 

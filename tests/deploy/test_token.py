@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from free_ports import free_ports
+from processes import free_ports
 
 from orchestrator.cli import services
 from orchestrator.settings import Settings

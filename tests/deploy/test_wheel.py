@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from free_ports import free_ports
+from processes import free_ports
 
 from orchestrator import provenance
 from orchestrator.execute.upload import PACKAGES, sources

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from free_ports import free_ports
 from ftp_server import FtpServer, ftp_server
+from processes import free_ports
 from ray_clusters import FEW_WORKERS, stop_node
 
 from dashboard import data

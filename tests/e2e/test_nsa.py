@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_ports import free_ports
+from processes import free_ports, wait_for
 from ray_clusters import FEW_WORKERS
-from waiting import wait_for
 
 from jobs.specs.kinds import kinds
 from orchestrator import provenance

@@ -17,8 +17,8 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+from processes import wait_for
 from ray_clusters import Cluster, point_processes, running_node
-from waiting import wait_for
 
 from orchestrator.execute import ray_folder
 from orchestrator.store import Store, StoreError, journal, queries

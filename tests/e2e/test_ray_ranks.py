@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import wait_for
 from ray_clusters import Cluster, point_processes, running_node
 from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Keeping, Watching, interrupt, of_the_kill, trains_alike, write_text
 from travelling import travelled
-from waiting import wait_for
 
 from jobs.process import temporary
 from jobs.schema.point import Machine

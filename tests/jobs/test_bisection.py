@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from searches import searched, values
+from supervised import searched, values
 from travelling import travelled
 
 from jobs import backward

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from searches import searched, values
-from supervised import Ended, supervised
+from supervised import Ended, searched, supervised, values
 from travelling import travelled
 
 from jobs import capacity

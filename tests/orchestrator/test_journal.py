@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from full_disk import full_disk
 
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError, JournalFull
 from orchestrator.store.records import EventRecord, PointRecord, Record, StartRecord
+
+
+@contextmanager
+def full_disk(path: Path, room: int = 10) -> Iterator[None]:
+    """A context in which no file of this process can grow beyond the size of `path` and `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def note(message: str) -> EventRecord:

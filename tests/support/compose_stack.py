@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from free_ports import free_ports
 from postgres_process import BINARIES, identity
+from processes import free_ports
 from ray_clusters import BIN, stop_node
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,17 +1,39 @@
-"""Processes of a test, which may end at any moment."""
+"""Processes of a test, which may end at any moment, and their ports."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import contextlib
+import socket
+import time
+from collections.abc import Callable
 
 import psutil
+
+
+def wait_for(
+    condition: Callable[[], bool], seconds: float = 20, log: Callable[[], str] = str, *, pause: float = 0.05
+) -> None:
+    """Wait until a condition holds, asking every `pause` seconds; fail with the log's text after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log()
+        time.sleep(pause)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different free ports on loopback; another process may take one before it is used."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def descendants(process: psutil.Process, title: str) -> list[psutil.Process]:
     """Processes below `process` that have `title` in their command line, the oldest first."""
     found = []
     for child in process.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):
             if title in " ".join(child.cmdline()):
                 found.append((child.create_time(), child.pid, child))
     return [child for *_, child in sorted(found)]

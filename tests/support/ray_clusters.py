@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from free_ports import free_ports
-from processes import is_alive
-from waiting import wait_for
+from processes import free_ports, is_alive, wait_for
 
 BIN = Path(sys.executable).parent
 NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")

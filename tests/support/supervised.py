@@ -1,16 +1,20 @@
-"""Points supervised as a run does it, with the files that were kept of each."""
+"""Points run without a driver: supervised as a run does it, or as a search asks for them, without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jobs.schema.point import Point
+from jobs.schema.point import EndedPoint, Machine, Point
+from jobs.schema.states import PointState
+from jobs.specs.spec import JobSpec
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord
+
+Outcome = tuple[PointState, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,30 @@ def supervised(points: Sequence[Point], conditions: Conditions, store: Path, **o
         return Ended(outcome, {file.name: (store / file.path).read_text() for file in kept})
 
     return [read(update) if isinstance(update, OutcomeRecord) else update for update in updates]
+
+
+def searched(spec: JobSpec, machine: Machine, outcome: Callable[[Point], Outcome]) -> tuple[list[Point], list[Point]]:
+    """Ask `next_points` until nothing follows: the points that were tried, in order, and the conclusions."""
+    machines = {None: machine}
+    ended: list[EndedPoint] = []
+    conclusions: list[Point] = []
+    waiting = spec.all_points(machines)
+    labels = {point.label for point in waiting}
+    while waiting:
+        point = waiting.pop(0)
+        if point.conclusion is not None:
+            conclusions.append(point)
+            ended.append(EndedPoint(point, PointState.OK))
+        else:
+            state, metrics = outcome(point)
+            ended.append(EndedPoint(point, state, "as the test says", metrics))
+        new = [each for each in spec.all_next_points(machines, ended) if each.label not in labels]
+        labels |= {each.label for each in new}
+        waiting += new
+    return [each.point for each in ended if each.point.conclusion is None], conclusions
+
+
+def values(conclusion: Point) -> dict[str, float]:
+    """Metrics of a conclusion by name."""
+    assert conclusion.conclusion is not None
+    return {metric.name: metric.value for metric in conclusion.conclusion.metrics}

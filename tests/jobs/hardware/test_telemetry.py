@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pynvml
 import pytest
-from waiting import wait_for
+from processes import wait_for
 
 from jobs.hardware import energy as energy_module
 from jobs.hardware import nvml

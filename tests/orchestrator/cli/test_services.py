@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_ports import free_ports
+from processes import free_ports
 from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
-from waiting import wait_for
+from processes import wait_for
 
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import artifact_copies

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from waiting import wait_for
+from processes import wait_for
 
 from jobs.hardware import nvml, telemetry
 from jobs.specs.spec import Deadlines

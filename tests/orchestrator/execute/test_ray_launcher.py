@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import ray
+from processes import wait_for
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
-from waiting import wait_for
 
 from jobs.hardware.gpu_samples import Sample
 from jobs.process.messages import Cluster, MeasurePoint

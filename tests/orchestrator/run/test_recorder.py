@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import wait_for
 from sqlalchemy import delete
-from waiting import wait_for
 
 from jobs.schema.states import PointState
 from orchestrator.database_url import StoreError, StoreUnavailable

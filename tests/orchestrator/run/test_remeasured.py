@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
+from processes import wait_for
 
 from orchestrator import provenance
 from orchestrator.cli.cancel import cancel_run

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import wait_for
 from quick_driver import COMMAND
 from typer.testing import CliRunner
-from waiting import wait_for
 
 from orchestrator.cli.cancel import CancelError, cancel_run
 from orchestrator.cli.commands import app

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import ray
+from processes import wait_for
 from typer.testing import CliRunner
-from waiting import wait_for
 
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from processes import wait_for
 from sqlalchemy import text
-from waiting import wait_for
 
 from jobs.schema.states import RunState
 from orchestrator.store import Store, StoreUnavailable, queries, writer
