@@ -9,7 +9,7 @@ from orchestrator.interruption import AtOnce, end_at_once
 if __name__ == "__main__":
     with AtOnce():
         from orchestrator import terminal
-        from orchestrator.aside import leave
+        from orchestrator.background import leave
         from orchestrator.run.driver import CANCELLED, main
         from orchestrator.settings import misspelled
     terminal.prepare()

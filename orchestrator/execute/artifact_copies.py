@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.aside import Aside
+from orchestrator.background import BackgroundCall
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
 from orchestrator.messages import Assignment
 from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
@@ -98,7 +98,7 @@ class ArtifactCopies:
         return self._assignment.warning(f"file not kept: {problem}")
 
 
-class _Copy(Aside[ArtifactData]):
+class _Copy(BackgroundCall[ArtifactData]):
     """The copy of one file, in a thread of its own. `last_piece` is when the last piece of it was copied."""
 
     def __init__(self, store: ArtifactStore, point: Assignment, source: Source) -> None:

@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
-from orchestrator.aside import Aside
+from orchestrator.background import BackgroundCall
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 from orchestrator.store.records import STORED_BYTES, ArtifactData
@@ -329,7 +329,7 @@ class Visibility:
     def __init__(self, store: str | None) -> None:
         self._store = store if store is not None and is_local(store) else None
         self._unseen: dict[str, str] = {}  # node -> path of a file that it kept
-        self._look: tuple[str, Aside[bool]] | None = None
+        self._look: tuple[str, BackgroundCall[bool]] | None = None
 
     def add(self, node: str | None, path: str) -> None:
         """Have a kept file looked for."""
@@ -346,7 +346,7 @@ class Visibility:
             if self._look is None:
                 node = next(iter(self._unseen))
                 path = self._unseen.pop(node)
-                self._look = node, Aside(partial(_exists, self._store, path))
+                self._look = node, BackgroundCall(partial(_exists, self._store, path))
             node, exists = self._look
             if not exists.done(max(0.0, deadline - time.monotonic())):
                 return None

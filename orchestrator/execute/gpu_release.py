@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pynvml
 
 from jobs.hardware import nvml
-from orchestrator.aside import Aside
+from orchestrator.background import BackgroundCall
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _SLACK_BYTES = 256 << 20  # variation of the driver's own memory
 _ANSWER_S = 10.0  # without persistence mode the driver is loaded first
 _STOPPED_S = 1.0
 
-_unanswered: list[Aside[Any]] = []
+_unanswered: list[BackgroundCall[Any]] = []
 
 
 class _SilentError(nvml.NvmlError):
@@ -133,7 +133,7 @@ def _answer(question: Callable[[], T], stopped: Callable[[], bool]) -> T:
     """
     if any(not call.done() for call in _unanswered):
         raise _SilentError("NVML does not answer")
-    call, begun = Aside(question), time.monotonic()
+    call, begun = BackgroundCall(question), time.monotonic()
     while not call.done(0.1):
         if time.monotonic() - begun > (_STOPPED_S if stopped() else _ANSWER_S):
             _unanswered[:] = [call]

@@ -15,7 +15,7 @@ from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator import provenance
-from orchestrator.aside import Aside, interruptibly
+from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
@@ -149,7 +149,7 @@ class RayExecutor:
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
         patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
-        cancelled = Aside(lambda: self._cancel_tasks(patience_s))
+        cancelled = BackgroundCall(lambda: self._cancel_tasks(patience_s))
         if cancelled.done(patience_s):  # a frozen node gives no task's end
             cancelled.result()
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jobs.specs.spec import JobSpec
-from orchestrator.aside import Aside, interruptibly
+from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.execute import ray_token
 from orchestrator.execute.executor import ExecutorError, ExecutorGone
 from orchestrator.execute.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
@@ -38,7 +38,7 @@ class ClusterWatch:
     def __init__(self, head: str, check: Callable[[], None] = lambda: None) -> None:
         self._head = head
         self._check = check
-        self._look: Aside[bool] | None = None
+        self._look: BackgroundCall[bool] | None = None
         self._looked = self._possible = time.monotonic()
         self._silent: float | None = None  # since when, if the last question has no answer yet
 
@@ -51,7 +51,7 @@ class ClusterWatch:
         if self._look is None and clock - self._looked >= _LOOK_S:
             self._looked = clock
             self._silent = clock if self._silent is None else self._silent
-            self._look = Aside(self._answers)
+            self._look = BackgroundCall(self._answers)
         if self._look is not None and self._look.done():
             look, self._look = self._look, None
             if look.result():

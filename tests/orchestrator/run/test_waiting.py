@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
-from orchestrator.aside import Aside
+from orchestrator.background import BackgroundCall
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.execute import ray_cluster, ray_connection, ray_folder
@@ -238,7 +238,7 @@ class Nodes:
         monkeypatch.setattr(ray_cluster, "_head", lambda: "127.0.0.1:1")
         monkeypatch.setattr(ray_cluster, "_nodes", lambda: dict(self.nodes))
         monkeypatch.setattr(ray_connection, "answers", lambda head: True)
-        monkeypatch.setattr(ray_connection, "Aside", _done_at_once)
+        monkeypatch.setattr(ray_connection, "BackgroundCall", _done_at_once)
         monkeypatch.setattr(ray_connection.time, "monotonic", lambda: self.clock)
         monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
         monkeypatch.setattr(ray, "wait", self._wait)
@@ -260,8 +260,8 @@ class Nodes:
         return (answers, []) if self.probed else ([], answers)
 
 
-def _done_at_once(call: Callable[[], bool]) -> Aside[bool]:
-    made = Aside(call)
+def _done_at_once(call: Callable[[], bool]) -> BackgroundCall[bool]:
+    made = BackgroundCall(call)
     assert made.done(timeout=60)
     return made
 
@@ -314,7 +314,7 @@ def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPa
     """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
     clock, asked = [0.0], []
     monkeypatch.setattr(ray_connection.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(ray_connection, "Aside", _done_at_once)
+    monkeypatch.setattr(ray_connection, "BackgroundCall", _done_at_once)
     monkeypatch.setattr(ray_connection, "answers", lambda head: clock[0] <= 20)
     watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
     while clock[0] < 55:

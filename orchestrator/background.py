@@ -18,7 +18,7 @@ _LOOK_S = 0.1  # a signal may reach another thread, and then ends no wait of the
 _threads: list[threading.Thread] = []
 
 
-class Aside(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call that is being made in a daemon thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -50,7 +50,7 @@ class Aside(Generic[T]):
 
 def interruptibly(call: Callable[[], T], look: Callable[[], object] = lambda: None) -> T:
     """Make a call that an exception of a signal handler may leave, as may one of `look`, called meanwhile."""
-    made = Aside(call)
+    made = BackgroundCall(call)
     while not made.done(_LOOK_S):
         look()
     return made.result()
