@@ -179,12 +179,10 @@ def test_a_head_that_freezes_while_ray_connects_does_not_keep_a_driver(submitted
         env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray takes loopback for what it is
         command = [sys.executable, "-m", "jobs", "jobs/configs/drill.yaml"]
         driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        await_client(2)  # after one of our own: it is Ray's
+        await_client(3)  # after two of our own: it is Ray's
         time.sleep(0.3)
-        asked = time.monotonic()
         driver.terminate()
-        out, err = driver.communicate(timeout=60)
-    assert time.monotonic() - asked < 2
+        out, err = driver.communicate(timeout=20)  # Ray alone would wait for minutes
     assert (driver.returncode, out, err) == (130, b"", b"")
     assert not list(tmp_path.glob("nsa-upload-*"))
     assert only_run(tmp_path)["state"] == "cancelled"
