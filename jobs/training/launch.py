@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -134,9 +133,12 @@ class RankWatch:
                 self._report.keep(name, text)
             case RankBeat(phase=phase, done=done, total=total) if phase == CHECKPOINT:
                 self._report(phase, done, total)  # whichever rank writes: the others wait for it
-            case RankBeat(rank=number):
+            case RankBeat(rank=number):  # forwarded once every rank has made progress: a stalled one is not hidden
                 self._beats[number] = message
-                self._forward()
+                slowest = min(self._beats.values(), key=lambda beat: beat.number)
+                if len(self._beats) == self._ranks and slowest.number > self._sent:
+                    self._sent = slowest.number
+                    self._report(slowest.phase, slowest.done, slowest.total)
 
     def _compare(self, number: int, step: int, compute_ms: float) -> None:
         """Report the imbalance of the ranks once all have got to another step.
@@ -162,16 +164,18 @@ class RankWatch:
         if silent := self._silent(ended):
             number = silent[0]
             text = f"rank {number} of {self._ranks} {ended.died[number]}{_tail(ended, number)}"
-            memory = number in ended.out_of_memory
-            return _caused(RankDied(text), MemoryError("memory ran out") if memory else None)
+            died = RankDied(text)
+            died.__cause__ = MemoryError("memory ran out") if number in ended.out_of_memory else None
+            return died
         if not self._failures:
             return RankFailed(f"the {self._ranks} ranks were stopped before the first of them had begun")
         first = next(iter(self._failures.values()))
         if (known := _KNOWN.get(first.type)) is not None:
             return known(first.text)
-        memory = first.type in ("OutOfMemoryError", "MemoryError")
         text = f"rank {first.rank} of {self._ranks}: {first.type}: {first.text}{_tail(ended, first.rank)}"
-        return _caused(RankFailed(text), MemoryError(first.text) if memory else None)
+        failed = RankFailed(text)
+        failed.__cause__ = MemoryError(first.text) if first.type in ("OutOfMemoryError", "MemoryError") else None
+        return failed
 
     def interruption(self, ended: RanksEnded, failure: RankFailed) -> Stopped:
         """The exception in place of `failure` where the ranks had been asked to end."""
@@ -179,7 +183,11 @@ class RankWatch:
         if not self._begun:
             text += " before its ranks had begun"
         elif silent := self._silent(ended):
-            text += f"; {_ends({number: ended.died[number] for number in sorted(silent)}, self._ranks)}"
+            numbers: dict[str, list[str]] = {}  # of ranks, by their end
+            for number in sorted(silent):
+                numbers.setdefault(ended.died[number], []).append(str(number))
+            for end, those in numbers.items():
+                text += f"; rank{'s' if len(those) > 1 else ''} {', '.join(those)} of {self._ranks} {end}"
         else:
             text += f"; {str(failure).splitlines()[0]}"
         if (step := _saved_step(self._report.surroundings)) is not None:
@@ -192,31 +200,8 @@ class RankWatch:
         """Ranks that died without a word."""
         return [number for number in ended.died if number not in self._failures]
 
-    def _forward(self) -> None:
-        """Report progress once every rank has made it: a stalled rank is not hidden by the others' beats."""
-        if len(self._beats) < self._ranks:
-            return
-        slowest = min(self._beats.values(), key=lambda beat: beat.number)
-        if slowest.number > self._sent:
-            self._sent = slowest.number
-            self._report(slowest.phase, slowest.done, slowest.total)
-
-
-def _ends(died: Mapping[int, str], ranks: int) -> str:
-    """The ends of ranks that died, in words: those of one end together."""
-    numbers: dict[str, list[str]] = {}
-    for number, end in died.items():
-        numbers.setdefault(end, []).append(str(number))
-    named = ((f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}", end) for end, those in numbers.items())
-    return "; ".join(f"{who} of {ranks} {end}" for who, end in named)
-
 
 def _tail(ended: RanksEnded, number: int) -> str:
     """The end of a rank's stderr, as further lines of a message."""
     lines = ended.tails.get(number, "")
     return f"\nthe end of its stderr:\n{lines}" if lines else ""
-
-
-def _caused(err: Exception, cause: Exception | None) -> Exception:
-    err.__cause__ = cause
-    return err

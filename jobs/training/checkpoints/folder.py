@@ -56,7 +56,7 @@ class Manifest:
         foreign: first steps that were done under another key.
         route: kernels that ran, by branch.
         files: its files by name.
-        text: digest of the text that is learned; empty in older manifests.
+        text: digest of the text that is learned.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -70,9 +70,9 @@ class Manifest:
     heldout: float | None
     begun: tuple[int, ...]
     foreign: int
+    text: str
     route: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, WrittenFile] = field(default_factory=dict)
-    text: str = ""
 
     @property
     def name(self) -> str:

@@ -111,7 +111,13 @@ class Checkpoints:
         Raises:
             CheckpointError: the folder cannot be read, or the checkpoint is of another text.
         """
-        manifests, torn, self._number = self._exchange.from_first(self._listed)
+        manifests, torn, self._number = self._exchange.from_first(
+            lambda: (
+                self._folder.complete(),
+                self._folder.torn(),
+                max(map(number_of, self._folder.names()), default=0),
+            )
+        )
         self._first = self._number + 1
         for name in torn:
             if not manifests or number_of(name) > manifests[0].number:
@@ -120,7 +126,11 @@ class Checkpoints:
             if not manifest.is_gone_on_from(self._key):
                 return None
             if (damage := self._damage(manifest)) is None:
-                self._check_text(manifest)
+                if manifest.text != self._text:  # what is held out now could be what it has learned
+                    raise CheckpointError(
+                        f"data: its text is not the one that the checkpoint of step {manifest.step} has learned; give "
+                        "that text again, or start a new run"
+                    )
                 self._read(manifest, state, run)
                 self._first, self.latest = manifest.first, manifest.step
                 return manifest.route
@@ -150,7 +160,11 @@ class Checkpoints:
         saving = _Saving(Writer(self._folder, manifest, self._wrote), time.perf_counter())
         options: dict[str, Any] = {"storage_writer": saving.writer, "process_group": self._exchange.group}
         if self._spec.asynchronous:
-            saving.future = self._begin_asynchronous(self._content(state, run), options)
+            cuda = self._device.type == "cuda"
+            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
+            future = state_dict_saver.async_save(self._content(state, run), async_stager=self._stager, **options)
+            assert isinstance(future, Future)
+            saving.future = future
             saving.future.add_done_callback(lambda _: setattr(saving, "ended", time.perf_counter()))
             self._pending = saving
         else:
@@ -185,13 +199,6 @@ class Checkpoints:
         if waited and self.report.waits_ms:
             self.report.waits_ms[-1] += 1000 * (time.perf_counter() - begun)
         self._release_stager()
-
-    def _begin_asynchronous(self, content: dict[str, Any], options: dict[str, Any]) -> Future[Any]:
-        cuda = self._device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
-        future = state_dict_saver.async_save(content, async_stager=self._stager, **options)
-        assert isinstance(future, Future)
-        return future
 
     def _release_stager(self) -> None:
         if self._stager is not None:
@@ -244,18 +251,6 @@ class Checkpoints:
                 run.soak.take_over(progress["soak"], own["soak"])
         else:
             run.compute_ms = [math.nan] * manifest.step
-
-    def _check_text(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of another text: what is held out now could be what it has learned."""
-        if manifest.text not in ("", self._text):
-            raise CheckpointError(
-                f"data: its text is not the one that the checkpoint of step {manifest.step} has learned; give that "
-                "text again, or start a new run"
-            )
-
-    def _listed(self) -> tuple[list[Manifest], list[str], int]:
-        """Complete checkpoints and torn ones' names, newest first, and the highest number in use."""
-        return self._folder.complete(), self._folder.torn(), max(map(number_of, self._folder.names()), default=0)
 
     def _damage(self, manifest: Manifest) -> str | None:
         """The damage of a checkpoint, in words, or None. Each rank looks at a part of the files."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import torch
-
 INTERVALS = 1000
 """Intervals that a whole soak is divided into."""
 
@@ -93,6 +91,11 @@ class Interval:
         """Bytes that the process holds: of the GPU if it uses one, else of the host's memory."""
         return self.reserved or self.resident
 
+    @property
+    def hours(self) -> float:
+        """Hours of training until its middle."""
+        return (self.end_s - self.seconds / 2) / 3600
+
 
 @dataclass
 class SoakHistory:
@@ -117,15 +120,14 @@ class SoakHistory:
         return {"elapsed_s": self.elapsed_s, "pieces": self.pieces, "done": self.done}
 
     def own(self) -> dict[str, Any]:
-        """Values of this rank, as tensors and plain numbers."""
-        rows = [astuple(interval) for interval in self.intervals]
-        return {"alert_s": self.alert_s, "intervals": torch.tensor(rows, dtype=torch.float64)}
+        """Values of this rank, as plain numbers."""
+        return {"alert_s": self.alert_s, "intervals": [astuple(interval) for interval in self.intervals]}
 
     def take_over(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Go on from what `shared` and `own` gave."""
         self.elapsed_s, self.pieces, self.done = shared["elapsed_s"], shared["pieces"], shared["done"]
         self.alert_s = own["alert_s"]
-        self.intervals = [_interval(row) for row in own["intervals"].tolist()]
+        self.intervals = [Interval(*row) for row in own["intervals"]]
 
     def settled(self, plan: SoakPlan) -> Iterator[Interval]:
         """Intervals that count for slopes and times: without warm-up, and not cut short by their memory level's end."""
@@ -141,13 +143,3 @@ class SoakHistory:
             own = f"{each.compute_ms / each.steps:.4f},{each.busy / each.looks if each.looks else float('nan'):.1f}"
             lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags},{own}")
         return "\n".join(lines) + "\n"
-
-
-def _interval(row: list[float]) -> Interval:
-    process, end_s, end_step, steps, seconds, loss, *others = row
-    allocated, reserved, resident, warm, after_checkpoint = map(int, others[:5])
-    compute_ms, busy, looks = [*others[5:], 0.0, 0.0, 0.0][:3]  # earlier versions have fewer
-    times, sizes = (end_s, int(end_step), int(steps), seconds), (allocated, reserved, resident)
-    return Interval(
-        int(process), *times, loss, *sizes, bool(warm), bool(after_checkpoint), compute_ms, busy, int(looks)
-    )

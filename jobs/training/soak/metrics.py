@@ -39,6 +39,7 @@ COUNTS = (ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, RESTARTS, MEMORY_HELD, H
 HISTORY = "soak.csv"
 """Name of the file with the intervals of the rank that holds the most memory."""
 
+MIB = 2**20
 _LEFT_OUT = "means of intervals of {:.3g} s, the first {:.3g} s of each process left out"
 
 
@@ -52,7 +53,7 @@ def soak_measurement(case: TextCase, reports: Sequence[RankReport], restarts: in
     """
     plan = case.soak
     assert plan is not None
-    first, worst = reports[0], max(reports, key=lambda report: _most(_history(report).intervals, _held))
+    first, worst = reports[0], max(reports, key=_most_held)
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
     metrics = [
         *_memory(worst, plan),
@@ -75,92 +76,71 @@ def _history(report: RankReport) -> SoakHistory:
     return report.run.soak
 
 
+def _most_held(report: RankReport) -> int:
+    return max((interval.held for interval in _history(report).intervals), default=0)
+
+
 def _settled(report: RankReport, plan: SoakPlan) -> list[Interval]:
     """The intervals that count for times; of a short soak the last one."""
     return list(_history(report).settled(plan)) or _history(report).intervals[-1:]
 
 
-def _held(interval: Interval) -> float:
-    return interval.held / 2**20
+def _slope(
+    quantity: Quantity,
+    intervals: Sequence[Interval],
+    y: Callable[[Interval], float],
+    what: str,
+    x: Callable[[Interval], float] = lambda i: i.hours,
+    *,
+    relative: bool = False,
+    levels: bool = True,
+) -> list[Metric]:
+    """Slope of y against x over intervals; none with too few of them.
 
-
-def _allocated(interval: Interval) -> float:
-    return interval.allocated / 2**20
-
-
-def _resident(interval: Interval) -> float:
-    return interval.resident / 2**20
-
-
-def _hours(interval: Interval) -> float:
-    """Hours of training until the middle of an interval."""
-    return (interval.end_s - interval.seconds / 2) / 3600
-
-
-def _thousands(interval: Interval) -> float:
-    """Thousands of steps until the middle of an interval."""
-    return (interval.end_step - interval.steps / 2) / 1000
-
-
-def _most(intervals: Sequence[Interval], size: Callable[[Interval], float]) -> float:
-    return max(map(size, intervals), default=0.0)
-
-
-@dataclass(frozen=True)
-class _Slopes:
-    """Slopes over the settled intervals of a rank, as metrics; none with too few of them."""
-
-    intervals: Sequence[Interval]
-
-    def of(
-        self,
-        quantity: Quantity,
-        y: Callable[[Interval], float],
-        x: Callable[[Interval], float],
-        what: str,
-        *,
-        relative: bool = False,
-        levels: bool = True,
-    ) -> list[Metric]:
-        """Slope of y against x.
-
-        Args:
-            what: y in words.
-            relative: in percent of the mean of y.
-            levels: processes have levels of their own, before their first checkpoint and after.
-        """
-        values = [y(interval) for interval in self.intervals]
-        pieces = [interval.memory_level if levels else 0 for interval in self.intervals]
-        slope = common_slope(pieces, [x(interval) for interval in self.intervals], values)
-        if slope is None:
-            return []
-        scale = 100 / fmean(values) if relative else 1.0
-        low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
-        fit = (
-            f"least squares over {len(values)} intervals"
-            + ", one slope and levels of each process before and after its first checkpoint" * levels
-        )
-        method = f"{what}: {fit}; {INTERVAL}"
-        return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
+    Args:
+        what: y in words.
+        relative: in percent of the mean of y.
+        levels: processes have levels of their own, before their first checkpoint and after.
+    """
+    values = [y(interval) for interval in intervals]
+    pieces = [interval.memory_level if levels else 0 for interval in intervals]
+    slope = common_slope(pieces, [x(interval) for interval in intervals], values)
+    if slope is None:
+        return []
+    scale = 100 / fmean(values) if relative else 1.0
+    low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
+    fit = f"least squares over {len(values)} intervals"
+    fit += ", one slope and levels of each process before and after its first checkpoint" * levels
+    method = f"{what}: {fit}; {INTERVAL}"
+    return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
 
 
 def _memory(report: RankReport, plan: SoakPlan) -> list[Metric]:
     """Highest memory and its slopes, of one rank."""
     history = _history(report)
-    slopes = _Slopes(list(history.settled(plan)))
-    gpu = bool(_most(history.intervals, _allocated))
+    settled = list(history.settled(plan))
+    sizes = tuple(interval.held / MIB for interval in history.intervals)
+    gpu = any(interval.allocated for interval in history.intervals)
     held = "memory reserved on the GPU" if gpu else "resident memory"
     method = f"highest {held} over all processes; samples: intervals"
+
+    def thousands(interval: Interval) -> float:
+        """Thousands of steps until its middle."""
+        return (interval.end_step - interval.steps / 2) / 1000
+
     found = [
-        Metric.of(MEMORY_HELD, _most(history.intervals, _held), tuple(map(_held, history.intervals)), method),
-        *slopes.of(MEMORY_SLOPE, _held, _hours, held),
-        *slopes.of(MEMORY_GROWTH, _held, _thousands, f"{held} in percent of its mean", relative=True),
+        Metric.of(MEMORY_HELD, max(sizes, default=0.0), sizes, method),
+        *_slope(MEMORY_SLOPE, settled, lambda i: i.held / MIB, held),
+        *_slope(
+            MEMORY_GROWTH, settled, lambda i: i.held / MIB, f"{held} in percent of its mean", thousands, relative=True
+        ),
     ]
     if gpu:
-        found += slopes.of(ALLOCATED_SLOPE, _allocated, _hours, "highest memory allocated in an interval")
-        found += slopes.of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
-        method = "highest resident memory over all processes"
-        found.append(Metric.of(HOST_MEMORY, _most(history.intervals, _resident), method=method))
+        allocated = "highest memory allocated in an interval"
+        found += _slope(ALLOCATED_SLOPE, settled, lambda i: i.allocated / MIB, allocated)
+        found += _slope(HOST_MEMORY_SLOPE, settled, lambda i: i.resident / MIB, "resident memory")
+        highest = max(interval.resident for interval in history.intervals) / MIB
+        found.append(Metric.of(HOST_MEMORY, highest, method="highest resident memory over all processes"))
     return found
 
 
@@ -168,10 +148,10 @@ def _times(case: TextCase, report: RankReport, plan: SoakPlan) -> list[Metric]:
     """Step time, throughput and its drift, figures of the plan if any, and the loss."""
     intervals, settled = _history(report).intervals, _settled(report, plan)
     words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
-    drift = _Slopes(settled).of(
+    drift = _slope(
         THROUGHPUT_DRIFT,
+        settled,
         lambda i: case.tokens * i.steps / i.seconds,
-        _hours,
         "throughput in percent of its mean",
         relative=True,
         levels=False,
@@ -191,21 +171,14 @@ def _ranks(reports: Sequence[RankReport], plan: SoakPlan) -> list[Metric]:
     words = _LEFT_OUT.format(plan.interval_s, plan.warm_up_s)
     settled = [_settled(report, plan) for report in reports]
     steps = [median(1000 * i.seconds / i.steps for i in mine) for mine in settled]
-    compute = [_own_compute([i for i in mine if i.compute_ms]) for mine in settled]
-    busy = [_busy(mine) for mine in settled]
+    compute, busy = [], []  # own compute time of a step [ms], and utilisation [%]; None where they are unknown
+    for mine in settled:
+        known = [i for i in mine if i.compute_ms]
+        compute.append(sum(i.compute_ms for i in known) / sum(i.steps for i in known) if known else None)
+        looks = sum(i.looks for i in mine)
+        busy.append(sum(i.busy for i in mine) / looks if looks else None)
     own, looked = f"all steps, by {words}", f"looks once a second, {words}"
     return compared((steps, f"median of each rank's {words}"), (compute, own), (busy, looked))
-
-
-def _own_compute(intervals: Sequence[Interval]) -> float | None:
-    """A rank's own compute time of a step [ms]; None where it is unknown."""
-    return sum(i.compute_ms for i in intervals) / sum(i.steps for i in intervals) if intervals else None
-
-
-def _busy(intervals: Sequence[Interval]) -> float | None:
-    """Mean utilisation of a rank's GPU [%]; None where it is unknown."""
-    looks = sum(i.looks for i in intervals)
-    return sum(i.busy for i in intervals) / looks if looks else None
 
 
 def _counts(report: RankReport) -> list[Metric]:

@@ -92,7 +92,7 @@ def _never_begin(_note: Callable[[Any], None], stop: threading.Event) -> RanksEn
 
 
 def _save(folder: Path, *, step: int, key: str = "k") -> None:
-    manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, {}, {"data": WrittenFile(1, "0" * 64)})
+    manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, "", {}, {"data": WrittenFile(1, "0" * 64)})
     (folder / manifest.name).mkdir(parents=True)
     CheckpointFolder(f"file://{folder}").complete_with(manifest)
 

@@ -27,7 +27,7 @@ from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.report import train_rank
 from jobs.training.soak.history import INTERVALS, Interval, SoakHistory, SoakPlan
-from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _hours, _ranks, _resident, _Slopes, common_slope
+from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _ranks, _slope, common_slope
 from jobs.training.soak.watch import SoakWatch
 from jobs.training.state import Run
 
@@ -79,7 +79,7 @@ def _readings(slope: float, noise: Callable[[], float]) -> tuple[list[int], list
     )
 
 
-def _slope(slope: float, noise: Callable[[], float]) -> tuple[float, float, float]:
+def _found(slope: float, noise: Callable[[], float]) -> tuple[float, float, float]:
     """A slope that was found, and its interval."""
     found = common_slope(*_readings(slope, noise))
     assert found is not None
@@ -89,10 +89,10 @@ def _slope(slope: float, noise: Callable[[], float]) -> tuple[float, float, floa
 
 
 def test_the_slope_is_that_of_the_pieces_and_not_of_their_levels() -> None:
-    assert _slope(12.0, lambda: 0.0) == pytest.approx((12, 12, 12))
-    assert _slope(0.0, lambda: 0.0) == pytest.approx((0, 0, 0), abs=1e-9)
+    assert _found(12.0, lambda: 0.0) == pytest.approx((12, 12, 12))
+    assert _found(0.0, lambda: 0.0) == pytest.approx((0, 0, 0), abs=1e-9)
     generator = random.Random(0)
-    value, low, high = _slope(12.0, lambda: generator.gauss(0, 1))
+    value, low, high = _found(12.0, lambda: generator.gauss(0, 1))
     assert low < 12 < high
     assert low < value < high
     assert 4 < high - low < 8, "as the noise has it: about 4 x 1 MiB / (sqrt(300) x 0.048 h)"
@@ -106,8 +106,8 @@ def test_readings_that_are_alike_in_a_row_widen_the_interval() -> None:
         level = 0.8 * level + generator.gauss(0, 0.6)  # as wide as the noise with a deviation of 1
         return level
 
-    _, low, high = _slope(0.0, lambda: generator.gauss(0, 1))
-    _, lower, higher = _slope(0.0, wandering)
+    _, low, high = _found(0.0, lambda: generator.gauss(0, 1))
+    _, lower, higher = _found(0.0, wandering)
     assert higher - lower > 2 * (high - low)
     assert common_slope([0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3]) is None, "too few"
 
@@ -127,7 +127,7 @@ def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -
         for minute in range(10)
         for after in [minute >= 5]
     ]
-    (slope,) = _Slopes(intervals).of(HOST_MEMORY_SLOPE, _resident, _hours, "resident memory")
+    (slope,) = _slope(HOST_MEMORY_SLOPE, intervals, lambda i: i.resident / 2**20, "resident memory")
     assert slope.value == pytest.approx(0, abs=1e-6)
 
 
@@ -162,13 +162,6 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
     assert sum(interval.steps for interval in history.intervals) == step
     assert sum(interval.loss for interval in history.intervals) == 2.0 * step
     assert sum(interval.compute_ms for interval in history.intervals) == 70.0 * step
-    for fewer, compute_ms in ((2, 70.0), (3, 0.0)):  # columns of earlier versions' checkpoints
-        own = history.own()
-        own["intervals"] = own["intervals"][:, :-fewer]
-        (earlier := SoakHistory()).take_over(history.shared(), own)
-        last = earlier.intervals[-1]
-        assert (last.after_checkpoint, last.busy, last.looks, last.end_step) == (False, 0, 0, step)
-        assert last.compute_ms == pytest.approx(compute_ms * last.steps)
     warm = {interval.process: interval.end_s - interval.seconds for interval in reversed([*history.settled(plan)])}
     assert [warm[piece] - 1200 * piece for piece in range(3)] == pytest.approx([60, 60, 60], abs=plan.interval_s + 1)
 
