@@ -2,7 +2,7 @@
 
 A point is one size of a model, with one branch or all, under one backend. It is checked against the oracle; then one
 pass is watched layer by layer (jobs.measure.layers), and others are timed without the watch. With `bisect` sizes are
-tried until the smallest that fails is known (jobs.measure.bisection); a point of each case and variant concludes.
+tried until the smallest that fails is known (jobs.measure.search); a point of each case and variant concludes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor, nn
 
-from jobs.measure.bisection import BISECTION, Bisection, Size, UntriedSize
 from jobs.measure.call import TimingSpec, measure_call
 from jobs.measure.check import Agreement, WrongResult
 from jobs.measure.clock import TimingPlan
@@ -28,6 +27,7 @@ from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
 from jobs.measure.memory import measure_held, tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase
+from jobs.measure.search import BISECTION, Bisection, Size, Untried
 from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
@@ -148,7 +148,7 @@ class Spec(JobSpec):
     drill: DrillSpec | None = None
 
     @model_validator(mode="after")
-    def _has_work(self) -> Self:
+    def _check_work(self) -> Self:
         """Refuse what would change nothing, and what would be measured twice."""
         branches = {branch for case in self.cases for branch in case.branches}
         for name in self.implementations:
@@ -181,7 +181,7 @@ class Spec(JobSpec):
                 )
 
     @model_validator(mode="after")
-    def _can_search(self) -> Self:
+    def _check_search(self) -> Self:
         """Refuse a search without a choice; a size has the search's seconds."""
         if self.bisect is None:
             return self
@@ -242,7 +242,7 @@ class Spec(JobSpec):
                     continue  # neither passed nor failed
                 try:
                     answer = Bisection.of(case.layers, case.lengths, known)
-                except UntriedSize as untried:
+                except Untried as untried:
                     found.append(self._point(machine, case, untried.size, variant, name))
                 else:
                     found.append(self._conclusion(self._point(machine, case, answer.largest, variant, name), answer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
@@ -25,6 +25,7 @@ from jobs.measure.model_pass import (
     PassCase,
     model_of_preset,
 )
+from jobs.measure.search import Untried, last_that_fits
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
@@ -80,7 +81,7 @@ class Spec(JobSpec):
     plan: TrainingPlan | None = Field(default=None, description="a long run, for which slower lengths do not count")
 
     @model_validator(mode="after")
-    def _each_field_acts(self) -> Self:
+    def _check_effect(self) -> Self:
         refuse_idle(self, self.nsa, self.implementations, self.precision)
         return self
 
@@ -115,14 +116,14 @@ class Spec(JobSpec):
         if predicts(series[0]):
             predicted_to_fit = sum(case.estimate().total <= case.limit_bytes for case in cases)
         try:
-            longest = search(
+            longest = last_that_fits(
                 lambda place: _tried(tried, lengths[place]).state is PointState.OK,
                 len(lengths),
                 max(predicted_to_fit - 1, 0),
             )
             metrics, warning = self._answer(lengths, longest, tried)
-        except _UntriedLength as untried:
-            return self._trial(machine, cases[lengths.index(untried.length)])
+        except Untried as untried:
+            return self._trial(machine, cases[lengths.index(untried.size)])
         if predicted_to_fit:
             longest_predicted = lengths[predicted_to_fit - 1]
             metrics.append(Metric.of(LONGEST_PREDICTED, longest_predicted, method="nsa_core.memory"))
@@ -135,7 +136,7 @@ class Spec(JobSpec):
         """Metrics of a search that is over, and a warning if no length is fast enough for the plan.
 
         Raises:
-            _UntriedLength: the plan asks for the speed of another length.
+            Untried: the plan asks for the speed of another length.
         """
         if longest is None:
             warning = f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones"
@@ -205,17 +206,9 @@ def _point(case: Case, ending: str, seq_len: int | None, **fields: Any) -> Point
     return Point(kind="capacity", label=label, case=case, axes=axes, **fields)
 
 
-class _UntriedLength(Exception):  # noqa: N818 - control flow of a search
-    """The search asks for a length that no point has tried yet."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.length = length
-
-
 def _tried(tried: Mapping[int, EndedPoint], length: int) -> EndedPoint:
     if length not in tried:
-        raise _UntriedLength(length)
+        raise Untried(length)
     return tried[length]
 
 
@@ -238,15 +231,3 @@ def measure(case: Case, beat: Beat) -> Measurement:
         return replace(measured, metrics=(summarize(THROUGHPUT, rates, "steps"), *measured.metrics))
 
     return measure_call(case, case.check, lambda: ModelPass(case), beat, then=steps)
-
-
-def search(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
-    """Last of `count` places that fits, from a guess upwards or downwards; None if none does.
-
-    What fits at a place is taken to fit at those before it. Each place is tried once.
-    """
-    if fits(guess):
-        while guess + 1 < count and fits(guess + 1):
-            guess += 1
-        return guess
-    return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)

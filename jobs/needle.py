@@ -94,7 +94,7 @@ class Spec(JobSpec):
     optimizer: OptimizerSpec = OptimizerSpec()
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_room(self) -> Self:
         """Refuse needles that have no place, and steps that are no whole number of sequences."""
         if self.needles > self.alphabet:
             raise ValueError(

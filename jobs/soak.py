@@ -52,7 +52,7 @@ class Spec(train.TrainingSpec):
     )
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _check_pieces(self) -> Self:
         """Refuse pieces that are longer than the whole, and a limit that comes before the alert."""
         if self.piece_minutes > self.minutes:
             raise ValueError(
@@ -65,7 +65,7 @@ class Spec(train.TrainingSpec):
         return self
 
     @model_validator(mode="after")
-    def _time_enough(self) -> Self:
+    def _check_deadline(self) -> Self:
         """Give a point time for the whole soak, and refuse a deadline within it."""
         least = 60 * self.minutes
         if "point_s" not in self.deadlines.model_fields_set:

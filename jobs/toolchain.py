@@ -108,7 +108,7 @@ class Spec(PassSpec):
     tolerance: ToleranceSpec = ToleranceSpec()
 
     @model_validator(mode="after")
-    def _two(self) -> Self:
+    def _check_two(self) -> Self:
         if len(self.python) * len(self.env) < 2:
             raise ValueError("env: one toolchain has nothing to compare with; name two, or two interpreters in python")
         if None in self.python[1:]:

@@ -87,17 +87,19 @@ class TrainingSpec(JobSpec):
     plan: TrainingPlan | None = Field(default=None, description="the long run that this short one is to judge")
 
     @model_validator(mode="after")
-    def _warm_up_ends(self) -> Self:
+    def _check_steps(self) -> Self:
+        """Refuse steps that end within the warm-up or do not divide, and restarts from no checkpoint."""
         check_warm_up(self.optimizer, self.steps)
-        return self
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
         divided(self.batch, self.ranks, self.micro_batch)
+        if self.checkpoints is None and self.restarts:
+            raise ValueError(
+                f"restarts: {self.restarts}: there is no checkpoint to restart from; add 'checkpoints: {{every: N}}', "
+                "or leave restarts out"
+            )
         return self
 
     @model_validator(mode="after")
-    def _has_effect(self) -> Self:
+    def _check_effect(self) -> Self:
         """Refuse settings of several ranks, and fields of nsa, that would change nothing."""
         for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None)):
             if self.ranks == 1 and (value := getattr(self, name)) != usual:
@@ -119,7 +121,7 @@ class TrainingSpec(JobSpec):
         return self
 
     @model_validator(mode="after")
-    def _graphs_can_be(self) -> Self:
+    def _check_graphs(self) -> Self:
         """Refuse CUDA graphs where PyTorch captures none, or where a replay would overwrite gradients."""
         reasons = [
             (not self.compile, "only compiled passes are captured; set compile, or leave it out"),
@@ -136,17 +138,7 @@ class TrainingSpec(JobSpec):
         return self
 
     @model_validator(mode="after")
-    def _checkpoints_come(self) -> Self:
-        """Refuse restarts from no checkpoint."""
-        if self.checkpoints is None and self.restarts:
-            raise ValueError(
-                f"restarts: {self.restarts}: there is no checkpoint to restart from; add 'checkpoints: {{every: N}}', "
-                "or leave restarts out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_gpu_for_each_rank(self) -> Self:
+    def _check_gpus(self) -> Self:
         """Ask for as many GPUs as ranks, and refuse another number."""
         asked = self.resources.num_gpus
         if self.ranks == 1 or self.device == "cpu":
@@ -253,7 +245,7 @@ class Spec(TrainingSpec):
     kind: Literal["train"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
     @model_validator(mode="after")
-    def _checkpoints_are_saved(self) -> Self:
+    def _check_checkpoints(self) -> Self:
         """Refuse checkpoints that would never be saved."""
         if self.checkpoints is not None and self.checkpoints.every > self.steps:
             raise ValueError(

@@ -40,7 +40,7 @@ class TrainingPlan(BaseModel):
         return self.tokens / tokens_per_second / 3600
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def _check_throughput(self) -> Self:
         stated, needed = self.tokens_per_second, self.needed
         if stated is not None and not (1 - _ROUNDING) * needed <= stated <= (1 + _HEADROOM) * needed:
             takes = self.hours_at(stated)

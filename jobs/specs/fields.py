@@ -107,7 +107,7 @@ class HeadsSpec(Strict):
     head_dim: Count
 
     @model_validator(mode="after")
-    def _possible(self) -> HeadsSpec:
+    def _check_room(self) -> HeadsSpec:
         if self.query_heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads}: use a divisor of query_heads = {self.query_heads}")
         if self.head_dim % 2:

@@ -11,7 +11,7 @@ from supervised import searched, values
 from travelling import travelled
 
 from jobs import backward
-from jobs.measure.bisection import Bisection, smallest_failing
+from jobs.measure.search import Bisection, smallest_failing
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import FAILED, PointState
 

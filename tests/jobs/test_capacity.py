@@ -11,7 +11,7 @@ from supervised import Ended, searched, supervised, values
 from travelling import travelled
 
 from jobs import capacity
-from jobs.capacity import search
+from jobs.measure.search import last_that_fits
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState
 from orchestrator.messages import Conditions
@@ -44,7 +44,7 @@ def test_the_search_ends_at_the_last_that_fits(guess: int, last: int | None) -> 
         tried.append(place)
         return last is not None and place <= last
 
-    assert search(fits, 5, guess) == last
+    assert last_that_fits(fits, 5, guess) == last
     assert len(tried) == len(set(tried))
     if last is not None and last < 4:
         assert last + 1 in tried  # shown to fail

@@ -48,7 +48,7 @@ class DataSpec(Strict):
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataSpec:
+    def _check_sources(self) -> DataSpec:
         """Refuse two sources of text or tokens, documents without a tokenizer, and a tokenizer without documents."""
         if self.dataset is not None and self.path is not None:
             raise ValueError(f"path: {str(self.path)!r}: has no effect beside dataset; leave one of them out")
@@ -62,7 +62,7 @@ class DataSpec(Strict):
         return self
 
     @model_validator(mode="after")
-    def _has_effect(self) -> DataSpec:
+    def _check_effect(self) -> DataSpec:
         """Refuse settings of documents where there are none."""
         idle = () if self.dataset else ("subset", "split", "revision")
         idle += () if self.tokenized else ("text_field", "end_token")

@@ -1,13 +1,14 @@
-"""The smallest size of a model whose pass fails: a search over numbers of layers and lengths of the sequence.
+"""Searches of which each size is a point: the longest that fits, and the smallest model whose pass fails.
 
-Each size is a point of its own. A larger model, or a longer sequence, is taken to fail where a smaller one does; the
-answer does not rest on it: its neighbours are shown to pass.
+A larger model, or a longer sequence, is taken to fail where a smaller one does; the answer does not rest on it: its
+neighbours are shown to pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jobs.schema.point import EndedPoint, Metric
 from jobs.schema.quantities import Better, Quantity, Role
@@ -23,12 +24,24 @@ Size = tuple[int, int]
 """Layers, and tokens of a sequence."""
 
 
-class UntriedSize(Exception):  # noqa: N818 - control flow of a search
+class Untried(Exception):  # noqa: N818 - control flow of a search
     """The search asks for a size that no point has tried yet."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Any) -> None:
         super().__init__(size)
         self.size = size
+
+
+def last_that_fits(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
+    """Last of `count` places that fits, from a guess upwards or downwards; None if none does.
+
+    What fits at a place is taken to fit at those before it. Each place is tried once.
+    """
+    if fits(guess):
+        while guess + 1 < count and fits(guess + 1):
+            guess += 1
+        return guess
+    return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
 
 
 @dataclass(frozen=True)
@@ -45,13 +58,13 @@ class Bisection:
 
     @classmethod
     def of(cls, layers: Sequence[int], lengths: Sequence[int], tried: Mapping[Size, EndedPoint]) -> Bisection:
-        """The answer by the sizes that were tried. Raises UntriedSize for the next one to try."""
+        """The answer by the sizes that were tried. Raises Untried for the next one to try."""
         layers, lengths = sorted(layers), sorted(lengths)
 
         def fails(layer: int, length: int) -> bool:
             size = layers[layer], lengths[length]
             if size not in tried:
-                raise UntriedSize(size)
+                raise Untried(size)
             return tried[size].state is not PointState.OK
 
         place = smallest_failing(fails, len(layers), len(lengths))
