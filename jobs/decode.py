@@ -335,14 +335,10 @@ def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str
     q, k, v = _rotated(tokens)
     k_cmp, v_cmp = (x.to(dtype) for x in _means(config)(k[0], v[0], 0))
     q, gates = q[:, -rows:].to(dtype), torch.sigmoid(tokens["gates"])[:, -rows:].to(dtype)
-    keys, values = (_in_dtype(xs, dtype) for xs in (k, v))
+    keys, values = ((cmp.to(dtype), slc.to(dtype), win.to(dtype)) for cmp, slc, win in (k, v))
     if case.model.attention == DENSE:
         return BACKENDS[backend].window(q, keys[1], values[1], None, keys[1].shape[1], q.shape[-1] ** -0.5)
     return nsa_attention(q, keys, values, gates, config, k_cmp=k_cmp, v_cmp=v_cmp, backend=backend)
-
-
-def _in_dtype(xs: Triple, dtype: torch.dtype) -> Triple:
-    return xs[0].to(dtype), xs[1].to(dtype), xs[2].to(dtype)
 
 
 def _rotated(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Triple, Triple]:

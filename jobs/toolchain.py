@@ -162,7 +162,10 @@ def measure(case: Case, beat: Beat) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="toolchain-") as name:
         folder = Path(name)
         beat("inputs")
-        _write_inputs(case, folder / "inputs.pt")
+        torch.manual_seed(case.seed)  # made once: generators may differ between versions of PyTorch
+        tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1))
+        inputs = {"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}
+        torch.save(inputs, folder / "inputs.pt")
         first, other = (_run(case, number, folder, beat) for number in (1, 2))
         beat("comparison")
         outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
@@ -194,13 +197,6 @@ def _other_outputs(case: Case, outputs: Outputs) -> str | None:
         f"{case.toolchain_name(2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
         f"{case.toolchain_name(1)} by more than {allowed:.1e} of their norm: {named}"
     )
-
-
-def _write_inputs(case: Case, path: Path) -> None:
-    """Write weights and tokens, made once: generators may differ between versions of PyTorch."""
-    torch.manual_seed(case.seed)
-    tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1))
-    torch.save({"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}, path)
 
 
 def _run(case: Case, number: int, folder: Path, beat: Beat) -> Mapping[str, Any]:

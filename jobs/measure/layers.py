@@ -8,7 +8,6 @@ the first layer, in the order of the backward pass, that has one.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.measure.clock import synchronize
+from jobs.measure.memory import resident_bytes
 from jobs.schema.point import Beat
 
 LAYERS, STATS = "layers.json", "memory_stats.json"
@@ -119,7 +119,8 @@ class LayerWatch:
                 place = self._marks[-1].place if self._marks else "start of the forward pass"
                 raise PassFailed(f"{place}: {type(err).__name__}: {err}") from err
         if not self._back:
-            raise BrokenGradient(f"the loss is {loss.item()}; {self._first_infinite()}")
+            place = next(mark.place for mark in self._marks if not mark.finite)
+            raise BrokenGradient(f"the loss is {loss.item()}; values are not finite from here on: {place}")
         self._check()
         return Watched(tuple(self._marks), before, memory_report(self._device))
 
@@ -157,10 +158,6 @@ class LayerWatch:
         if self._device.type == "cuda":
             (self._folder / STATS).write_text(json.dumps(torch.cuda.memory_stats(self._device), indent=1))
 
-    def _first_infinite(self) -> str:
-        place = next(mark.place for mark in self._marks if not mark.finite)
-        return f"values are not finite from here on: {place}"
-
     def _check(self) -> None:
         """Raise BrokenGradient for the first layer, in the order of the backward pass, without a good gradient."""
         reached = {mark.place: mark.finite for mark in self._marks}
@@ -172,8 +169,10 @@ class LayerWatch:
             if not finite:
                 source = "the loss" if number == count else f"the backward pass of layer {number + 1}"
                 raise BrokenGradient(f"{name} is the first with a gradient that is not finite; it comes from {source}")
-            for parameter, gradient in _gradients(self._layers[number - 1]):
-                if gradient is None:
+            for parameter, weight in self._layers[number - 1].named_parameters():
+                if not weight.requires_grad:
+                    continue
+                if (gradient := weight.grad) is None:
                     raise BrokenGradient(f"{name} is the first without a gradient: {parameter} has none")
                 if not gradient.isfinite().all():
                     raise BrokenGradient(f"{name} is the first with a gradient that is not finite: that of {parameter}")
@@ -183,10 +182,7 @@ def memory_report(device: torch.device) -> str:
     """The CUDA allocator's summary; on a CPU the process's memory as the kernel tells it."""
     if device.type == "cuda":
         return torch.cuda.memory_summary(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # not Linux
-        return "unknown: /proc is missing\n"
+    status = Path("/proc/self/status").read_text()
     return "".join(line for line in status.splitlines(keepends=True) if line.startswith("Vm"))
 
 
@@ -194,16 +190,9 @@ def _backward_of(number: int) -> str:
     return f"backward of layer {number}"
 
 
-def _gradients(layer: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-    return ((name, p.grad) for name, p in layer.named_parameters() if p.requires_grad)
-
-
 def _memory_mib(device: torch.device) -> tuple[float | None, float | None, float]:
     """Memory allocated and reserved on a GPU, None on a CPU, and the resident set; in MiB."""
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB
-    except OSError:  # not Linux
-        resident = 0.0
+    resident = resident_bytes() / _MIB
     if device.type != "cuda":
         return None, None, resident
     return torch.cuda.memory_allocated(device) / _MIB, torch.cuda.memory_reserved(device) / _MIB, resident

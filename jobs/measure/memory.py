@@ -8,6 +8,7 @@ depend on memory that the C library keeps.
 from __future__ import annotations
 
 import gc
+import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,3 +179,8 @@ def _high_water() -> int:
 def tensor_bytes(tensors: list[torch.Tensor]) -> int:
     """Bytes of the distinct storages of `tensors`."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in the host's memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -63,7 +63,7 @@ def shortened(text: str, most: int = LINE) -> str:
     """The text; of one with more than `most` characters the beginning, the end and the number left out between."""
     if len(text) <= most:
         return text
-    head, tail = _ends(most)
+    head, tail = most - most // 4, most // 4  # at the end a message has its fix
     return f"{text[:head]}… ({len(text) - most:,} characters left out) …{text[-tail:]}"
 
 
@@ -119,11 +119,6 @@ def csv_cell(text: str) -> str:
 def from_csv_cell(cell: str) -> str:
     """The text that `csv_cell` made the cell of; other cells stay."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
-
-
-def _ends(most: int) -> tuple[int, int]:
-    """Characters kept of the beginning and of the end, where a message has its fix."""
-    return most - most // 4, most // 4
 
 
 def _as_markdown(line: str, marks: re.Pattern[str]) -> str:

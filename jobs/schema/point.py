@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -201,10 +201,6 @@ class Surroundings:
     checkpoints: str | None = None
     key: str = ""
     launcher: Launcher | None = None
-
-    def without_launcher(self) -> Surroundings:
-        """Surroundings that may be sent to another process."""
-        return replace(self, launcher=None)
 
 
 NOWHERE = Surroundings()

@@ -67,7 +67,9 @@ def refuse_idle(
         raise ValueError(_message(nsa, idle, reason, "add an implementation of NSA"))
     packing = any(packs(name, spec.device, dtype) for name, branch in measured.sparse if branch in (ALL, "slc"))
     acting = {name for name in ACTS_ON if measured.branches & {*ACTS_ON[name]} and (name != "slots" or packing)}
-    idle = _removable(nsa, [name for name in ACTS_ON if name not in acting and _is_set(nsa, name)])
+    idle = [name for name in ACTS_ON if name not in acting and _is_set(nsa, name)]
+    if not _without(nsa, idle):  # the sizes of others need some of them
+        idle = [name for name in idle if _without(nsa, [name])]
     if not idle:
         return
     needed = ACTS_ON[idle[0]]
@@ -97,11 +99,6 @@ class _Measured:
 
 def _is_set(nsa: NSAConfig, name: str) -> bool:
     return getattr(nsa, name) != getattr(_USUAL, name)
-
-
-def _removable(nsa: NSAConfig, idle: list[str]) -> list[str]:
-    """Idle fields that can be left out; the sizes of others may need some of them."""
-    return idle if _without(nsa, idle) else [name for name in idle if _without(nsa, [name])]
 
 
 def _without(nsa: NSAConfig, names: list[str]) -> bool:

@@ -68,7 +68,7 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
 def _run_once(case: TextCase, beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
     ranks = case.layout.ranks
     watch = RankWatch(ranks, beat)
-    main = partial(rank.train, case, reporter(beat).surroundings.without_launcher())
+    main = partial(rank.train, case, replace(reporter(beat).surroundings, launcher=None))
     try:
         if stop.is_set():
             raise RanksEnded({}, {})

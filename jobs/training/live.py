@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import torch
 
+from jobs.measure.memory import resident_bytes
 from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import THROUGHPUT, Better, Plot, Quantity, Role
@@ -130,11 +129,6 @@ def memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resident_bytes() / 2**20
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in the host's memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -53,7 +53,7 @@ def soak_measurement(case: TextCase, reports: Sequence[RankReport], restarts: in
     """
     plan = case.soak
     assert plan is not None
-    first, worst = reports[0], max(reports, key=_most_held)
+    first, worst = reports[0], max(reports, key=lambda each: max((i.held for i in _history(each).intervals), default=0))
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
     metrics = [
         *_memory(worst, plan),
@@ -74,10 +74,6 @@ def soak_measurement(case: TextCase, reports: Sequence[RankReport], restarts: in
 def _history(report: RankReport) -> SoakHistory:
     assert report.run.soak is not None
     return report.run.soak
-
-
-def _most_held(report: RankReport) -> int:
-    return max((interval.held for interval in _history(report).intervals), default=0)
 
 
 def _settled(report: RankReport, plan: SoakPlan) -> list[Interval]:
@@ -221,7 +217,10 @@ def common_slope(pieces: Sequence[int], x: Sequence[float], y: Sequence[float]) 
         pieces: the piece of each reading; readings of a piece follow each other.
     """
     numbers, levels = np.unique(np.asarray(pieces), return_inverse=True)
-    xs, ys = (_deviations(np.asarray(values, dtype=np.float64), levels) for values in (x, y))
+    deviations = []  # from the mean of their piece
+    for values in (np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)):
+        deviations.append(values - (np.bincount(levels, values) / np.bincount(levels))[levels])
+    xs, ys = deviations
     spread = float(xs @ xs)
     if len(xs) < len(numbers) + _LEAST or spread == 0:
         return None
@@ -239,8 +238,3 @@ def common_slope(pieces: Sequence[int], x: Sequence[float], y: Sequence[float]) 
 
     reach = float(special.stdtrit(freedom, 0.975)) * math.sqrt(squares / freedom / spread)
     return Slope(value, value - reach, value + reach)
-
-
-def _deviations(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Values less the mean of their piece."""
-    return values - (np.bincount(levels, values) / np.bincount(levels))[levels]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from jobs.measure.memory import resident_bytes
 from jobs.schema.point import Beat, reporter
 from jobs.schema.quantities import Better, Quantity
 from jobs.training.errors import MemoryLimit
-from jobs.training.live import resident_bytes
 from jobs.training.soak.history import GB, Interval, SoakHistory, SoakPlan
 
 MEMORY_HELD = Quantity("memory_held", "MiB", "Memory held by a rank", "memory held", Better.LOWER)
