@@ -198,7 +198,8 @@ class Spec:
         config, card = self.config(**axes), self.card(**axes)
         if not config:
             return ""
-        count = (config.get("ranks") or {}).get("ranks", 1)
+        layout = config.get("layout") or config.get("ranks") or {}  # runs before 0.2.0 have it as `ranks`
+        count = layout.get("ranks", 1)
         words = [f"{count} × {card}" if count > 1 else card, "compiled" if config.get("compile") else "eager"]
         words += ["CUDA graphs"] * bool(config.get("cuda_graphs"))
         words += ["checkpointing"] * bool(config.get("model", {}).get("checkpointing"))
