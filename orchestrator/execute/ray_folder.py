@@ -14,7 +14,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -132,15 +132,14 @@ def answers(*addresses: str) -> bool:
     import grpc
 
     deadline = time.monotonic() + _REACH_S
-    with ExitStack() as block:
-        options = [("grpc.enable_http_proxy", 0)]
-        channels = [block.enter_context(grpc.insecure_channel(address, options)) for address in addresses]
-        ready = [grpc.channel_ready_future(channel) for channel in channels]
-        while not any(future.done() for future in ready):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-    return True
+    options = [("grpc.enable_http_proxy", 0)]
+    # Not closed: gRPC's thread that watches a channel fails on a closed one. Without a future it ends by itself.
+    ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in addresses]
+    while not (answered := any(future.done() for future in ready)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for future in ready:
+        future.cancel()
+    return answered
 
 
 def on_loopback_alone(address: str) -> bool:
