@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -84,6 +83,7 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
     """Draw a grid of fits (`analysis.fits_frame`). Returns the id of the clicked one's run, or None."""
     rows = parts.records(frame)
     looks = [series.look(row["implementation"]) for row in rows]
+    lengths = [row["lengths"] for row in rows]
     table = pd.DataFrame(
         {
             " ": [look.sign for look in looks],
@@ -91,9 +91,12 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
             "Quantity": [quantities.of(row["metric"]).title for row in rows],
             "Exponent": [row["exponent"] for row in rows],
             "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
-            "Rests on": [_lengths(row["lengths"]) for row in rows],
+            "Rests on": [f"{len(s)}: {length_label(s[0])} to {length_label(s[-1])}" for s in lengths],
             "Local exponents": frame["local_text"].to_list(),
-            "Overhead": [_overhead(row, quantities) for row in rows],
+            "Overhead": [
+                parts.number(row["overhead"], quantities.of(row["metric"]).unit) if row["overhead"] else "–"
+                for row in rows
+            ],
             "All lengths": [row["plain_exponent"] for row in rows],
             "Pass": [row["pass"] or "–" for row in rows],
             "Shape": [shape_of(row) or "–" for row in rows],
@@ -133,14 +136,6 @@ def numbers(frame: pd.DataFrame, key: str) -> str | None:
     return _clicked(table, frame["point_id"].to_list(), {}, key)
 
 
-def _overhead(fit: dict, quantities: Quantities) -> str:
-    return parts.number(fit["overhead"], quantities.of(fit["metric"]).unit) if fit["overhead"] else "–"
-
-
-def _lengths(lengths: Sequence[Any]) -> str:
-    return f"{len(lengths)}: {length_label(lengths[0])} to {length_label(lengths[-1])}"
-
-
 def took(run: dict) -> str:
     """Duration of a run, pauses before a resume included and said; a dash for a reported one."""
     if run["origin"] != Origin.MEASURED:
@@ -149,17 +144,12 @@ def took(run: dict) -> str:
     return f"{length}, resumed" if run["resumed"] else length
 
 
-def _short(column: pd.Series) -> pd.Series:
-    if column.dtype.kind in "biufM":
-        return column
-    return column.map(lambda cell: in_a_line(cell) if isinstance(cell, str) else cell)
-
-
 def _clicked(
     table: pd.DataFrame, ids: list[str], columns: dict, key: str, looks: Sequence[series.Look] = ()
 ) -> str | None:
     """Draw a grid, with the looks' colours in its first column. Returns the id of the row that was clicked, or None."""
-    table = pd.DataFrame({name: _short(column) for name, column in table.items()})
+    for name in table.columns[[dtype.kind not in "biufM" for dtype in table.dtypes]]:
+        table[name] = table[name].map(lambda cell: in_a_line(cell) if isinstance(cell, str) else cell)
     first = table.columns[:1]
     styled = table.style.apply(lambda _: [f"color: {look.color}" for look in looks], subset=first) if looks else table
     event = st.dataframe(

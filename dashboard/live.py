@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import Any, NamedTuple
@@ -79,71 +80,33 @@ def remaining(point: Mapping[str, Any]) -> str:
 
 def expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.DataFrame) -> list[Expectation]:
     """Rows of the plan and the memory estimate beside the measured values; none without plan and estimate."""
-    measured = dict(zip(metrics["name"], metrics["value"], strict=True))
-    plan, rows = _plan(point), []
-    if plan is not None:
-        speed = measured.get("throughput", _last(frame, "throughput"))
+    measured, rows = dict(zip(metrics["name"], metrics["value"], strict=True)), []
+    series = {str(name): [float(value) for value in of_name["value"]] for name, of_name in frame.groupby("name")}
+    with suppress(ValidationError):  # without a plan, or of a kind that means something else by it
+        plan = TrainingPlan.model_validate(point["config"].get("plan"))
+        speed = measured.get("throughput", series["throughput"][-1] if "throughput" in series else None)
         hours = plan.hours_at(speed) if speed else None
-        needed = f"≥ {parts.number(plan.needed, 'tok/s')}"
-        rows.append(Expectation("Throughput", needed, parts.number(speed, "tok/s"), _most(plan.needed, speed)))
-        rows.append(
-            Expectation(
-                "Time of the planned run",
-                f"≤ {parts.number(plan.hours, 'h')}",
-                parts.number(hours, "h"),
-                _most(hours, plan.hours) if hours else None,
-            )
-        )
+        needed, most = f"≥ {parts.number(plan.needed, 'tok/s')}", f"≤ {parts.number(plan.hours, 'h')}"
+        fast = None if speed is None else plan.needed <= speed
+        rows.append(Expectation("Throughput", needed, parts.number(speed, "tok/s"), fast))
+        in_time = None if hours is None else hours <= plan.hours
+        rows.append(Expectation("Time of the planned run", most, parts.number(hours, "h"), in_time))
     estimate = point["estimate_bytes"]
     if estimate is not None and not pd.isna(estimate):
-        memory = measured.get("peak_memory", _allocated(point, frame))
-        holds = _most(memory, _ESTIMATE * estimate / 2**20) if memory is not None else None
-        rows.append(Expectation("Memory", f"{parts.number(estimate / 2**20, 'MiB')} estimated", _mib(memory), holds))
-    busy = _busy(frame)
-    if rows and busy is not None:
-        rows.append(
-            Expectation(
-                "Utilisation, median of the least busy rank",
-                f"≥ {parts.number(_BUSY, '%')}",
-                parts.number(busy, "%"),
-                busy >= _BUSY,
-            )
-        )
-    return rows
-
-
-def _plan(point: Mapping[str, Any]) -> TrainingPlan | None:
-    """The planned run of a point's configuration; None without one, or where a kind means something else by it."""
-    try:
-        return TrainingPlan.model_validate(point["config"].get("plan"))
-    except ValidationError:
-        return None
-
-
-def _last(frame: pd.DataFrame, name: str) -> float | None:
-    values = frame.loc[frame["name"] == name, "value"]
-    return None if values.empty else float(values.iloc[-1])
-
-
-def _allocated(point: Mapping[str, Any], frame: pd.DataFrame) -> float | None:
-    """Most memory allocated on a GPU so far [MiB]; None on a CPU, where the resident memory holds far more."""
-    values = frame.loc[frame["name"] == "training_memory", "value"]
-    return None if values.empty or point["device"] != "cuda" else float(values.max())
-
-
-def _busy(frame: pd.DataFrame) -> float | None:
-    """Median utilisation of the least busy rank [%] since a training's first sample; None where nothing trains."""
+        memory = measured.get("peak_memory")
+        if memory is None and "training_memory" in series and point["device"] == "cuda":
+            memory = max(series["training_memory"])  # on a CPU the resident memory holds far more
+        fits = None if memory is None else memory <= _ESTIMATE * estimate / 2**20
+        actual = "measured after the training" if memory is None else parts.number(memory, "MiB")
+        rows.append(Expectation("Memory", f"{parts.number(estimate / 2**20, 'MiB')} estimated", actual, fits))
+    # Since a training's first sample; a process starts idle.
     begun = frame.loc[~frame["name"].isin([quantity.name for quantity in LIVE]), "at"].min()
-    rows = frame.loc[frame["name"].isin(_UTILIZATION) & (frame["at"] >= begun)]
-    return min((median(mine["value"]) for _, mine in rows.groupby("rank")), default=None)
-
-
-def _mib(value: float | None) -> str:
-    return "measured after the training" if value is None else parts.number(value, "MiB")
-
-
-def _most(value: float | None, bound: float | None) -> bool | None:
-    return None if value is None or bound is None else value <= bound
+    training = frame.loc[frame["name"].isin(_UTILIZATION) & (frame["at"] >= begun)]
+    busy = min((median(mine["value"]) for _, mine in training.groupby("rank")), default=None)
+    if rows and busy is not None:
+        what, least = "Utilisation, median of the least busy rank", f"≥ {parts.number(_BUSY, '%')}"
+        rows.append(Expectation(what, least, parts.number(busy, "%"), busy >= _BUSY))
+    return rows
 
 
 def _table(rows: list[Expectation]) -> None:
@@ -162,7 +125,8 @@ def _table(rows: list[Expectation]) -> None:
 def _charts(frame: pd.DataFrame, quantities: Quantities) -> None:
     """One small chart a series, two side by side, its ranks as lines."""
     by_name = {str(name): rows for name, rows in frame.groupby("name")}
-    names = sorted(by_name, key=lambda name: _place(name, quantities))
+    first = {name: index for index, name in enumerate(_FIRST)}
+    names = sorted(by_name, key=lambda name: (first.get(name, len(first)), *quantities.place(name)))
     span = frame["at"].min(), frame["at"].max()
     for place in range(0, len(names), 2):
         for column, name in zip(st.columns(2), names[place : place + 2], strict=False):
@@ -171,11 +135,6 @@ def _charts(frame: pd.DataFrame, quantities: Quantities) -> None:
             with column:
                 st.caption(parts.plain(f"{quantities.of(name, unit).title}: {_present(rows, unit)}"))
                 st.altair_chart(chart(rows, span, unit), key=f"series {name}")
-
-
-def _place(name: str, quantities: Quantities) -> tuple[int, int, str]:
-    first = _FIRST.index(name) if name in _FIRST else len(_FIRST)
-    return (first, *quantities.place(name))
 
 
 def _present(rows: pd.DataFrame, unit: str) -> str:
@@ -203,7 +162,9 @@ def chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
     color = (
         alt.Color("rank:N", legend=alt.Legend(title="rank", orient="bottom", columns=8)) if several else alt.value(BLUE)
     )
-    scale_y = alt.Scale(zero=unit == "%" or not _far_from_zero(shown["value"].tolist()))
+    low, high = shown["value"].min(), shown["value"].max()
+    far_from_zero = low > 0 and high - low < 0.5 * high  # an axis from zero would hide the changes
+    scale_y = alt.Scale(zero=unit == "%" or not bool(far_from_zero))
     return (
         alt.Chart(shown, height=_HEIGHT)
         .mark_line(point=len(shown) < 3)
@@ -225,9 +186,3 @@ def chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
         )
         .properties(width="container")
     )
-
-
-def _far_from_zero(values: list[float]) -> bool:
-    """Whether an axis from zero would hide the changes."""
-    low, high = min(values), max(values)
-    return low > 0 and high - low < 0.5 * high

@@ -25,7 +25,9 @@ def page(store: Store) -> None:
     if live:
         st.fragment(_going_on, run_every=data.LIVE_SECONDS)(store, seen=counts)
     _decisions(store)
-    _latest_runs(store, live)
+    st.header("Latest runs")
+    st.fragment(_runs_table, run_every=data.refresh_seconds(live))(store, live)
+    st.page_link("runs.py", label="All runs", icon=":material/list_alt:")
     _counts(counts)
 
 
@@ -59,12 +61,6 @@ def _decisions(store: Store) -> None:
         return
     for each in decisions:
         decision.show(each)
-
-
-def _latest_runs(store: Store, live: bool) -> None:
-    st.header("Latest runs")
-    st.fragment(_runs_table, run_every=data.refresh_seconds(live))(store, live)
-    st.page_link("runs.py", label="All runs", icon=":material/list_alt:")
 
 
 @data.part

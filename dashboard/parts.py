@@ -156,12 +156,9 @@ def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
         hover: text to show under the pointer, with any characters.
     """
     run_id, _, index = point_id.rpartition("/")
-    return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})}{_link_title(hover)})"
-
-
-def _link_title(text: str) -> str:
-    """The text as the title of a Markdown link: in quotes, on one line, every mark escaped."""
-    return ' "' + re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", plain_text.in_a_line(text)) + '"' if text.strip() else ""
+    title = re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", plain_text.in_a_line(hover))  # every mark escaped
+    title = f' "{title}"' if hover.strip() else ""
+    return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})}{title})"
 
 
 def run_link(run_id: str, label: str) -> str:

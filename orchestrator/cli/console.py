@@ -78,7 +78,11 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
     _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
     table = _table("Points", "#", "label", "state", "progress", "reason")
     for p in points.to_dict("records"):
-        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), _progress(p), _reason(p))
+        progress = ""
+        if p["running"] and not pd.isna(p["phase"]):
+            progress = f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
+        reason = "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
+        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), progress, reason)
     out.print(table)
     for event in events.to_dict("records"):
         out.print(f"{_time(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
@@ -172,16 +176,6 @@ def _name(name: str) -> str:
 
 def _state(state: str) -> Text:
     return Text(str(state), style=_COLOUR.get(str(state), "red"))
-
-
-def _progress(p: Mapping[str, Any]) -> str:
-    if not p["running"] or pd.isna(p["phase"]):
-        return ""
-    return f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
-
-
-def _reason(p: Mapping[str, Any]) -> str:
-    return "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
 
 
 def _text(value: Any) -> str:

@@ -125,7 +125,7 @@ def fit_growth(
         None with fewer than three distinct lengths, or with values that no unit has, whose squares no float holds.
 
     Raises:
-        ValueError: as in `fit_power_law`, or there is not one spread a value, or one is not a number of 0 or more.
+        ValueError: as in `fit_power_law`.
     """
     x, y = _checked(lengths, values)
     distinct = _distinct(x)
@@ -253,11 +253,8 @@ def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndar
 
 
 def _noise(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
-    """Relative noise of `n` values, `least` at least, float64 [n]. Raises ValueError as `fit_growth`."""
-    noise = np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float)
-    if len(noise) != n or not (noise >= 0).all():
-        raise ValueError(f"spreads: {noise.tolist()}: give one of 0 or more for each of the {n} values")
-    return np.clip(noise, least, _VAGUE)
+    """Relative noise of `n` values, `least` at least, float64 [n]."""
+    return np.clip(np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float), least, _VAGUE)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:

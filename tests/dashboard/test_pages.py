@@ -229,10 +229,6 @@ def test_a_run_in_detail(complete: str):
     assert len(app.get("download_button")) == 1
 
 
-def test_a_reported_run_took_no_time_that_is_known(complete: str):
-    assert "Took,–" in text(show("runs", run="reported-002_0efc432e4c57f734"))
-
-
 def test_a_finished_point_in_detail(complete: str):
     said = text(show("runs", run=RUN, point=f"{RUN}/14"))
     assert "peak_extra_memory" in said

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import special
 
-from orchestrator.judge.growth import NORMAL_INTERVAL, fit_growth, fit_power_law, local_slopes
+from orchestrator.judge.growth import fit_growth, fit_power_law, local_slopes
 
 LENGTHS = (512, 1024, 2048, 4096)
 OCTAVES = np.array([512 * 2**n for n in range(8)])  # 512 to 65,536
@@ -40,12 +39,6 @@ def test_two_lengths_are_not_fitted_even_if_measured_often():
 def test_values_that_are_not_measurements_are_refused(bad: float):
     with pytest.raises(ValueError, match="positive and finite"):
         fit_power_law(LENGTHS, [1.0, 2.0, 3.0, bad])
-
-
-@pytest.mark.parametrize("spreads", [[0.1] * 3, [0.1] * 3 + [float("nan")], [0.1] * 3 + [-0.1]])
-def test_spreads_that_are_none_are_refused(spreads: list[float]):
-    with pytest.raises(ValueError, match="give one of 0 or more for each of the 4 values"):
-        fit_growth(LENGTHS, LENGTHS, spreads)
 
 
 @pytest.mark.parametrize("spread", [1e200, float("inf")])
@@ -100,12 +93,6 @@ def test_the_interval_of_a_slope_covers_the_truth_as_often_as_it_says():
     assert 0.93 < np.mean(covered) < 0.97
     assert str(slopes[0]).endswith(" ± 0.2")
     assert len(slopes) == 700
-
-
-@pytest.mark.parametrize("spreads", [[0.1] * 3, [0.1] * 3 + [float("nan")]])
-def test_spreads_that_are_none_give_no_slopes(spreads: list[float]):
-    with pytest.raises(ValueError, match="give one of 0 or more for each of the 4 values"):
-        local_slopes(LENGTHS, LENGTHS, spreads)
 
 
 @pytest.mark.parametrize("lengths", [OCTAVES, SWEEP], ids=["octaves", "half octaves at the top"])
@@ -195,7 +182,3 @@ def test_an_exact_law_at_long_lengths_precedes_one_that_only_holds_on_more():
     assert law.exponent == pytest.approx(1.0, abs=0.002)
     assert (law.ci_low, law.ci_high) == pytest.approx((0.998, 1.002), abs=0.002)
     assert law.lengths == (2048, 3072, 4096, 6144, 8192)
-
-
-def test_the_interval_is_that_of_the_normal_distribution():
-    assert special.ndtri(0.975) == NORMAL_INTERVAL

@@ -206,15 +206,6 @@ def _on_a_terminal(command: list[str], env: dict[str, str]) -> str:
     return shown.decode()
 
 
-def test_what_a_host_says_of_itself_does_not_act_on_a_terminal(diagnose: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG_FILE", HOSTILE)
-    code, out, _ = diagnose()
-    assert code == 0
-    assert "\x1b" not in out
-    assert "- NCCL_DEBUG_FILE=" in out
-    assert not re.search(r"(?<!\\)\]\(http", out)
-
-
 SOUND = {"rank": 0, "ranks": 1, "step": 1, "host": "h", "pid": 1, "process": "", "device": "cpu", "gpu": ""} | {
     "cores": "0-3,8", "threads": 1, "route": {}, "versions": {}, "memory": {}
 }  # fmt: skip
