@@ -52,7 +52,6 @@ IN_PROCESSES = (
     "tests/jobs/process/",
     "tests/orchestrator/execute/",
     "tests/orchestrator/run/",
-    "tests/orchestrator/store/test_claim.py",
 )
 GROUPS = (ON_CLUSTERS, IN_PROCESSES, ("tests/nsa_core/kernels/test_aot.py",))  # the last: tests of one tracing
 
