@@ -15,7 +15,9 @@ from orchestrator.store.engine import shown
 from orchestrator.store.models import Run
 
 LEASE_S = 60
+"""Seconds that a lease lasts."""
 RENEW_S = 15.0
+"""Seconds after which a driver renews its lease."""
 
 
 class LeaseHeld(StoreError):  # noqa: N818  (a temporary condition, not a mistake)

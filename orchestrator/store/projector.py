@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from jobs.schema.states import PointState
 from orchestrator.database_url import RunMissingError, StoreError, StoreUnavailable
 from orchestrator.store.journal import Journal, JournalError
+from orchestrator.store.lease import RENEW_S
 from orchestrator.store.records import EventRecord, OutcomeRecord, Record, RunRecord
 
 if TYPE_CHECKING:
     from orchestrator.store import Store
 
 _BATCH = 50  # records of a transaction: few, so that a database which works answers within a second
-_RENEW_S = 15.0  # a lease lasts four times as long
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 10.0
 
 
@@ -102,7 +102,7 @@ class Projector(threading.Thread):
                 self._asked_at = None
             if stopping:
                 return
-            self._wake.wait(_RENEW_S)
+            self._wake.wait(RENEW_S)
 
     def _store_all(self) -> None:
         while self._offset < self._journal.end:
@@ -120,7 +120,7 @@ class Projector(threading.Thread):
                 self._store_each(records)
             self._offset = end
             self._answered()
-        if self._offset and time.monotonic() - self._renewed_at > _RENEW_S:  # before, the run has no row
+        if self._offset and time.monotonic() - self._renewed_at > RENEW_S:  # before, the run has no row
             self._store.take_lease(self._run_id)
             self._renewed_at = time.monotonic()
             self._answered()
