@@ -18,7 +18,7 @@ class PointState(StrEnum):
     HANG = "hang"  # no progress within the heartbeat deadline
     CRASH = "crash"  # the process died: a signal, or an exit without a result
     ERROR = "error"  # it raised, or its result disagreed with the oracle
-    SKIPPED = "skipped"  # never started: predicted not to fit
+    SKIPPED = "skipped"  # never started: predicted not to fit, or a peer that is not there
     LOST = "lost"  # the node or the orchestrator's own worker went away
     CANCELLED = "cancelled"
 
