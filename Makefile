@@ -52,7 +52,7 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and ot
 	@echo
 	@echo "Verdicts:  nsa gate (of all targets, on our GPU runs, too)"
 	@echo "Report:    var/demo-report.html"
-	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"
+	@echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)/$(STREAMLIT_SERVER_BASE_URL_PATH)   (stop everything: make down)"
 
 bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded peers, by length and stage
 	@$(NEED_GPU)
@@ -62,7 +62,7 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 	  $(BIN)/ray job submit --address $(RAY_DASHBOARD) --submission-id $$job --working-dir . \
 	    -- python -m jobs jobs/configs/bench.yaml || status=$$?; \
 	  $(BIN)/nsa report $$job --out var/bench.md || exit $$?; \
-	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)   (stop everything: make down)"; \
+	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)/$(STREAMLIT_SERVER_BASE_URL_PATH)   (stop everything: make down)"; \
 	  exit $$status
 
 # After a change of templates or gates, or with JOURNALS="PATH ..." to take journals of new runs in.

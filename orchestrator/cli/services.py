@@ -44,12 +44,17 @@ class ServiceError(UserError):
 
 @dataclass(frozen=True)
 class Service:
-    """A local process with a health URL; `says` is a text in its answer, by which it is told from other servers."""
+    """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it."""
 
     name: str
     command: tuple[str, ...]
-    health: str
+    url: str
+    path: str
     says: str
+
+    @property
+    def health(self) -> str:
+        return self.url + self.path
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,9 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     dashboard += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
     dashboard += ["--browser.gatherUsageStats=false"]
-    ray_health = f"{settings.ray_dashboard.rstrip('/')}/api/version"
     return [
-        Service("ray", (*ray, *ray_options), ray_health, says="ray_version"),
-        Service("dashboard", tuple(dashboard), f"{dashboard_url(settings)}/_stcore/health", says="ok"),
+        Service("ray", (*ray, *ray_options), settings.ray_dashboard.rstrip("/"), "/api/version", says="ray_version"),
+        Service("dashboard", tuple(dashboard), dashboard_url(settings), "/_stcore/health", says="ok"),
     ]
 
 
@@ -133,7 +137,7 @@ def down(settings: Settings) -> list[str]:
 
 
 def status(settings: Settings) -> list[ServiceStatus]:
-    return [ServiceStatus(s.name, _base(s.health), _pid(settings, s), is_healthy(s)) for s in local_services(settings)]
+    return [ServiceStatus(s.name, s.url, _pid(settings, s), is_healthy(s)) for s in local_services(settings)]
 
 
 def ray_answers(settings: Settings) -> bool:
@@ -178,8 +182,9 @@ def service_env(settings: Settings) -> dict[str, str]:
 
 
 def dashboard_url(settings: Settings) -> str:
-    """Address of this machine's dashboard."""
-    return f"http://127.0.0.1:{settings.dashboard_port}"
+    """Address of this machine's dashboard, with the path that Streamlit serves it under behind a proxy."""
+    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", "").strip("/")
+    return f"http://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
 
 
 @contextmanager
@@ -215,7 +220,7 @@ def _refuse_taken(service: Service) -> None:
 
 def _taken(service: Service) -> ServiceError:
     return ServiceError(
-        f"{service.name}: {_base(service.health)} is already in use by a process that `nsa up` did not start; "
+        f"{service.name}: {service.url} is already in use by a process that `nsa up` did not start; "
         "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
     )
 
@@ -236,7 +241,7 @@ def _start(settings: Settings, service: Service) -> None:
             cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
-    record = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    record = {"pid": process.pid, "started": _started(psutil.Process(process.pid))}
     _pidfile(settings, service).write_text(json.dumps(record))
 
 
@@ -247,7 +252,7 @@ def _await(settings: Settings, service: Service, noted: bool) -> None:
         dead = _pid(settings, service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
-            raise ServiceError(f"{service.name}: {why} at {_base(service.health)}; see {_log(settings, service)}")
+            raise ServiceError(f"{service.name}: {why} at {service.url}; see {_log(settings, service)}")
         time.sleep(0.2)
     if not _holds_port(_pid(settings, service), _port(service.health)):  # another process was faster
         raise _taken(service)
@@ -286,10 +291,15 @@ def _pid(settings: Settings, service: Service) -> int | None:
     try:
         record = json.loads(_pidfile(settings, service).read_text())
         process = psutil.Process(record["pid"])
-        same = abs(process.create_time() - record["created"]) < 1
+        same = abs(_started(process) - record["started"]) < 2
         return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValueError, KeyError, psutil.Error):
         return None
+
+
+def _started(process: psutil.Process) -> float:
+    """Seconds from the boot to a process' start, within one: the wall clock may be set while it runs."""
+    return process.create_time() - psutil.boot_time()
 
 
 def _pidfile(settings: Settings, service: Service) -> Path:
@@ -298,11 +308,6 @@ def _pidfile(settings: Settings, service: Service) -> Path:
 
 def _log(settings: Settings, service: Service) -> Path:
     return settings.home / f"{service.name}.log"
-
-
-def _base(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _port(url: str) -> int:

@@ -53,7 +53,7 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
     address, port = expected
     assert f"job submit --address {address} " in done.stdout
-    assert f"Dashboard: http://127.0.0.1:{port} " in done.stdout
+    assert f"Dashboard: http://127.0.0.1:{port}/ " in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")

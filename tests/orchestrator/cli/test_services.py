@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
 import subprocess
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from processes import free_ports
 from ray.job_submission import JobSubmissionClient
@@ -104,7 +107,7 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
 
 
 def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: Settings, monkeypatch) -> None:
-    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard, "")
+    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard, "", "")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     monkeypatch.setattr(services, "answers", lambda *_: True)
     services._start(settings, service)
@@ -113,12 +116,28 @@ def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: 
 
 
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
-    import json
-    import os
-
-    (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "created": 0}))
+    (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
     assert services.status(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+
+
+def test_a_service_is_known_after_the_clock_was_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = services.Service("ray", ("sleep", "60"), settings.ray_dashboard, "", "")
+    monkeypatch.setattr(services, "local_services", lambda *_: [service])
+    services._start(settings, service)
+    boot_time, create_time = psutil.boot_time, psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + 5)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 5)
+    assert services.down(settings) == ["ray"]
+
+
+def test_the_dashboards_path_behind_a_proxy_is_part_of_its_address(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMLIT_SERVER_BASE_URL_PATH", "/team/nsa/")
+    [_, dashboard] = services.local_services(settings)
+    assert dashboard.url == f"http://127.0.0.1:{settings.dashboard_port}/team/nsa"
+    assert dashboard.health == f"{dashboard.url}/_stcore/health"
 
 
 def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +148,7 @@ def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: p
         begun.append(popen(*args, **options))
         return begun[-1]
 
-    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "")
+    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "", "")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     monkeypatch.setattr(services, "answers", lambda *_: bool(time.sleep(0.2)))
     monkeypatch.setattr(services, "_await", lambda *_, **__: None)
