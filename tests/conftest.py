@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -138,6 +139,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return self.groups.get(nodeid, nodeid)
 
     return Grouped(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _own_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit's AppTest leaves its script as `__main__`, which processes that are spawned later would run."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,8 @@ def answers(*addresses: str) -> bool:
     import grpc
 
     deadline = time.monotonic() + _REACH_S
-    options = [("grpc.enable_http_proxy", 0)]
+    # Its own connection: one that an earlier call made would answer for a node that is frozen since.
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     # Not closed: gRPC's thread that watches a channel fails on a closed one. Without a future it ends by itself.
     ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in addresses]
     while not (answered := any(future.done() for future in ready)) and time.monotonic() < deadline:

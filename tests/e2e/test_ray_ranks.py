@@ -140,7 +140,7 @@ class Run:
 
     def stored(self) -> dict[tuple[str, int], int]:
         """The last step of each series by name and rank that the database has."""
-        (record,) = [record for record in self.records() if isinstance(record, RunRecord)]
+        record = next(record for record in self.records() if isinstance(record, RunRecord))
         with Store.open(f"sqlite:///{self.home / 'nsa.db'}", create=False) as store:
             (point,) = queries.points(store, record.run_id)["point_id"]
             found = queries.series(store, point).groupby(["name", "rank"])["step"].max()

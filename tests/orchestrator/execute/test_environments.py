@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -116,8 +117,10 @@ def test_an_interpreter_that_cannot_start_costs_its_point_only(snippet_kind, mea
     assert str(bad.reason).startswith(f"python: '{tmp_path}/no': cannot be started (")
 
 
-def test_settings_without_effect_are_refused_by_name() -> None:
-    default = torch.backends.cpu.get_cpu_capability().lower()
+def test_settings_without_effect_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability().lower())"
+    default = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     env = {"ATEN_CPU_CAPABILITY": default, "OWN_VARIABLE": "is passed", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     with pytest.raises(ProbeError) as caught:
         requirements.check(wants(envs=[env]))
