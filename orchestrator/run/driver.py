@@ -96,6 +96,7 @@ def _run(order: Order) -> int:
                 journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
                 if store is not None:
                     store.take_lease(order.run_id)
+                    resume.check_complete(store, history)
         except UserError as err:
             if job and store is not None and not isinstance(err, StoreUnavailable):
                 _refuse_resume(order, store, err)

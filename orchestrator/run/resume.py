@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import Origin
@@ -17,6 +18,9 @@ from orchestrator.run.plan import History, PlanError
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError
 from orchestrator.store.records import ArtifactRecord, EventRecord, Record, RunRecord
+
+if TYPE_CHECKING:
+    from orchestrator.store import Store
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -66,6 +70,23 @@ def _history(path: Path) -> History:
     if history is None:
         raise PlanError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")
     return history
+
+
+def check_complete(store: Store, history: History) -> None:
+    """Raise PlanError if the database has more of a run than its journal: new results would have the numbers of old."""
+    from orchestrator.store import queries  # needs SQLAlchemy, without which a run has only its journal
+
+    run_id = history.run.run_id
+    resumed, attempts = queries.begun(store, run_id)
+    known = {point_id: point.attempt for point_id, point in history.points.items()}
+    lacking = sum(number > known.get(point_id, 0) for point_id, number in attempts.items())
+    if resumed > history.run.resumed or lacking:
+        store.end_lease(run_id)
+        raise PlanError(
+            f"--resume: {run_id!r}: its journal is older than what {store.name} has of the run ({resumed} resumptions, "
+            f"the journal {history.run.resumed}; newer attempts at {lacking} points); bring the newest journal here, "
+            f"or move this one away and write it again from the database: nsa export {run_id} --journal"
+        )
 
 
 def unrecorded_files(history: History, store_url: str) -> list[Record]:

@@ -129,6 +129,15 @@ def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
     return frame(store, query.order_by(Point.number))
 
 
+def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
+    """How often a run was resumed, and by point the number of its newest attempt that has started."""
+    newest = select(Attempt.point_id, func.max(Attempt.number)).join(Point, Point.id == Attempt.point_id)
+    of_run = newest.where(Point.run_id == run_id, Attempt.started_at.is_not(None)).group_by(Attempt.point_id)
+    with store.session() as session:
+        resumed = session.scalar(select(Run.resumed).where(Run.id == run_id))
+        return resumed or 0, dict(session.execute(of_run).all())
+
+
 def next_points(store: Store, run_id: str, after: int, most: int) -> list[dict[str, Any]]:
     """The run's points of the next numbers above `after`, at most `most`, by number; each as `point` gives it."""
     query = _DETAILS.where(v_points.c.run_id == run_id, v_points.c.number > after)

@@ -208,6 +208,27 @@ class TestRefused:
         assert f"is of the run {run_id!r}" in capsys.readouterr().err
         assert stored(database_url, run_id) == before
 
+    def test_a_journal_older_than_what_the_database_has(self, at, spec, database_url, quick_probe, capsys) -> None:
+        assert run(spec("value = 1.5", "raise ValueError")) == 1
+        run_id = only_run(database_url)
+        path = at / run_id / journal.NAME
+        older = path.read_bytes()
+        cut = b"".join(older.splitlines(keepends=True)[:4])  # before the first attempt
+        assert run("--resume", run_id, "--retry-failed") == 1
+        newest = stored(database_url, run_id)
+        for stale in (older, cut):
+            path.write_bytes(stale)
+            capsys.readouterr()
+            assert run("--resume", run_id, "--retry-failed") == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert f"--resume: {run_id!r}: its journal is older than what " in line
+            assert path.read_bytes() == stale
+        path.unlink()
+        assert CliRunner().invoke(app, line.partition("database: nsa ")[2].split()).exit_code == 0
+        assert stored(database_url, run_id) == newest
+        assert run("--resume", run_id, "--retry-failed") == 1
+        assert stored(database_url, run_id)[1] == [("ok", 1), ("error", 3)]
+
     def test_a_journal_without_a_beginning(self, at, spec, database_url, quick_probe, capsys) -> None:
         assert run(spec("pass")) == 0
         path = at / only_run(database_url) / journal.NAME
