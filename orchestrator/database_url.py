@@ -41,6 +41,8 @@ def check_url(url: str) -> str:
             raise StoreError(f"{mistake} names no file; use sqlite:///PATH (four slashes if absolute)")
         if "?" in rest:
             raise StoreError(f"{mistake} a file takes no options; leave out '?', or write %3F in a path")
+        if "\0" in unquote(rest):
+            raise StoreError(f"{mistake} holds a NUL character, which no path may; remove it")
         return f"sqlite://{rest}"
     if scheme.lower() not in ("postgresql", "postgresql+psycopg"):
         raise StoreError(f"{mistake} unknown kind of database; use {_FORMS}")

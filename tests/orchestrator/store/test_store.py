@@ -394,6 +394,7 @@ def test_other_schema_versions_are_refused_in_a_line(store: Store, database_url:
         ("sqlite://", "names no file"),
         ("sqlite:///:memory:", "names no file"),
         ("sqlite:///no/such/folder/x.db", "no such file"),
+        ("sqlite:///a%00.db", "holds a NUL character, which no path may; remove it"),
         ("sqlite:///nsa.db?mode=ro", "a file takes no options; leave out '?', or write %3F in a path"),
         ("postgresql://me:secret@host:port/db", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
