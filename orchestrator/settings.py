@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from dotenv.parser import parse_stream
 from pydantic import Field, HttpUrl, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -207,6 +208,13 @@ def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     file = env_file()
     try:
+        if file and file.is_file():  # dotenv only warns of a line, and its setting would be the default
+            with file.open(encoding="utf-8") as lines:
+                wrong = next((binding.original.line for binding in parse_stream(lines) if binding.error), None)
+            if wrong is not None:
+                raise SettingsError(
+                    f".env: '{file}': line {wrong}: is not NAME=VALUE, or its quote does not end; mend it"
+                )
         return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError, JournalFull
-from orchestrator.store.records import EventRecord, PointRecord, Record, StartRecord
+from orchestrator.store.records import EventRecord, OutcomeRecord, PointRecord, Record, StartRecord
 
 
 @contextmanager
@@ -157,3 +157,10 @@ def test_records_are_read_beside_the_writing(path: Path, monkeypatch: pytest.Mon
         path.write_bytes(path.read_bytes()[: middle + 5])
         with pytest.raises(JournalError, match="was changed by another process"):
             book.records(middle, 1)
+
+
+def test_empty_fields_of_older_journals_are_left_out(tmp_path: Path) -> None:
+    end = '{"type":"outcome","run_id":"r","point_id":"r/0","attempt":1,"state":"ok","artifacts":[],"resumed":null}'
+    (tmp_path / "journal.jsonl").write_text(end + "\n")
+    [record] = journal.read(tmp_path / "journal.jsonl")
+    assert isinstance(record, OutcomeRecord)
