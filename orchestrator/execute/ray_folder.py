@@ -12,7 +12,8 @@ import os
 import shutil
 import socket
 import stat
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -129,18 +130,12 @@ def answers(*addresses: str) -> bool:
     """
     if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
         return any(map(listens, addresses))
-    import grpc
-
-    deadline = time.monotonic() + _REACH_S
-    # Its own connection: one that an earlier call made would answer for a node that is frozen since.
-    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
-    # Not closed: gRPC's thread that watches a channel fails on a closed one. Without a future it ends by itself.
-    ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in addresses]
-    while not (answered := any(future.done() for future in ready)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for future in ready:
-        future.cancel()
-    return answered
+    # In a process of its own: gRPC's threads write tracebacks when a channel is left, and keep its connection.
+    command = [sys.executable, "-c", _READY, str(_REACH_S), *addresses]
+    try:
+        return subprocess.run(command, stdin=_NULL, stdout=_NULL, stderr=_NULL, timeout=_REACH_S + 30).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def on_loopback_alone(address: str) -> bool:
@@ -151,6 +146,18 @@ def on_loopback_alone(address: str) -> bool:
     addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
     others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
     return not any(listens(f"{other}:{port}") for other in others)
+
+
+_NULL = subprocess.DEVNULL
+_READY = """
+import os, sys, time, grpc
+deadline = time.monotonic() + float(sys.argv[1])
+options = [("grpc.enable_http_proxy", 0)]
+ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in sys.argv[2:]]
+while not any(future.done() for future in ready) and time.monotonic() < deadline:
+    time.sleep(0.02)
+os._exit(not any(future.done() for future in ready))
+"""
 
 
 def _private_folder(settings: Settings) -> Path:
