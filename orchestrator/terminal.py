@@ -1,4 +1,4 @@
-"""What commands print: control characters escaped, in whatever encoding there is."""
+"""Prints text with control characters escaped, in any encoding of the terminal."""
 
 from __future__ import annotations
 

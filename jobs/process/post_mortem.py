@@ -1,4 +1,4 @@
-"""What a process does before it is killed, and what it died of."""
+"""Describes a process tree before it is killed, and finds the cause of a death."""
 
 from __future__ import annotations
 

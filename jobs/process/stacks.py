@@ -84,7 +84,7 @@ def dumps(processes: Sequence[psutil.Process]) -> list[str]:
             return f"=== pid {process.pid}\nnot read within the {DUMPS_S:g} s for all processes\n{own}"
         title = f"=== pid {process.pid}: {command_line(process)}"
         code, text = _py_spy_dump(process.pid, within=min(TOOL_S, remaining))
-        if code:  # not Python, or gone, or or not to be attached to: the kernel may still know where it waits
+        if code:  # not Python, gone, or not to be attached to: the kernel may still know where it waits
             with contextlib.suppress(OSError):
                 text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
             text += own

@@ -1,4 +1,4 @@
-"""What one training is: its case, the division of its steps over ranks, and the memory that each rank needs."""
+"""The case of a training: the division of its steps over ranks, and the memory that each rank needs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import threading
 import time
@@ -98,7 +97,6 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     """
     end_with_parent()
     number, post = int(os.environ["RANK"]), Outbox(os.open(pipe, os.O_WRONLY)).send
-    faulthandler.enable()
     stacks.offer()
     post(RankProcess(number, os.getpid(), "starting"))
     try:

@@ -210,7 +210,7 @@ def _refuse_taken(service: Service) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, _port(service.health)))
+            probe.bind((LOOPBACK, _port(service.url)))
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
                 raise _taken(service) from None
@@ -254,7 +254,7 @@ def _await(settings: Settings, service: Service, noted: bool) -> None:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
             raise ServiceError(f"{service.name}: {why} at {service.url}; see {_log(settings, service)}")
         time.sleep(0.2)
-    if not _holds_port(_pid(settings, service), _port(service.health)):  # another process was faster
+    if not _holds_port(_pid(settings, service), _port(service.url)):  # another process was faster
         raise _taken(service)
 
 

@@ -25,6 +25,16 @@ from orchestrator.settings import Settings
 
 _REACH_S = 5.0
 _HEAD = "--gcs-address="
+_NULL = subprocess.DEVNULL
+_READY = """
+import os, sys, time, grpc
+deadline = time.monotonic() + float(sys.argv[1])
+options = [("grpc.enable_http_proxy", 0)]
+ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in sys.argv[2:]]
+while not any(future.done() for future in ready) and time.monotonic() < deadline:
+    time.sleep(0.02)
+os._exit(not any(future.done() for future in ready))
+"""
 
 
 class FolderError(UserError):
@@ -146,18 +156,6 @@ def on_loopback_alone(address: str) -> bool:
     addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
     others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
     return not any(listens(f"{other}:{port}") for other in others)
-
-
-_NULL = subprocess.DEVNULL
-_READY = """
-import os, sys, time, grpc
-deadline = time.monotonic() + float(sys.argv[1])
-options = [("grpc.enable_http_proxy", 0)]
-ready = [grpc.channel_ready_future(grpc.insecure_channel(address, options)) for address in sys.argv[2:]]
-while not any(future.done() for future in ready) and time.monotonic() < deadline:
-    time.sleep(0.02)
-os._exit(not any(future.done() for future in ready))
-"""
 
 
 def _private_folder(settings: Settings) -> Path:

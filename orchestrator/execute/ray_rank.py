@@ -1,4 +1,4 @@
-"""What runs on the nodes of a point with several ranks: the ranks, and an actor that samples those of a node."""
+"""The ranks of a point on their nodes, and the actor that samples those of one node."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ EXPLAIN_S = stacks.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
 
 ANSWER = "orchestrator.execute.point:answer"
-"""What answers the commands of a point's process."""
+"""The function that answers the commands of a point's process, as module:name."""
 
 _PROGRESS_INTERVAL_S = 1.0
 

@@ -1,4 +1,4 @@
-"""What rules read of the store: an outline of every measured run, and on demand the points and metrics of a few.
+"""Reads runs for rules: an outline of every measured run, and on demand the points and metrics of a few.
 
 The database groups the points of a run by their coordinates, so that a store of a million points takes tens of
 thousands of rows, and the points themselves are read of the few runs that a verdict rests on.

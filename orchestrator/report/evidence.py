@@ -128,7 +128,7 @@ class Spec:
     def at_commit(self, commit: str) -> Spec:
         """The same spec with its runs of one commit alone."""
         other = Spec(self._evidence, self.file, self.settings, self._without)
-        other.__dict__["runs"] = [run for run in self.runs if run["git_commit"] == commit]
+        other.runs = [run for run in self.runs if run["git_commit"] == commit]
         return other
 
     def points(self, **axes: object) -> list[Row]:

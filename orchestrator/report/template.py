@@ -148,6 +148,8 @@ class _Templates:
 
     def query(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """The rows of a query of the views and tables of docs/database.md, as dictionaries."""
+        if not re.match(r"\s*(select|with)\b", sql, re.IGNORECASE):  # ATTACH of SQLite would leave an empty file
+            raise ReportError(f"query: {in_a_line(sql)!r}: is no query; begin with SELECT or WITH")
         with self._store.engine.connect() as connection:
             return [dict(row) for row in connection.execute(text(sql), parameters).mappings()]
 
@@ -193,6 +195,8 @@ class _Templates:
         run_ids = self._run_ids if run_ids is None else list(run_ids)
         rows = queries.scaling(self._store, run_ids=run_ids)
         for name, value in axes.items():
+            if name not in rows:
+                raise ReportError(f"chart: {name!r}: is no axis; use one of {', '.join(map(str, rows.columns))}")
             rows = rows.loc[rows[name] == value]
         quantity = queries.quantities(self._store, run_ids).of(metric)
         drawn = scaling_chart(rows, self.fits(run_ids), quantity).properties(width=640)
@@ -234,11 +238,8 @@ def _code(value: object) -> Markup:
 def _message(err: Exception) -> str:
     if isinstance(err, SQLAlchemyError):
         return f"the query fails: {in_a_line(getattr(err, 'orig', None) or err)}"
-    return (
-        in_a_line(err)
-        if isinstance(err, UserError) or type(err).__module__.startswith("jinja2")
-        else (error_in_a_line(err))
-    )
+    ours = isinstance(err, UserError) or type(err).__module__.startswith("jinja2")
+    return in_a_line(err) if ours else error_in_a_line(err)
 
 
 def _write(path: Path, content: str | bytes) -> None:

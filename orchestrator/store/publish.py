@@ -1,4 +1,4 @@
-"""Take journals of our runs into docs/results/data: compressed, without what tells of the machines that ran them.
+"""Publishes journals of our runs in docs/results/data: compressed, with hosts, paths and addresses replaced.
 
 A command: `python -m orchestrator.store.publish JOURNAL...`.
 

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other about checkpoints: on the host, beside its own collectives."""
+"""Exchanges between ranks about checkpoints: on the host, beside the collectives of the training itself."""
 
 from __future__ import annotations
 

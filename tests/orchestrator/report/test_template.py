@@ -91,12 +91,17 @@ def test_a_chart_is_written_beside_the_report(rendered: Render, tmp_path: Path, 
             "report.md.j2:1: 'dict object' has no attribute 'labels'",
         ),
         (
-            "\n{{ query('DELETE FROM metric') }}",
+            "\n{{ query('WITH x AS (SELECT 1) DELETE FROM metric') }}",
             "report.md.j2:2: the query fails: attempt to write a readonly database",
         ),
         ("\n{{ spec('no_such.yaml').cell('time') }}", "report.md.j2:2: "),
         ("{{ 1 / 0 }}", "report.md.j2:1: ZeroDivisionError: division by zero"),
         ("{{ ''.__class__.__mro__ }}", "report.md.j2:1: access to attribute '__class__' of 'str' object is unsafe."),
+        (
+            "{{ query('attach database 1 as x') }}",
+            "report.md.j2:1: query: 'attach database 1 as x': is no query; begin",
+        ),
+        ("{{ chart('time', branch='slc') }}", "report.md.j2:1: chart: 'branch': is no axis; use one of "),
         ("{% include 'other.j2' %}", "report.md.j2:1: 'other.j2' not found"),
     ],
 )
